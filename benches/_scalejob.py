@@ -25,7 +25,7 @@ from tensorstore_ck.gc import GcOptions, run_gc
 from tensorstore_ck.log import Objects, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.forget import forget
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut, RankStates
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankResult, RankStates
 
 T = TypeVar("T")
 
@@ -69,13 +69,13 @@ class Job:
         request = PutRequest("run", step, parent, parent, encode_metadata({}), {})
         txn = new_ulid()
         puts = {rank: self._put_of(rank, step, request, txn) for rank in running}
-        hellos = [put.hello() for put in puts.values()]
-        go, compare_seconds = timed(lambda: puts[0].compare([hellos[0]] * self.ranks))
+        proposals = [put.propose() for put in puts.values()]
+        go, compare_seconds = timed(lambda: puts[0].compare([proposals[0]] * self.ranks))
         assert isinstance(go, dict)
         done: dict[int, Body] = {}
         ran: dict[int, Ran] = {}
         for rank, put in puts.items():
-            done[rank], ran[rank] = self._watched(lambda put=put: put.work(go))  # type: ignore[misc]
+            done[rank], ran[rank] = self._watched(lambda put=put: put.execute(go))  # type: ignore[misc]
         others = [rank for rank in running if rank]
         for rank in range(self.ranks):
             if rank not in done:
@@ -123,10 +123,10 @@ class Job:
         ids = np.random.default_rng(list(packs[0])).bytes(len(written.part.ids))
         part, ulid = written.part._replace(rank=rank, packs=packs, ids=ids), new_ulid()
         self.backend.put(part_name(ulid), part.encode())
-        done = RankDone(
+        result = RankResult(
             RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None, SaveFindings()
         )
-        return done.record()
+        return result.record()
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, Ran]:
         self.backend.take_traffic()

@@ -33,7 +33,7 @@ from tensorstore_ck.session.group import Channel, Group, KeyValue
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, encode_kind
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut, RankStates, put_ranks
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankResult, RankStates, put_ranks
 from tensorstore_ck.session.group.replica_check import ReplicaDigests
 from tests.session.group.simulation import FakeStore
 
@@ -168,10 +168,10 @@ def _put_before(job: Job) -> None:
     known = plan_of(kinds, {}) if case.kinds > 1 else PlanMemory(PutPlan())
     known.turn = 1
     planning = Planning(SimpleNamespace(txn=new_ulid()), job.memory, 0, ranks)  # type: ignore[arg-type]
-    remember(job.memory, planning.compare(_hellos(job), state(ranks, case.kinds, 0))["key"], known)
+    remember(job.memory, planning.compare(_proposals(job), state(ranks, case.kinds, 0))["key"], known)
 
 
-def _hellos(job: Job) -> list[Body]:
+def _proposals(job: Job) -> list[Body]:
     """What all ranks say first."""
     engine, _, case, request, ranks, memory = job
     attempt = SimpleNamespace(txn=new_ulid())
@@ -179,23 +179,25 @@ def _hellos(job: Job) -> list[Body]:
     for kind in range(case.kinds):
         states, place = RankStates(state(ranks, case.kinds, kind), None), SimpleNamespace(rank=kind, ranks=ranks, in_job=None)
         put = RankPut(engine, place, lambda states=states: PreparedPut(request, states), attempt=attempt, memory=memory)  # type: ignore[arg-type, misc]
-        of_kind.append(put.hello())
+        of_kind.append(put.propose())
     return [of_kind[rank % case.kinds] for rank in range(ranks)]
 
 
 def _sayings(job: Job, blocks: int) -> Iterable[tuple[str, Body]]:
-    """The hellos and dones of all ranks but rank 0, and what the first of each kind tells; their parts are stored."""
+    """The proposals and results of all ranks but rank 0, and what the first of each kind tells; their parts are stored."""
     engine, backend, case, _, ranks, _ = job
-    head, hellos = engine.log.sync().n, _hellos(job)
+    head, proposals = engine.log.sync().n, _proposals(job)
     replicas = ReplicaDigests({}, b"") if case.is_first else None
     for rank in range(1, ranks):
-        part, ulid = make_part(hellos[rank]["layout"], rank, ranks, blocks), new_ulid()
+        part, ulid = make_part(proposals[rank]["layout"], rank, ranks, blocks), new_ulid()
         if case.condemns:
             backend.put(part_name(ulid), part.encode())
             backend.packs_named += part.packs
-        done = RankDone(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, SaveFindings())
-        yield f"hello/{rank}", {"record": hellos[rank], "oldest": 1}
-        yield f"done/{rank}", {"record": done.record()}
+        result = RankResult(
+            RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, SaveFindings()
+        )
+        yield f"proposal/{rank}", {"record": proposals[rank], "oldest": 1}
+        yield f"result/{rank}", {"record": result.record()}
         if rank < case.kinds:
             told = encode_kind(state(ranks, case.kinds, rank), with_layout=case.is_first, known_blobs=b"")
             yield f"kinds/{rank}", {"data": told}

@@ -100,10 +100,10 @@ class Store:
         return self._session
 
     def close(self) -> None:
-        """Finishes the puts under way, and releases connections, memory and the cache; idempotent.
+        """Finishes the saves in progress, and releases connections, memory and the cache; idempotent.
 
         Raises:
-            StoreError: what a put failed with that nobody waited for.
+            StoreError: what a save failed with that nobody waited for.
         """
         self.session.close()
 
@@ -149,7 +149,7 @@ class Store:
                 share of a DTensor, `FlatShard` or `Box`, and everything else whole.
             rank_state: With `group`: state that belongs to this rank alone, such as random number generators.
             frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
-                the first put and each tenth one after it, where a change is a `FrozenChangedError`.
+                the first save and each tenth one after it, where a change is a `FrozenChangedError`.
             codec: How to encode this save: see `open`.
             delta: See `open`.
             unchanged: What to do when the content contradicts `step`, which moved on: no floating tensor differs from the ref's save

@@ -109,7 +109,7 @@ class RefFence:
         root = branch.root.hex()[:16]
         raise InvalidOptionError(
             f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has put "
-            "nothing there: if the job that did is still running, its next put would be refused. Put to another ref, which its first put "
+            "nothing there: if the job that did is still running, its next save would be refused. Put to another ref, which its first save "
             f"makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself: restore an earlier "
             f"step first, or put with expect={root!r}",
             object_id="step",
@@ -129,14 +129,14 @@ class RefFence:
         return resolve(view, str(expect)).info.root
 
     def request(self, engine: Engine, ref: str, **options: Any) -> PutRequest:
-        """A save to `ref` as of now, checked as far as possible before its state is known; `options`: see `put_options`.
+        """A save to `ref` as of now, checked as far as possible before its state is known; `options`: see `check_put_options`.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is invalid.
         """
-        return self.as_of_now(engine, put_options(engine, ref, **options))
+        return self.at_head(engine, check_put_options(engine, ref, **options))
 
-    def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True) -> PutRequest:
+    def at_head(self, engine: Engine, asked: "PutOptions", *, sync: bool = True) -> PutRequest:
         """A save as of now; with `sync` by the newest entry of the log, else by what this host knows."""
         if sync:
             engine.log.sync()
@@ -184,7 +184,7 @@ class PutOptions(NamedTuple):
         return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
 
-def put_options(
+def check_put_options(
     engine: Engine,
     ref: str,
     *,

@@ -17,11 +17,10 @@ from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import ProcessGroups, process_group
-from tensorstore_ck.session.ref_fence import PutOptions, RefFence, put_options
+from tensorstore_ck.session.ref_fence import PutOptions, RefFence, check_put_options
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
-from tensorstore_ck.session.save.at_exit import finish_at_exit
-from tensorstore_ck.session.save.connect_peers import connect_peers
 from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.process_end import finish_at_exit
 from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 
 if TYPE_CHECKING:
@@ -53,26 +52,26 @@ class Session:
         self._resumed_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         if engine.tier is not None:
             finish_at_exit(self.queue)
-            for job in resume_alone(self.context, engine.tier):
-                self.queue.resume(job)
+            for put in resume_alone(self.context, engine.tier):
+                self.queue.resume(put)
 
     def resolve(self, address: str) -> Resolved:
-        """What the newest entry of the log has at an address."""
+        """What an address means at the newest entry of the log."""
         return resolve(self.engine.log.newest_view(), address)
 
     def put(self, state: object, ref: str, *, group: "ProcessGroup | DeviceMesh | None", **options: Any) -> Snapshot:
         """See `Store.put_snapshot`, for the options too."""
         ranks = process_group(group)
         if ranks is not None:
-            self.queue.require_no_lane()
-        return self.queue.run(lambda: self._job(state, ref, ranks, **options))
+            self.queue.require_no_worker()
+        return self.queue.run(lambda: self._put(state, ref, ranks, **options))
 
     def put_captured(self, captured: CapturedState, ref: str, *, step: int | None, **options: Any) -> Snapshot:
         """Saves a state that was taken apart already; `options` as of `Store.put_snapshot`."""
         from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
 
-        ask = partial(put_options, self.engine, ref, step=step, **options)
-        return self.queue.run(lambda: self._single(ask, lambda: RankStates(captured, None), ref, step))
+        check_options = partial(check_put_options, self.engine, ref, step=step, **options)
+        return self.queue.run(lambda: self._single(check_options, lambda: RankStates(captured, None), ref, step))
 
     def put_async(
         self,
@@ -91,17 +90,17 @@ class Session:
 
         def make() -> "SinglePut":
             captured = state
-            if ranks is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
+            if ranks is not None:  # even if host_memory_bytes is given: other ranks may not have it, and all must take part
                 try:
                     self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
-                except StoreError as exc:  # the others may know, and begin the put
+                except StoreError as exc:  # the other ranks may know it, and begin the save
                     captured = UnpreparedState(exc)
-            job = self._job(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
+            put = self._put(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
             if ranks is not None:
-                job.prepare()
+                put.prepare()
             elif self.queue.is_quiet():
-                job.check_known()
-            return job
+                put.check_known()
+            return put
 
         return self.queue.submit(make, on_full)
 
@@ -122,7 +121,7 @@ class Session:
     def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
         """See `Store.finish_staged`."""
         self._resume(group, timeout_seconds)
-        self.queue.settle(uploads=self.engine.tier is None or not self._is_staged(address))
+        self.queue.wait_idle(uploads=self.engine.tier is None or not self._is_staged(address))
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -143,15 +142,15 @@ class Session:
             return False
 
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
-        """At the first meeting of the ranks of a group: goes on with what ranks have staged before."""
+        """At the first use of a group: continues what its ranks staged before."""
         if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
-            for job in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
-                self.queue.resume(job)
+            for put in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
+                self.queue.resume(put)
             if self.engine.tier.options.replicate_to_peers:
-                connect_peers(self.context, self.engine.tier, group, timeout_seconds)
+                self.context.connect_peers(self.engine.tier, group, timeout_seconds)
             self._resumed_groups.add(group)
 
-    def _job(
+    def _put(
         self,
         state: object,
         ref: str,
@@ -172,10 +171,10 @@ class Session:
         elif self.engine.limit is not None:
             self.engine.limit.share(group.size())
         self._resume(group, timeout_seconds)
-        ask = partial(put_options, self.engine, ref, **options)
+        check_options = partial(check_put_options, self.engine, ref, **options)
         mark = self.context.frozen.mark
         if group is None:
-            return self._single(ask, lambda: RankStates(mark(capture(state), frozen), None), ref, options["step"])
+            return self._single(check_options, lambda: RankStates(mark(capture(state), frozen), None), ref, options["step"])
 
         def take_apart() -> RankStates:
             if isinstance(state, UnpreparedState):
@@ -183,12 +182,14 @@ class Session:
             shared = mark(capture(state, describer_of(group)), frozen, self.groups.of(group)[0].nonce)
             return RankStates(shared, None if rank_state is None else capture(rank_state))
 
-        return GroupPut(self.context, group, ask, take_apart, ref=ref, step=options["step"], timeout_seconds=timeout_seconds)
+        return GroupPut(self.context, group, check_options, take_apart, ref=ref, step=options["step"], timeout_seconds=timeout_seconds)
 
-    def _single(self, ask: Callable[[], PutOptions], take_apart: "Callable[[], RankStates]", ref: str, step: int | None) -> "SinglePut":
+    def _single(
+        self, check_options: Callable[[], PutOptions], take_apart: "Callable[[], RankStates]", ref: str, step: int | None
+    ) -> "SinglePut":
         from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - loads torch
 
-        put = SinglePut(self.context, next(self._numbers), ask, take_apart, ref=ref, step=step)
+        put = SinglePut(self.context, next(self._numbers), check_options, take_apart, ref=ref, step=step)
         put.prepare()
         return put
 

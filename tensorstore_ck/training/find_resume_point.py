@@ -7,7 +7,7 @@ from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import Participant
-from tensorstore_ck.session.group.matching_arguments import require_alike
+from tensorstore_ck.session.group.matching_arguments import require_same
 from tensorstore_ck.store import ReadOnlyStore
 
 if TYPE_CHECKING:
@@ -29,19 +29,19 @@ def find_resume_point(store: ReadOnlyStore, address: str, group: "ProcessGroup |
     title = f"the search for {address!r}"
     attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
 
-    def compare(hellos: list[Body]) -> Body:
-        require_alike(hellos, ("address",), own.in_job)
+    def compare(proposals: list[Body]) -> Body:
+        require_same(proposals, ("address",), own.in_job)
         snapshot = _at(store, address)
         return {"root": snapshot.root if snapshot is not None else ""}
 
     found: list[Snapshot | None] = []
 
-    def work(go: Body) -> Body:
+    def execute(go: Body) -> Body:
         root = take(go, "root", str)
         found.append(store.resolve(root) if root else None)
         return {}
 
-    attempt.run(Participant(lambda: {"address": address}, work, None, compare, lambda _: {}))
+    attempt.run(Participant(lambda: {"address": address}, execute, None, compare, lambda _: {}))
     return found[0]
 
 

@@ -63,7 +63,7 @@ class Agreements:
         attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 
-        def hello() -> Body:
+        def propose() -> Body:
             if group in self._found:
                 return {"known": True}
             found = own()
@@ -71,22 +71,22 @@ class Agreements:
             groups = derived_hash("groups of parameters", repr(found.groups).encode())
             return {"known": False, "buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
 
-        def compare(hellos: list[Body]) -> Body | str:
-            knows = [take(each, "known", bool) for each in hellos]
+        def compare(proposals: list[Body]) -> Body | str:
+            knows = [take(each, "known", bool) for each in proposals]
             if all(knows):
                 return {"answer": None}
             if group not in self._answers:
                 if any(knows):
                     return "rank 0 created a new TrainingState and other ranks did not: create it on all ranks, or on none"
-                self._answers[group] = _compare(hellos)
+                self._answers[group] = _compare(proposals)
             return {"answer": self._answers[group]}
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             if group not in self._found:
                 self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, place.rank)
             return {}
 
-        attempt.run(Participant(hello, work, None, compare, lambda _: {}))
+        attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
         return self._found[group]
 
 
@@ -102,11 +102,11 @@ def _key(name: str) -> bytes:
     return derived_hash("name of a buffer", name.encode())[:8]
 
 
-def _compare(hellos: list[Body]) -> Body:
-    """On rank 0: which rank leads which buffer, and whether the groups are the same."""
+def _compare(proposals: list[Body]) -> Body:
+    """On rank 0: who leads which buffer, and whether the groups are the same."""
     reports: dict[bytes, list[tuple[int, bytes]]] = {}
-    for rank, hello in enumerate(hellos):
-        for key, digest in take(hello, "buffers", list):
+    for rank, proposal in enumerate(proposals):
+        for key, digest in take(proposal, "buffers", list):
             reports.setdefault(key, []).append((rank, digest))
     leaders: dict[int, list[bytes]] = {}
     for key, holders in reports.items():
@@ -114,5 +114,5 @@ def _compare(hellos: list[Body]) -> Body:
             leaders.setdefault(holders[0][0], []).append(key)
     return {
         "leaders": [[rank, keys] for rank, keys in leaders.items()],
-        "same_groups": len({take(each, "groups", bytes) for each in hellos}) == 1,
+        "same_groups": len({take(each, "groups", bytes) for each in proposals}) == 1,
     }

@@ -713,7 +713,7 @@ def test_a_put_while_what_it_reuses_is_freed(options: GcOptions, address: str) -
 
         store, faults = interrupted(backend, at, free, table=table, clock=clock)
         if ref == "job":
-            store.session.fence = store.session.context.seen = host.session.fence  # this is the job that goes on
+            store.session.fence = store.session.context.fence = host.session.fence  # this is the job that goes on
         store.put_snapshot(state(1, 2, 4, 5), ref=ref, step=4)
         held = {ref: state(1, 2, 4, 5)} | ({"job@2": state(1, 2), "job@3": state(1, 4)} if ref == "job" or not faults.struck else {})
         require_readable(open_store(backend), held)
@@ -765,7 +765,7 @@ def test_gc_while_others_change_the_roots(action: str) -> None:
         store.forget("late")
         held: dict[str, State] = {"job@2": state(1, 5), "job@3": state(1, 6)}
         other = open_store(backend, table=table, clock=clock)
-        other.session.fence = other.session.context.seen = store.session.fence
+        other.session.fence = other.session.context.fence = store.session.fence
         options = replace(AT_ONCE, undo_window_seconds=50)
 
         def act() -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstore_ck as tsck
-from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.channel import Channel, ChannelError
+from tensorstore_ck.session.group.round import Round
 from tensorstore_ck.training import TrainingState
 from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import GROUPS, Pool, make_store
@@ -85,7 +85,7 @@ def lose_the_connection(folder: str, how: str, title: str) -> tuple[Told, list[i
 
     def put(self: Round, key: str, record: Any) -> None:
         real_put(self, key, record)
-        if dist.get_rank() == 1 and not lost and key.startswith("done") and title in self._title:
+        if dist.get_rank() == 1 and not lost and key.startswith("result") and title in self._title:
             self._grace = 0.1
             lost.append(self._channel)
 

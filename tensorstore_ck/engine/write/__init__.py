@@ -1,1 +1,15 @@
-"""Writes a snapshot: blocks into packs, then parts, then the record; what is known is not written again."""
+"""Writes a snapshot: blocks into packs, then parts, then the record, then the log entry. Known blocks are not written again.
+
+put.py               a save of one process, and the destinations of saves
+request.py           what a save says besides the state
+part_writer.py       one rank's blocks and its part
+pack_writer.py       blocks into packs, each once
+dedup.py             which blocks need not be written
+delta_bases.py       which blocks may be encoded against others
+rank_parts.py        what each rank has written and checked; the record of all
+publish.py           the log entry that publishes
+branch_conflict.py   the error for a branch that another process moved
+sampled_checks.py    a sample of the state: changes during the capture, numbers that are not finite
+compare_parent.py    compares a part with those of earlier snapshots
+suspicious_save.py   judges saves whose content contradicts their step
+"""

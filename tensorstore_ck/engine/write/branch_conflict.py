@@ -1,4 +1,4 @@
-"""What a user reads where a branch is not where a put expected it: who moved it, and commands with which neither side is lost."""
+"""The error for a branch that is not where a save expected it: who moved it, and commands with which neither side is lost."""
 
 import shlex
 from contextlib import suppress
@@ -15,7 +15,7 @@ MAX_TRIES: Final = 9
 
 
 def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Digest | None) -> ConflictError:
-    """The error of a put that expected `branch` at another root, or not to exist. Reads the one log entry that moved it.
+    """The error of a save that expected `branch` at another root, or not to exist. Reads the one log entry that moved it.
 
     Every command in it works as printed, at `view`.
     """
@@ -25,10 +25,10 @@ def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Dig
     kept, free = _names(view, branch)
     keep = f"branch {kept!r} keeps the other one" if kept else f"keep the other one with `tsck branch {free} {root} -s {where}`"
     is_published = expected is not None and view.by_root(expected) is not None
-    reset = f"move the branch back with `tsck reset {ref} {own} -s {where}` and put again, or " if is_published else ""
+    reset = f"move the branch back with `tsck reset {ref} {own} -s {where}` and save again, or " if is_published else ""
     return ConflictError(
         f"ref {ref!r} is at {root}, and {seen}: another process moved it ({moved_by(engine, branch)}). To continue "
-        f"what is there: checkout({ref!r}). To continue what is here, and lose neither: {keep}; then {reset}put on top of it with "
+        f"what is there: checkout({ref!r}). To continue what is here, and lose neither: {keep}; then {reset}save on top of it with "
         f"expect={root!r}",
         object_id=ref,
     )
@@ -37,7 +37,7 @@ def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Dig
 def moved_by(engine: Engine, branch: BranchHead) -> str:
     """Who moved a branch to where it is, and when: ``to step 1, by me@host:42 at 2026-01-31 12:00:00 UTC``."""
     who = ""
-    with suppress(StoreError):  # the conflict is what the user must hear of
+    with suppress(StoreError):  # the conflict is more important
         entry = engine.log.chain.read(branch.n)
         who = f"by {entry.actor} " if entry is not None else ""
     to = "" if branch.step is None else f"to step {branch.step}, "
@@ -45,12 +45,12 @@ def moved_by(engine: Engine, branch: BranchHead) -> str:
 
 
 def branch_command(engine: Engine, view: RefTable, branch: BranchHead) -> str:
-    """A command that makes another branch at where `branch` is."""
+    """A command that makes another branch where `branch` is."""
     return f"tsck branch {_names(view, branch)[1]} {branch.root.hex()[:16]} -s {shlex.quote(engine.backend.url)}"
 
 
 def _names(view: RefTable, branch: BranchHead) -> tuple[str, str]:
-    """The name that such a command gave another branch there before, if one did; and one that is free."""
+    """The name of a branch that such a command made there before, or empty; and a free name."""
     short = branch.root.hex()[:8]
     name = f"{branch.name}-{short}"
     if not is_ref_name(f"{name}-{MAX_TRIES}"):

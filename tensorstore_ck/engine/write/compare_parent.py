@@ -1,7 +1,7 @@
-"""Compares what one rank has written with the snapshots before: which tensors moved, and how the step counters of optimizers did.
+"""Compares what one rank has written with earlier snapshots: which tensors changed, and how the step counters of optimizers moved.
 
-What is compared are block ids, and the bytes of small tensors in the parts: no tensor is read. Where something moved, which is the common
-case, no snapshot but the last one is looked at.
+Compares block ids, and the bytes of small tensors in the parts: no tensor is read. If something changed, which is the common case, only the
+last snapshot is read.
 """
 
 import struct
@@ -24,16 +24,16 @@ from tensorstore_ck.format.step_counters import find_counters
 from tensorstore_ck.log import SnapshotInfo
 
 LOOK_BACK: Final = 4
-"""How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
+"""With how many of a ref's last snapshots a save is compared, if it looks suspicious against the last one."""
 _NUMBERS: Final = {
     dtype: struct.Struct(f"<{form}")
     for dtype, form in (("float64", "d"), ("float32", "f"), ("float16", "e"), ("int64", "q"), ("int32", "i"))
 }
-"""As step counters have them."""
+"""The dtypes of step counters."""
 
 
 class _Predecessor(NamedTuple):
-    """A snapshot of the ref, and the part of it that is like the one to be published."""
+    """An earlier snapshot of the ref, and its part with the same tensors."""
 
     info: SnapshotInfo
     part: Part
@@ -58,7 +58,7 @@ class ParentComparison:
         self._places = self._find_places(counting)
 
     def examine(self) -> SaveFindings:
-        """Looks back no further than it must."""
+        """Reads no more snapshots than necessary."""
         sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
         found = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
         before = self._before(0)
@@ -112,7 +112,7 @@ class ParentComparison:
                 self._look_back(name, before, counts)
 
     def _look_back(self, name: str, before: _Predecessor, counts: StepCounts) -> None:
-        """How the counters moved before. Over one step alone, those of steps with several micro-batches may move on by one, too."""
+        """How the counters moved before. Over a single step, counters of micro-batches may move by one too, so that does not count."""
         for earlier in self._all_before():
             between = steps_between(earlier.info.step, before.info.step) or 0
             if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
@@ -120,7 +120,7 @@ class ParentComparison:
                 return
 
     def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
-        """How the counters among the small tensors lie inside the part, and where."""
+        """The format and offset of counters that are small tensors inside the part."""
         specs, found = self._captured.layout.tensors, {}
         for tensor, _, offset, _ in self._tensors.inlined if counting else ():
             if tensor in counting and (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
@@ -128,7 +128,7 @@ class ParentComparison:
         return found
 
     def _read_counters(self, part: Part) -> dict[str, list[float]]:
-        """The counters in this part or one that is like it, by optimizer."""
+        """The counters in a part with the same tensors, by optimizer."""
         values: Sequence[Any] = ()
         if any(each.kind == "value" for each in self._counters.found):
             values = decode_values(part, "a part")
@@ -147,7 +147,7 @@ class ParentComparison:
     # --- the snapshots before -----------------------------------------------------------------------------------------
 
     def _before(self, number: int) -> _Predecessor | None:
-        """The snapshot before, or the one before that ...; None where there is none that can be compared."""
+        """The `number`-th snapshot before this one; None if there is none that can be compared."""
         while len(self._known) <= number:
             following = next(self._past, None)
             if following is None:
@@ -169,8 +169,8 @@ def _snapshots_before(engine: Engine, own: Part, claim: SaveClaim) -> Iterator[_
     info = snapshot_before(view, claim)
     while info is not None:
         try:
-            part = _read_alike(engine, engine.recent_record(info), own)
-        except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
+            part = _read_matching(engine, engine.recent_record(info), own)
+        except StoreError:  # comparing must not make the save fail
             return
         if part is None:
             return
@@ -178,15 +178,15 @@ def _snapshots_before(engine: Engine, own: Part, claim: SaveClaim) -> Iterator[_
         info = find_snapshot(view, info.parent) if info.parent is not None else None
 
 
-def _read_alike(engine: Engine, record: Record, own: Part) -> Part | None:
-    """The part in the same place, if it has the same tensors in the same places."""
+def _read_matching(engine: Engine, record: Record, own: Part) -> Part | None:
+    """The part of the same rank, if it has the same tensors in the same places."""
     places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
     if own.rank not in places:
         return None
     part = engine.read_part(record, own.rank)
-    is_alike = part.layout_id == own.layout_id and part.world_size == own.world_size
-    is_alike = is_alike and part.layout_of == own.layout_of and part.regions == own.regions
-    return part if is_alike and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
+    is_match = part.layout_id == own.layout_id and part.world_size == own.world_size
+    is_match = is_match and part.layout_of == own.layout_of and part.regions == own.regions
+    return part if is_match and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
 
 
 def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:

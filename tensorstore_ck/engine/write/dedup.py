@@ -1,4 +1,4 @@
-"""Where blocks lie already, so that they need not be written again."""
+"""Which blocks are in the store already, and need not be written again."""
 
 import contextlib
 import warnings
@@ -16,12 +16,12 @@ from tensorstore_ck.log.block_index import Location
 
 
 class DedupIndex:
-    """Where blocks lie already: in the parent's parts, else in this host's index; only in packs that are there in full and stay."""
+    """Looks blocks up in the parent's parts, then in this host's index; only in packs that are complete and stay."""
 
     def __init__(self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True) -> None:
         """`rank` of how many `ranks`: which of the parent's parts to look at; `ranks` and more are those of the ranks' own states.
 
-        With `elsewhere` false the index is not asked: then whoever holds the parent holds all that is relied on.
+        With `elsewhere` false the index is not used: then a pin on the parent holds everything that is relied on.
         """
         self._engine = engine
         self._elsewhere = elsewhere
@@ -34,7 +34,7 @@ class DedupIndex:
             return
         try:
             record = engine.recent_record(info)
-            for number in alike_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
+            for number in matching_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
                 part = engine.read_part(record, number)
                 self._parts.append((part, locate_blocks(engine, self._view, part)))
         except DamageError as exc:
@@ -47,7 +47,7 @@ class DedupIndex:
         found = self._rows.get(block)
         if found is not None:
             part, places = self._parts[found[0]]
-            with contextlib.suppress(DamageError):  # what a part says of bases may be impossible
+            with contextlib.suppress(DamageError):  # the bases in a part may be invalid
                 location = location_of(part, places.packs, places.extents, found[1])
                 if self._is_usable(location):
                     return location
@@ -56,7 +56,7 @@ class DedupIndex:
 
     @property
     def parts(self) -> "list[tuple[Part, BlockLocations]]":
-        """The parent's that were looked at, and where their blocks are."""
+        """The parts of the parent that were read, and where their blocks are."""
         return self._parts
 
     def _is_usable(self, location: Location) -> bool:
@@ -68,9 +68,9 @@ class DedupIndex:
         return True
 
     def _bytes_of(self, pack: Ulid) -> int:
-        """The pack's size; 0 if it goes, is gone (a lost pack must not be relied on by every later snapshot), or was moved from.
+        """The pack's size; 0 if it is condemned, lost (later snapshots must not rely on it), or was repacked.
 
-        So it is where it lies at a colder place: what is put is to be at hand, and no save is to need that place.
+        Also 0 if it is in a cold location: a new snapshot must be readable without that, and a save must not need it.
         """
         state = self._view.object_state(ObjectKey("pack", pack))
         if state is not None or any(self._view.relocations(pack)) or self._view.location_of(pack) is not None:
@@ -81,10 +81,10 @@ class DedupIndex:
             return 0
 
 
-def alike_parts(parts: int, world_size: int, rank: int, ranks: int) -> range:
-    """The parts of a snapshot that a rank of another number of ranks most likely shares blocks with: those in the same place.
+def matching_parts(parts: int, world_size: int, rank: int, ranks: int) -> range:
+    """The parts of a snapshot with which a rank most likely shares blocks, if the number of ranks differs: those in the same position.
 
-    So all ranks together read each part about once, however many there were.
+    So all ranks together read each part about once.
     """
     first = world_size if rank >= ranks else 0
     place = rank % ranks
@@ -92,9 +92,9 @@ def alike_parts(parts: int, world_size: int, rank: int, ranks: int) -> range:
 
 
 def packs_of_damaged(engine: Engine, view: RefTable, rank: int) -> Iterator[Ulid]:
-    """The packs of snapshots that are marked as damaged: their blocks are written again by whoever has them.
+    """The packs of snapshots that are marked as damaged: their blocks are written again.
 
-    Of a snapshot of many ranks, what `rank` is likely to hold again: no rank of a thousand reads the parts of all.
+    Of a snapshot of many ranks only the part that `rank` is likely to hold: no rank of a thousand reads the parts of all.
     """
     for info in view.marked("damaged"):
         with contextlib.suppress(DamageError):

@@ -1,7 +1,6 @@
-"""Which blocks of this put may be encoded against others: weights against their masters, and any against the snapshot before.
+"""Which blocks of a save may be encoded against others: weights against their fp32 masters, and any block against the snapshot before.
 
-Nothing here is taken on trust: a base was read and compared with its id, and the weights with what their masters round to, before a block
-is encoded. A base that cannot be read is none.
+Bases are verified before a block is encoded: a block against its id, weights against the rounded masters. An unreadable base is not used.
 """
 
 from bisect import bisect_left
@@ -22,16 +21,16 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Base, Location
 
 SPARSE_SHARE: Final = 0.1
-"""A difference of at most so much of the raw size is one of few elements: then the next one is taken to it, and not to its base."""
+"""A delta of at most this share of the raw size changes few elements: the next delta is taken against it, not against its base."""
 CHAIN_SHARE: Final = 0.5
-"""What all differences of such a chain may take together."""
+"""The share of the raw size that all deltas of such a chain may take together."""
 MAX_CHAIN: Final = 128
 SAMPLE_BYTES: Final = 1024
-"""Of the masters, to find the weights that they belong to."""
+"""Bytes of the masters that are compared to find their weights."""
 
 
 class DeltaBase(NamedTuple):
-    """A block of an earlier snapshot, to take the difference to."""
+    """A block of an earlier snapshot, against which a delta is taken."""
 
     base: Base
     age: int
@@ -39,7 +38,7 @@ class DeltaBase(NamedTuple):
 
 
 class PartKey(NamedTuple):
-    """What two parts must have in common for their tensors' blocks to be the same ones, row by row."""
+    """What two parts must have in common so that the rows of their tensors' blocks correspond."""
 
     layout_id: Digest
     rank: int
@@ -71,7 +70,7 @@ class ParentBlocks:
         self._anchor_every = anchor_every
 
     def candidate(self, row: int, raw_bytes: int) -> DeltaBase | None:
-        """What to encode the block in a row of the tensors against, if it is worth a try."""
+        """The base for the block in a row of the tensors, if a delta is worth a try."""
         row += self._first
         try:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
@@ -101,18 +100,16 @@ class ParentBlocks:
         return raw if block_id(raw) == block else None
 
 
-def earlier_part(
-    engine: Engine, before: Sequence[tuple[Part, BlockLocations]], likeness: PartKey, anchor_every: int
-) -> ParentBlocks | None:
-    """The part among these that has the same tensors in the same places; None also where no difference is wanted."""
+def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, anchor_every: int) -> ParentBlocks | None:
+    """The part among these that has the same tensors in the same places; None also if no deltas are wanted."""
     for part, places in before if anchor_every else ():
-        if PartKey(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == likeness:
+        if PartKey(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == key:
             return ParentBlocks(engine, part, places, anchor_every)
     return None
 
 
 class Fp32Masters:
-    """The fp32 tensors that 16-bit weights of the same state are most likely the roundings of."""
+    """The fp32 tensors of which 16-bit weights of the same state are most likely the roundings."""
 
     def __init__(self, captured: CapturedState, blocks: Sequence[TensorBlock]) -> None:
         """`blocks`: what this rank stores, tensor by tensor."""
@@ -145,7 +142,7 @@ class Fp32Masters:
         return found
 
     def blocks(self, block: TensorBlock) -> list[TensorBlock]:
-        """The blocks of the masters that have just the elements of a block of weights; none if they are cut elsewhere."""
+        """The blocks of the masters with exactly the elements of a block of weights; none if they are cut differently."""
         masters, start, stop = self._blocks[self.of[block.tensor]], 2 * block.start, 2 * block.stop
         first = bisect_left(masters, start, key=lambda each: each.start)
         found = masters[first : bisect_left(masters, stop, first, key=lambda each: each.start)]

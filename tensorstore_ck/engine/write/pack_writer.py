@@ -1,7 +1,6 @@
 """Writes blocks into packs, each once: hash, look up, encode, append. Used by several threads at once.
 
-Order matters in one place only: a location is handed out for good when its pack is sealed, that is durable. Until `close`
-returns, nothing that names these packs may be written.
+A location is final only once its pack is sealed, that is durable: until `close` returns, nothing that names these packs may be written.
 """
 
 import threading
@@ -31,11 +30,11 @@ from tensorstore_ck.format.pack import (
 from tensorstore_ck.log.block_index import Base, Location
 
 SHARED_PACK_BYTES: Final = 64 << 20
-"""A second pack is begun beside one of this size, not beside a smaller one."""
+"""A second pack is started only if the first one has this size."""
 
 
 class BlockEncoding(NamedTuple):
-    """What becomes of a block."""
+    """How a block is stored."""
 
     encoded: Encoded
     bases: tuple[Base, ...] = ()
@@ -57,7 +56,7 @@ class EncodedBlock(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes in a pack."""
+        """Its size in a pack."""
         return sum(memoryview(piece).nbytes for piece in self.pieces)
 
 
@@ -73,7 +72,7 @@ class _OpenPack:
         self.rows: list[tuple[bytes, int, int, int, int, int, int, int]] = []
         """Rows of `ENTRY_DTYPE`, in any order until the pack is sealed."""
         self.based: dict[bytes, EncodedBlock] = {}
-        """Those that have bases, without their bytes."""
+        """Blocks with bases, without their bytes."""
 
 
 class PackWriter:
@@ -89,9 +88,9 @@ class PackWriter:
         limit_bytes: int = PACK_LIMIT_BYTES,
         meter: PutMeter | None = None,
     ) -> None:
-        """`known` says where a block lies already; it is called under a lock. Up to `open_packs` are written side by side.
+        """`known` returns where a block lies already; it is called under a lock. Up to `open_packs` are written in parallel.
 
-        `meter` is told of every run; what it raises gives the work up.
+        `meter` counts every run; an error that it raises ends the work.
         """
         self._backend = backend
         self._new_id = new_id
@@ -104,7 +103,7 @@ class PackWriter:
         self._unsealed: list[_OpenPack] = []
         self._claimed: set[Digest] = set()
         self.found: dict[Digest, Location] = {}
-        """Blocks that lay in the store already."""
+        """Blocks that were in the store already."""
         self.added: dict[Digest, Location] = {}
         """Blocks of sealed packs."""
         self.new_bytes = 0
@@ -112,7 +111,7 @@ class PackWriter:
     def add(self, run: Sequence[Buffer], encode: Callable[[int], BlockEncoding] | None = None) -> list[Digest]:
         """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards.
 
-        `encode` is asked for the stored bytes of those, by their number in the run; without it they are stored as they are.
+        `encode` returns the stored bytes of a new block, by its number in the run; without it they are stored raw.
         """
         with self._meter.timed("hash", sum(map(len, run))):
             ids = [block_id(raw) for raw in run]

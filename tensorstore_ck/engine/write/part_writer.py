@@ -1,6 +1,6 @@
 """Writes what one rank contributes to a snapshot: its blocks, and the part that says where they lie. Both are durable then.
 
-Knows neither refs nor the log, and no torch: it takes a state that was taken apart.
+Knows neither refs nor the log, and no torch.
 """
 
 from collections import ChainMap
@@ -39,22 +39,22 @@ MAX_OPEN_PACKS: Final = 4
 
 
 class BlockLookup(Protocol):
-    """What is in the store already."""
+    """Looks up blocks in the store."""
 
     @property
     def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
-        """Of the snapshot before, those that are most like the one to write, and where their blocks are."""
+        """Parts of the snapshot before that are most like the new one, and where their blocks are."""
 
     def __call__(self, block: Digest, /) -> Location | None:
-        """Where a block lies already, if it may be relied on."""
+        """Where a block is, if it may be relied on."""
 
 
 class PartSlot(NamedTuple):
-    """Which of a snapshot's parts it is."""
+    """Which part of a snapshot it is."""
 
     rank: int
     world_size: int
-    alike: tuple[int, ...]
+    layout_ranks: tuple[int, ...]
     """The ranks that have the same layout, in order. The first of them stores the layout, and the values and large values of the state."""
     layout_of: bytes | None
     """See `Part.layout_of`."""
@@ -78,7 +78,7 @@ class WrittenPart(NamedTuple):
     new_bytes: int
     """Of its packs and of itself."""
     tensors: "TensorBlocks"
-    """What it has of the tensors."""
+    """Its tensors."""
 
 
 class BlobBlocks(NamedTuple):
@@ -126,17 +126,16 @@ def write_part(
         anchor: The log entry that `known` goes by.
         slot: Which part it is.
         coding: How blocks are encoded.
-        meter: Is told how it goes; what it raises gives the work up.
-        apart: Whether the layout and large values get packs of their own, which are small.
-        sampling: What of the tensors is read a second time in the end.
+        meter: Counts the progress; an error that it raises ends the work.
+        apart: Whether the layout and large values get separate, small packs.
+        sampling: What of the tensors is read a second time at the end.
 
     Raises:
-        FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
+        FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
-    tensors_id = layout_id(captured.layout.encode())
-    likeness = PartKey(tensors_id, slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit))
-    earlier = earlier_part(engine, known.parts, likeness, coding.anchor_every)
+    key = PartKey(layout_id(captured.layout.encode()), slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit))
+    earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
     block_bytes = engine.config.block_bytes
     write = partial(write_tensors, captured, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
     with open_packs(engine, known, meter) as first:
@@ -155,8 +154,8 @@ def write_part(
 @contextmanager
 def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
-    side_by_side = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=side_by_side, meter=meter)
+    open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
+    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=open_at_once, meter=meter)
     try:
         yield packs
         packs.close()
@@ -169,7 +168,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
     """Stores the layout and the large values, if this rank is the one that does."""
     encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
-    is_first = slot.rank == slot.alike[0]
+    is_first = slot.rank == slot.layout_ranks[0]
     ids: list[Digest] = []
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
@@ -193,10 +192,10 @@ def write_tensors(
     earlier: ParentBlocks | None = None,
     sampling: Sampling = NOT_VERIFIED,
 ) -> TensorBlocks:
-    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before. Takes a sample meanwhile.
+    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before. Takes a sample.
 
     Raises:
-        FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
+        FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
     """
     sample = CaptureSample(captured, sampling)
     inline: list[memoryview] = []
@@ -215,8 +214,7 @@ def write_tensors(
             start += length
     small = b"".join(inline)
     ids = [ZERO_DIGEST] * len(blocks)
-    frozen = _rows_of_frozen(captured, blocks)
-    cuts = _cuts_of_frozen(captured, slot, block_bytes)
+    frozen, cuts = _rows_of_frozen(captured, blocks), _cuts_of_frozen(captured, slot, block_bytes)
     for tensor in [*frozen]:
         said = captured.frozen[tensor]
         if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
@@ -228,7 +226,7 @@ def write_tensors(
         buffers: list[Buffer] = []
         for block in run:
             data = captured.sources[block.tensor].read(block.start, block.stop)
-            # A frozen tensor lies in its owner's memory: should it change all the same, no block may have other bytes than its id says.
+            # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
             sample.note(block.row, block.tensor, block.start, data)
         encoder = Encoder(coding.mode)
@@ -259,7 +257,7 @@ def write_tensors(
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
-    """What of the tensors lies inside the part."""
+    """The small tensors inside the part, and their bytes."""
     inlined: list[Inline] = []
     data = bytearray()
     for tensor, start, share in places_of(captured, slot, block_bytes):
@@ -271,7 +269,7 @@ def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tupl
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
     """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
-    held = regions_of_rank(captured.layout, slot.rank, slot.alike, captured.explicit)
+    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     bases = source_offsets(captured, held)
     for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
         yield held[share.region].tensor, bases[share.region] + share.start, share
@@ -287,10 +285,10 @@ def store_part(
     anchor: int,
     slot: PartSlot,
 ) -> WrittenPart:
-    """Writes the part that names these blocks, which lie where the closed `packs` say.
+    """Writes the part that names these blocks, which are in the closed `packs`.
 
     Raises:
-        UnsupportedValueError: there is very much of what takes nothing in the store.
+        UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     ids = [*blobs.ids, *tensors.ids]
     places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
@@ -302,7 +300,7 @@ def store_part(
         slot.world_size,
         blobs.rows,
         b"".join(ids),
-        encode_values(captured.values if slot.rank == slot.alike[0] else ()),
+        encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
         tensors.inline,
         extents.packs,
         extents.rows,
@@ -311,7 +309,7 @@ def store_part(
         slot.layout_of,
         encode_regions(captured.explicit),
     )
-    if slot.rank == slot.alike[0]:
+    if slot.rank == slot.layout_ranks[0]:
         _require_readable(captured, layout, part, slot)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
@@ -320,17 +318,17 @@ def store_part(
 
 
 def _require_readable(captured: CapturedState, layout: bytes, part: Part, slot: PartSlot) -> None:
-    """Refuses what a reader would take for a bomb; the ranks' parts together stay below what it accepts.
+    """Rejects what a reader would take for a decompression bomb; all parts together stay below its limit.
 
     Raises:
-        UnsupportedValueError: there is very much of what takes nothing in the store.
+        UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
     bodies = [layout[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
     budget = ParseBudget(FREE_BYTES // (2 * slot.world_size))
     encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
-    # gc may encode the layout anew, in fewer bytes: a quarter of today's is what the reader will find at least.
-    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.alike))
+    # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
+    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.layout_ranks))
     size_bytes = sum(map(len, bodies))
     if size_bytes <= budget.max_items(size_bytes):
         return  # even if each byte was an item
@@ -367,7 +365,7 @@ def _cuts_of_frozen(captured: CapturedState, slot: PartSlot, block_bytes: int) -
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
-        held = regions_of_rank(captured.layout, slot.rank, slot.alike, captured.explicit)
+        held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
         for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
             region = held[share.region]
             if region.tensor in captured.frozen:
@@ -376,11 +374,11 @@ def _cuts_of_frozen(captured: CapturedState, slot: PartSlot, block_bytes: int) -
 
 
 def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: bytes) -> None:
-    """What a frozen tensor was found to be when it was read."""
+    """Remembers the blocks of a frozen tensor that was read."""
     said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
     if said.cut == cut and len(said.ids) == len(ids) and said.ids != ids:
         raise FrozenChangedError(
-            f"{name} was put as frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
+            f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
             "snapshots since then have its earlier values. Leave it out of frozen=",
             object_id=name,
         )

@@ -123,13 +123,13 @@ def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
-    """The precondition of a put: fencing, so that a job that was given up for dead cannot move its successor's ref.
+    """The precondition of a save: fencing, so that a job that was given up for dead cannot move its successor's ref.
 
     Raises:
         ConflictError: the ref is elsewhere; the message says who moved it, and how to go on.
     """
     if view.tag(ref) is not None:
-        raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: put to a branch", object_id=ref)
+        raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: save to a branch", object_id=ref)
     branch = view.branch(ref)
     if is_expected(branch, expect):
         return
@@ -139,7 +139,7 @@ def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -
 
 
 def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
-    """Whether a branch is where a put expects it."""
+    """Whether a branch is where a save expects it."""
     return expect is ANY or (branch.root if branch else None) == expect
 
 
@@ -147,7 +147,7 @@ def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], part
     """What of these parts and records is condemned in `view`.
 
     Raises:
-        SnapshotExpiredError: gc freed something of them already: their blocks must be written anew.
+        SnapshotExpiredError: gc freed something of them already: their blocks must be written again.
     """
     needed = [ObjectKey("snapshot", snapshot) for snapshot in snapshots]
     try:

@@ -1,4 +1,4 @@
-"""Puts one snapshot of one process, and where the bytes of any save go. Knows no torch: it takes a state that was taken apart."""
+"""Saves one snapshot of one process; and destinations: where the bytes of any save go. Knows no torch."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,6 +1,6 @@
-"""What each rank has written and checked at its own head, as a small record of which one process publishes all.
+"""What each rank has written and checked, as a small record by which one process publishes for all.
 
-A process that saves alone is the only rank. Knows neither how ranks talk to each other nor what they hold.
+A single process is the only rank. Does not know how ranks communicate nor what they hold.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 
 
 class RankParts(NamedTuple):
-    """What a rank tells of what it has written."""
+    """What a rank reports of its parts."""
 
     ulids: list[Ulid]
-    """Of its part, and of its own state's."""
+    """Of its part, and of the part of its own state."""
     part_ids: list[Digest]
     new_bytes: int
     anchor: int
     checked: int
-    """The log entry at whose fold it found everything in place."""
+    """The log entry at which it found everything in place."""
     condemned: Objects
     """What was condemned there, and must be rescued."""
 
     def record(self) -> Body:
-        """As it travels."""
+        """As it is sent."""
         return {
             "ulids": b"".join(self.ulids),
             "part_ids": b"".join(self.part_ids),
@@ -47,7 +47,7 @@ class RankParts(NamedTuple):
     @classmethod
     def of_record(cls, record: Body) -> "RankParts":
         """Raises:
-        TypeError: that is none.
+        TypeError: it is malformed.
         """
         ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
         return cls(
@@ -61,7 +61,7 @@ class RankParts(NamedTuple):
 
 
 def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *, sync: bool = True) -> RankParts:
-    """What a rank has written, looked at as of now; or, without `sync`, as of the last entry that it knows.
+    """What a rank has written, checked at the newest log entry; or, without `sync`, at the last one that it knows.
 
     Raises:
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
@@ -116,7 +116,7 @@ def publish_parts(
 
     `mark`: a mark for the snapshot, and the reason.
     """
-    encoded = store_record(engine, txn, record)  # of one id, so that salvage knows the record of an aborted save
+    encoded = store_record(engine, txn, record)  # under the id of the transaction, so that salvage recognises the record of an aborted save
     return publish(
         engine,
         record,

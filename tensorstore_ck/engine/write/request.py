@@ -15,7 +15,7 @@ from tensorstore_ck.format.record import with_store_metadata
 
 
 class PutRequest(NamedTuple):
-    """What a put says besides the state."""
+    """What a save says besides the state."""
 
     ref: str
     step: int | None
@@ -26,22 +26,22 @@ class PutRequest(NamedTuple):
     metrics: dict[str, float]
     coding: Coding = Coding("raw")
     base: Digest | None = None
-    """Another snapshot than the parent that more likely has the same blocks."""
+    """A snapshot that is more likely than the parent to have the same blocks."""
     checks: SaveChecks = SaveChecks()
 
     @property
     def nearest(self) -> Digest | None:
-        """The snapshot in which blocks are looked for first: a hint, of which the new snapshot's root knows nothing."""
+        """The snapshot in which blocks are looked up first: a hint that does not affect the root."""
         return self.base or self.parent
 
     @property
     def sampling(self) -> Sampling:
-        """What of the state is looked at twice."""
+        """What of the state is sampled."""
         return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
 
     @property
     def claim(self) -> SaveClaim:
-        """What it says of the state's place in the training."""
+        """What the save claims of its place in the training."""
         return SaveClaim(self.ref, self.step, self.parent)
 
     def examine(self, engine: Engine, written: WrittenPart, captured: CapturedState) -> SaveFindings:
@@ -52,7 +52,7 @@ class PutRequest(NamedTuple):
         """As `noted`, after what all ranks found was judged.
 
         Raises:
-            SuspiciousSaveError: it is not to be published like that.
+            SuspiciousSaveError: it must not be published.
         """
         judge(engine, found, self.checks, self.claim)
         return self.noted(found.finiteness)

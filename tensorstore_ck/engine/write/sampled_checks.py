@@ -1,9 +1,8 @@
-"""Which bytes of a put are looked at twice, and what is found there: tensors that changed while they were read, and how many elements of
-floating tensors are not finite.
+"""A sample of the bytes of a save: finds tensors that change while they are read, and counts floating elements that are not finite.
 
-Small tensors are looked at in full. Of the others the sample is systematic: a piece of each `STRIDE_BYTES` of a tensor, at a distance from
-its beginning that is drawn for each tensor and put by a hash. The draw depends on what the root of a snapshot depends on, and on nothing
-else, so that equal puts have equal samples.
+Small tensors are sampled in full. Of the others the sample is systematic: a piece of each `STRIDE_BYTES` of a tensor, at an offset that a
+hash draws for each tensor and save. The draw depends on what the root of a snapshot depends on, and on nothing else, so that equal saves
+have equal samples.
 """
 
 import threading
@@ -18,27 +17,27 @@ from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
 SAMPLE_SHARE: Final = 1 / 256
-"""Of the bytes of larger tensors: both looks together then took less than 1 % of the put of 1 GiB to memory, at 2.6 GB/s."""
+"""Of the bytes of larger tensors: both checks together then took less than 1 % of a save of 1 GiB to memory, at 2.6 GB/s."""
 MIN_SAMPLE_BYTES: Final = 256 << 10
-"""Of a state, at the least; smaller ones are looked at in full."""
+"""At least, of a state; smaller ones are sampled in full."""
 STRIDE_BYTES: Final = 4 << 20
 _ALIGN: Final = 16
 """No element is larger than this, or lies across a multiple of it."""
 MAX_NAMED: Final = 3
 
 _EXPONENT: Final = {8: 0x7FF << 52, 4: 0xFF << 23, 2: 0x1F << 10, 1: 0x1F << 2}
-"""Bits that are all set where an IEEE number of so many bytes is not finite."""
+"""Item bytes -> the bits that are all set in an IEEE number that is not finite."""
 _UNLIKE_IEEE: Final = {"bfloat16": 0xFF << 7, "float8_e4m3fn": 0x7F}
 _WITHOUT: Final = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
-"""Formats of which no exponent says that a number is not finite: they are not looked at."""
+"""Formats without an exponent for numbers that are not finite: they are not checked."""
 
 
 class Sampling(NamedTuple):
-    """How a put is sampled."""
+    """How a save is sampled."""
 
     turn: int = 0
     verify_share: float = 0.0
-    """What share of larger tensors is read a second time; 0: nothing is, not even of small ones."""
+    """The share of larger tensors that is read a second time; 0: nothing is, not even small ones."""
 
 
 NOT_VERIFIED: Final = Sampling()
@@ -54,7 +53,7 @@ class SampledPiece(NamedTuple):
 
 
 class Inline(NamedTuple):
-    """A small tensor, or what this rank has of one, which lies inside the part."""
+    """A small tensor, or this rank's share of one, inside the part."""
 
     tensor: int
     start: int
@@ -65,7 +64,7 @@ class Inline(NamedTuple):
 
 
 class Finiteness(NamedTuple):
-    """How many elements were looked at, and how many are not finite."""
+    """How many elements were checked, and how many are not finite."""
 
     elements: int = 0
     non_finite: int = 0
@@ -82,12 +81,12 @@ def turn_of(parent: bytes | None, step: int | None) -> int:
 
 
 def share_of(state_bytes: int, share: float) -> float:
-    """What is looked at of larger tensors in a state of so many bytes, where that is to be `share` of them."""
+    """The share of larger tensors that is sampled in a state of `state_bytes`, if `share` is asked for."""
     return min(1.0, max(share, MIN_SAMPLE_BYTES / max(state_bytes, 1)))
 
 
 def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> Iterator[tuple[int, int]]:
-    """What is looked at of bytes [start, stop) of a tensor."""
+    """The sampled pieces of bytes [start, stop) of a tensor."""
     length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
     offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
@@ -104,7 +103,7 @@ def is_floating(dtype: str, item_bytes: int) -> bool:
 
 
 def count_non_finite(data: bytes | memoryview, dtype: str, item_bytes: int) -> Finiteness:
-    """Looks at numbers of a dtype of a layout."""
+    """Counts the elements, and those that are not finite, of a dtype of a layout."""
     mask = _mask_of(dtype, item_bytes)
     if mask is None:
         return Finiteness()
@@ -127,12 +126,12 @@ class CaptureSample:
         self.non_finite_rows: dict[int, int] = {}
         """Row of a block -> how many, where there are any."""
         self.non_finite_inline: dict[int, int] = {}
-        """Likewise, by the number of a small tensor."""
+        """Number of a small tensor -> how many, where there are any."""
 
     def note(self, row: int, tensor: int, start: int, data: memoryview | bytes) -> None:
         """A block as it was read, before it is hashed and stored; it begins at `start` of its tensor."""
         if tensor in self._captured.frozen:
-            return  # these have a check of their own
+            return  # frozen tensors have their own check
         stop, turn = start + len(data), self._turn
         if self._verify_share:
             for first, last in pieces(tensor, start, stop, self._verify_share, turn):
@@ -154,7 +153,7 @@ class CaptureSample:
         for last, each in enumerate(inlined, start=1):
             kind = tensors[each.tensor].dtype
             if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
-                continue  # neighbours of one dtype are looked at together
+                continue  # neighbours of one dtype are checked together
             several, item_bytes = inlined[first:last], tensors[each.tensor].item_bytes
             found = count_non_finite(memoryview(data)[several[0].offset : each.offset + each.size_bytes], kind, item_bytes)
             self._elements += found.elements
@@ -191,10 +190,10 @@ class CaptureSample:
 
 
 def require_unchanged(captured: CapturedState, changed: set[int]) -> None:
-    """Refuses to go on with tensors that changed.
+    """Raises if tensors changed.
 
     Raises:
-        CaptureChangedError: there are some; it names them.
+        CaptureChangedError: it names them.
     """
     if changed:
         names = [captured.layout.tensors[number].name for number in sorted(changed)]

@@ -1,7 +1,7 @@
 """Saves whose content contradicts what they say: no weight moved though the step did, or an optimizer counted other steps.
 
-Such a state is stored faithfully all the same; but others lost weeks to asynchronous saves that were bit-identical, and to an optimizer of
-another step than its weights. Each rank examines its own part (`examining`); the one that publishes judges here what all have found.
+Such a state is stored as it is; but users lost weeks to asynchronous saves that were bit-identical, and to optimizers of another step than
+the weights. Each rank examines its own part (`compare_parent`); the rank that publishes judges the findings of all.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 JUMP: Final = 2.0
-"""A share of numbers that are not finite which grows by more than this factor, but for tensors that are as before, is worth a warning."""
+"""Warns if the share of numbers that are not finite grows by more than this factor, unchanged tensors apart."""
 
 Unchanged = Literal["warn", "error", "ok"]
 
@@ -28,7 +28,7 @@ class SuspiciousSaveWarning(UserWarning):
 
 
 class SaveClaim(NamedTuple):
-    """What a put says of its content."""
+    """What a save claims of its content."""
 
     ref: str
     step: int | None
@@ -36,7 +36,7 @@ class SaveClaim(NamedTuple):
 
 
 class SaveChecks(NamedTuple):
-    """What a put is checked for."""
+    """How a save is checked."""
 
     unchanged: Unchanged = "ok"
     """What to do when its content contradicts its step."""
@@ -48,7 +48,7 @@ def require_checks(unchanged: object, verify_capture: object) -> SaveChecks:
     """Checks the options of a put.
 
     Raises:
-        InvalidOptionError: one is not what it must be.
+        InvalidOptionError: one is invalid.
     """
     if unchanged not in get_args(Unchanged):
         raise InvalidOptionError(f"unchanged must be 'warn', 'error' or 'ok', not {unchanged!r}", object_id="unchanged")
@@ -66,15 +66,15 @@ class StepCounts:
     may_skip: bool
     """Whether a gradient scaler lets it skip steps."""
     least_before: float | None = None
-    """In the snapshot before; None where that is not comparable."""
+    """In the snapshot before; None if that is not comparable."""
     most_before: float | None = None
     most_earlier: float | None = None
-    """In one before that, as far as it was looked at."""
+    """In one before that, if it was read."""
     steps_earlier: int = 0
-    """Between those two: more than one."""
+    """Steps between those two: more than one."""
 
     def merge(self, other: "StepCounts") -> None:
-        """Takes in those of another rank."""
+        """Adds those of another rank."""
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
         self.least_before = _known(min, self.least_before, other.least_before)
         self.most_before = _known(max, self.most_before, other.most_before)
@@ -87,9 +87,9 @@ class SaveFindings:
     """What one rank found in its part, or all in theirs."""
 
     has_moved: bool = True
-    """Whether a floating tensor differs from the snapshot before, or that cannot be told."""
+    """Whether a floating tensor differs from the snapshot before, or that is unknown."""
     had_moved: bool = False
-    """Whether one of those that do not differ did in the snapshots before."""
+    """Whether one of those that do not differ changed in earlier snapshots."""
     elements: int = 0
     """Of the sample."""
     non_finite: int = 0
@@ -99,7 +99,7 @@ class SaveFindings:
     """By optimizer."""
 
     def record(self) -> Body:
-        """As it travels."""
+        """As it is sent."""
         return asdict(self)
 
     @classmethod
@@ -127,10 +127,10 @@ def merged(several: Sequence[SaveFindings]) -> SaveFindings:
 
 
 def judge(engine: Engine, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
-    """Warns of what was found, or refuses it; nothing is published yet.
+    """Warns of findings, or raises; nothing is published yet.
 
     Raises:
-        SuspiciousSaveError: it is not to be published like that.
+        SuspiciousSaveError: it must not be published.
     """
     ref, step, _ = claim
     before = snapshot_before(engine.log.view(), claim)
@@ -177,10 +177,10 @@ def _doubts(found: SaveFindings, before: SnapshotInfo | None, step: int | None) 
 
 
 def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None) -> str | None:
-    """What the counters should be, where they are not; None where they are, or where nobody can tell what they should be.
+    """What the counters should be if they are not; None if they are, or if the expected value is unknown.
 
-    They count what ``step=`` counts if they were equal, or moved on alike before. Where they count something else, such as steps with
-    several micro-batches each, they must at least move as they did before.
+    They count what ``step=`` counts if they were equal or moved by the same number before. If they count something else, such as steps of
+    several micro-batches, they must at least move as they did before.
     """
     then, earlier, most = counts.most_before, counts.most_earlier, counts.most
     if not steps or before is None or then is None or most == then + steps:
@@ -197,12 +197,12 @@ def _at(info: SnapshotInfo) -> str:
 
 
 def steps_between(first: int | None, second: int | None) -> int | None:
-    """The steps from one to the other, if that is forward."""
+    """The steps from one to the other, if positive."""
     return second - first if first is not None and second is not None and second > first else None
 
 
 def snapshot_before(view: RefTable, claim: SaveClaim) -> SnapshotInfo | None:
-    """What the put continues; None for the first one to a ref, which may come from anywhere."""
+    """What the save continues; None for the first one to a ref, which may come from anywhere."""
     info = find_snapshot(view, claim.parent) if claim.parent is not None else None
     is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)
     return info if is_of_ref else None

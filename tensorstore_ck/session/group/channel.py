@@ -1,11 +1,12 @@
-"""Small records that the ranks of a group leave for each other in a key-value store.
+"""Small records that the ranks of a group exchange through a key-value store.
 
-Knows no torch: a store is any `KeyValue`, reached through a `StoreRunner`. What other ranks wrote is decoded strictly. A key is asked for
-only when it is there, since a store's `get` waits for it, up to half an hour; so whoever deletes a key must know that nobody asks for
-it any more. Every call has a deadline, on the `clock` of this rank.
+Knows no torch: a store is any `KeyValue`, reached through a `StoreRunner`. Records of other ranks are decoded strictly. A key is read only
+if it exists, since a store's `get` waits for it, up to half an hour; so a key may be deleted only when no rank reads it any more (see
+`RoundLedger`). Every call has a deadline, on the `clock` of this rank.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -19,17 +20,17 @@ T = TypeVar("T")
 
 MAX_RECORD_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = MAX_RECORD_BYTES - 1024
-"""Of something larger than a record."""
+"""Larger data is sent in pieces of this size."""
 BATCH: Final = 256
-"""Keys that are asked for at once: many enough to make round trips few, few enough to poll often."""
+"""Keys per request: few round trips, and still frequent polls."""
 CALL_SECONDS: Final = 3.0
-"""What a call may take that begins at its deadline."""
+"""How long a call may take that begins at its deadline."""
 LONGEST_PAUSE: Final = 0.25
 PAUSE_SHARE: Final = 1 / 32
-"""Of the time waited so far: what polling adds to it."""
+"""A pause is this share of the time waited so far."""
 SHORTEST_PAUSE: Final = 0.001
 PAUSE_PER_RANK: Final = 20e-6
-"""So that all ranks together do not drown the one process that serves the store."""
+"""So that the ranks together do not overload the process that serves the store."""
 
 
 class ChannelError(Exception):
@@ -37,15 +38,15 @@ class ChannelError(Exception):
 
 
 class LateError(ChannelError):
-    """Nothing came by the deadline."""
+    """No record came by the deadline."""
 
 
 class SilentError(LateError):
-    """Whose record is waited for has not been heard of for too long."""
+    """The rank whose record is awaited has been silent for too long."""
 
 
 class KeyValue(Protocol):
-    """What we use of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that are used."""
 
     def set(self, key: str, value: bytes, /) -> object:
         """Sets or replaces a value."""
@@ -60,7 +61,7 @@ class KeyValue(Protocol):
         """All values; waits for them."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are there; at once."""
+        """Whether all of them exist; does not wait."""
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
         """Sets a value that is as expected, where empty means absent; returns the one that counts now."""
@@ -70,7 +71,7 @@ class KeyValue(Protocol):
 
 
 class StoreRunner(Protocol):
-    """Reaches the store, so that a store that hangs does not hang the caller."""
+    """Calls the store, so that a store that hangs does not hang the caller."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
         """What `action` returns on the store. An action may still have its effect after the error.
@@ -87,7 +88,7 @@ class CollectedRecords(NamedTuple):
     values: dict[str, bytes]
     alarm: bytes | None
     silent: Sequence[int]
-    """Ranks that were given up, since they are not heard of."""
+    """Ranks that were given up because they are silent."""
 
 
 class Channel:
@@ -103,7 +104,7 @@ class Channel:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`ranks` is how many poll at the same time. Without a `watch` nobody is given up before the deadline."""
+        """`ranks` poll at the same time. Without a `watch` no rank is given up before the deadline."""
         self._run = run
         self._prefix = prefix
         self.watch = watch or LivenessWatch("", every=math.inf, limit=math.inf)
@@ -111,13 +112,13 @@ class Channel:
         self.clock = clock
         self.sleep = sleep
         self.written: list[str] = []
-        """The keys that were put through this object."""
+        """The keys that were written through this object."""
 
     def put(self, key: str, record: Mapping[str, Any], deadline: float) -> None:
         """Sets a record.
 
         Raises:
-            UnsupportedValueError: too large, or of types that msgpack does not have.
+            UnsupportedValueError: it is too large, or has types that msgpack does not know.
             ChannelError: the store cannot be used; the record may be there.
         """
         packed = encode_record(record, key)
@@ -125,10 +126,10 @@ class Channel:
         self._call(lambda store: store.set(self._prefix + key, packed), deadline)
 
     def put_first(self, key: str, record: Mapping[str, Any], deadline: float) -> Body:
-        """Sets a record unless there is one already; returns the one that counts.
+        """Sets a record unless there is one already; returns the one that is set.
 
         Raises:
-            UnsupportedValueError: too large, or of types that msgpack does not have.
+            UnsupportedValueError: it is too large, or has types that msgpack does not know.
             ChannelError: the store cannot be used, and the record may be there; or this is no record.
         """
         packed = encode_record(record, key)
@@ -136,7 +137,7 @@ class Channel:
         return self._decode(self._call(lambda store: store.compare_set(self._prefix + key, b"", packed), deadline), key)
 
     def put_large(self, key: str, data: bytes, deadline: float) -> None:
-        """Sets a record that stands for bytes of any size: see `whole`.
+        """Sets a record for bytes of any size: see `whole`.
 
         Raises:
             ChannelError: the store cannot be used; the record may be there.
@@ -150,7 +151,7 @@ class Channel:
         self.put(key, {"pieces": len(starts)}, deadline)
 
     def whole(self, key: str, record: Body, deadline: float) -> bytes:
-        """The bytes that the record of `put_large` under `key` stands for.
+        """The bytes that `put_large` wrote under `key`.
 
         Raises:
             ChannelError: the store cannot be used, or this is no such record.
@@ -174,10 +175,10 @@ class Channel:
         return None if found is None else found[1]
 
     def wait(self, keys: Sequence[str], deadline: float, *, writer: int | None = None) -> tuple[str, Body]:
-        """The first of `keys` that is there, with its record; asks at least once, however late it is.
+        """The first of `keys` that exists, with its record; polls at least once, even after the deadline.
 
         Raises:
-            SilentError: none came, and the rank `writer` is not heard of.
+            SilentError: none came, and the rank `writer` is silent.
             LateError: none came by the deadline.
             ChannelError: the store cannot be used, or this is no record.
         """
@@ -193,14 +194,14 @@ class Channel:
                 raise LateError(f"no answer within {self.clock() - started:.0f} s")
 
     def collect(self, keys: Mapping[str, int], deadline: float, *, alarm: str) -> CollectedRecords:
-        """The raw values of `keys`: all of them, or what is there at the deadline, or as soon as `alarm` is there or a rank is given up.
+        """The raw values of `keys`: all of them, or those that exist at the deadline, or as soon as `alarm` exists or a rank is given up.
 
-        Keys are asked for in batches, in order, and the next batch when one is complete: a poll costs one small question,
-        however many ranks there are, and all of it ``2 * len(keys) / BATCH`` round trips.
+        Keys are read in batches, in order, the next batch when one is complete: a poll costs one small request for any number of ranks,
+        and the whole collection ``2 * len(keys) / BATCH`` round trips.
 
         Args:
             keys: Which rank writes each.
-            deadline: Until when to wait.
+            deadline: When to stop waiting.
             alarm: A key that ends the wait.
 
         Raises:
@@ -234,7 +235,7 @@ class Channel:
         return CollectedRecords(there, alarm_value, silent)
 
     def set_unborn(self, ranks: int, prefix: str, deadline: float) -> None:
-        """Makes the counters of ranks 0 to `ranks` - 1, so that whoever looks at them finds all of them.
+        """Creates the counters of ranks 0 to `ranks` - 1, so that a rank that reads them finds all of them.
 
         Raises:
             ChannelError: the store cannot be used.
@@ -248,7 +249,7 @@ class Channel:
         self._call(set_all, deadline)
 
     def delete(self, keys: Sequence[str], deadline: float) -> None:
-        """Deletes keys that nobody asks for any more.
+        """Deletes keys that no rank reads any more.
 
         Raises:
             ChannelError: the store cannot be used.
@@ -262,7 +263,7 @@ class Channel:
             self._call(delete_all, deadline)
 
     def _silent(self, ranks: Collection[int], deadline: float) -> list[int]:
-        """Those of the ranks that are not heard of; looks at their counters when it is time, at two questions for each batch."""
+        """The silent ones of the ranks; reads their counters when it is time, with two requests per batch."""
         if not self.watch.is_due(self.clock()):
             return []
         names = {f"{self.watch.prefix}{rank}": rank for rank in ranks}
@@ -278,18 +279,18 @@ class Channel:
         return self.watch.silent(self._call(look, deadline), self.clock())
 
     def _silent_without(self, keys: Mapping[str, int], deadline: float) -> list[int]:
-        """The ranks that are not heard of and have not written their key."""
+        """The silent ranks that have not written their key."""
         silent = set(self._silent(keys.values(), deadline))
         awaited = [key for key, rank in keys.items() if rank in silent]
         there = self._there(awaited, deadline)
         return [keys[key] for key in awaited if key not in there]
 
     def _there(self, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
-        """The raw values of those keys that are there."""
+        """The raw values of the keys that exist."""
         names = [self._prefix + key for key in keys]
         there: dict[str, bytes] = {}
         for start in range(0, len(names), BATCH):
-            there |= self._call(lambda store, batch=names[start : start + BATCH]: _those_there(store, batch), deadline)  # type: ignore[misc]
+            there |= self._call(lambda store, batch=names[start : start + BATCH]: _existing(store, batch), deadline)  # type: ignore[misc]
         return {name.removeprefix(self._prefix): value for name, value in there.items()}
 
     def _first_of(self, keys: Sequence[str], deadline: float) -> tuple[str, Body] | None:
@@ -323,11 +324,45 @@ class Channel:
             raise ChannelError(f"the process group's store cannot be used: {exc}") from exc
 
 
+class RoundLedger:
+    """Which rounds of this rank are open, and which keys it wrote in those that ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._open: set[int] = set()
+        self._ended: dict[int, Channel] = {}
+
+    def begin(self) -> int:
+        """The number of the next round, from 1."""
+        with self._lock:
+            self._count += 1
+            self._open.add(self._count)
+            return self._count
+
+    def end(self, n: int, channel: Channel | None) -> None:
+        """Round `n` is over for this rank, which reads none of its keys any more."""
+        with self._lock:
+            self._open.discard(n)
+            if channel is not None:
+                self._ended[n] = channel
+
+    def oldest(self) -> int:
+        """The lowest open round."""
+        with self._lock:
+            return min(self._open, default=self._count + 1)
+
+    def take_before(self, n: int) -> list[Channel]:
+        """The channels of rounds before `n` that ended; each is returned once."""
+        with self._lock:
+            return [self._ended.pop(ended) for ended in sorted(self._ended) if ended < n]
+
+
 def encode_record(record: Mapping[str, Any], name: str) -> bytes:
     """The msgpack of a record.
 
     Raises:
-        UnsupportedValueError: too large, or of types that msgpack does not have.
+        UnsupportedValueError: it is too large, or has types that msgpack does not know.
     """
     packed = pack_body(record)
     if len(packed) > MAX_RECORD_BYTES:
@@ -341,7 +376,7 @@ def decode_record(data: bytes, name: str) -> Body:
     """The record that another rank wrote.
 
     Raises:
-        CorruptObjectError: it is none.
+        CorruptObjectError: it is not a record.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise CorruptObjectError(f"the record {name} takes {len(data)} bytes, more than ranks exchange", object_id=name)
@@ -351,11 +386,11 @@ def decode_record(data: bytes, name: str) -> Body:
     return record
 
 
-def _those_there(store: KeyValue, names: list[str]) -> dict[str, bytes]:
-    """The values of the names that are there: a question about many is answered for all of them only, so it halves."""
+def _existing(store: KeyValue, names: list[str]) -> dict[str, bytes]:
+    """The values of the names that exist: `check` answers for all names at once, so this bisects."""
     if store.check(names):
         return dict(zip(names, store.multi_get(names), strict=True))
     if len(names) == 1:
         return {}
     half = len(names) // 2
-    return _those_there(store, names[:half]) | _those_there(store, names[half:])
+    return _existing(store, names[:half]) | _existing(store, names[half:])

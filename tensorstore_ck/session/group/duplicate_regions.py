@@ -1,8 +1,8 @@
-"""Whether what several ranks hold in their own ways is the same: regions that ranks tell, and tensors that they cut differently.
+"""Compares data that several ranks hold in different ways: reported regions, and tensors that ranks cut differently.
 
-Equal regions are compared by a digest of all that a set of ranks holds. Of different cuts no block is the same: there each rank adds up a
-number for each of its elements, drawn from its place in the whole tensor and its bits (the finalizer of SplitMix64: Steele et al., "Fast
-splittable pseudorandom number generators", 2014), modulo 2^64. The sum over all ranks of a cut does not depend on the cut.
+Equal regions are compared by a digest of everything that a set of ranks holds. Different cuts have no common blocks: there each rank adds
+up a hash of each element's position in the whole tensor and its bits (the finalizer of SplitMix64: Steele et al., "Fast splittable
+pseudorandom number generators", 2014), modulo 2^64. The sum over all ranks of a cut does not depend on the cut.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from tensorstore_ck.format.block_assignment import Region, regions_of_rank
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
-from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, source_at, told_by, without_copies
+from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, reported_by, source_at, without_copies
 from tensorstore_ck.session.group.put_plan import SOLE, PlanMemory
 
 PIECE_ELEMENTS: Final = 1 << 20
@@ -29,7 +29,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class RegionShare(NamedTuple):
-    """Which tensors are compared at a put: with the first one all, later one in `SHARES`, in turn."""
+    """Which tensors are compared at a save: all at the first one, later one of `SHARES`, in rotation."""
 
     turn: int
 
@@ -39,18 +39,18 @@ class RegionShare(NamedTuple):
 
 
 class RegionSum(NamedTuple):
-    """What a rank adds up of a tensor that ranks hold in several ways."""
+    """A rank's sum over a tensor that ranks hold in several ways."""
 
     tensor: int
-    """Of the layout of all ranks."""
+    """Its number in the common layout."""
     cut: int
     replica: int
-    """Which of those who hold the same it is."""
+    """Which of the replicas of the region this is."""
     total: int
 
 
 def contradicting(sums: Sequence[RegionSum]) -> int | None:
-    """A tensor whose cuts, or their replicas, do not add up to the same."""
+    """A tensor whose cuts or replicas have different sums; None if there is none."""
     totals: dict[tuple[int, int, int], int] = {}
     for tensor, cut, replica, total in sums:
         key = tensor, cut, replica
@@ -60,19 +60,19 @@ def contradicting(sums: Sequence[RegionSum]) -> int | None:
 
 
 class ReportedRegions(NamedTuple):
-    """A region that several ranks tell."""
+    """A region that several ranks report."""
 
     set_key: bytes
     """Names the set of these ranks."""
     tensor: int
-    """As it is planned."""
+    """Its number in the plan's layout."""
     digest: bytes
 
 
-def told_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
-    """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
+def reported_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
+    """For each region that other ranks report too, in the same order on all; `captured` is this rank's state before planning."""
     held: list[tuple[tuple[int, BoxBounds], ReportedRegions]] = []
-    for tensor, mine, boxes, said in told_by(captured, known, rank):
+    for tensor, mine, boxes, said in reported_by(captured, known, rank):
         start = 0
         for box, number in zip(boxes, said, strict=True):
             size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
@@ -80,15 +80,15 @@ def told_digests(captured: CapturedState, known: PlanMemory, rank: int, share: R
                 key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
                 held.append(((tensor, box), ReportedRegions(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
             start += size_bytes
-    return [told for _, told in sorted(held)]
+    return [reported for _, reported in sorted(held)]
 
 
 def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[RegionSum]:
-    """What this rank adds up; `captured` is its own state, as it came."""
+    """The sums of this rank; `captured` is its state before planning."""
     layout = known.plan.layout
     if not known.plan.compared or layout is None:
         return []
-    told = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    reported = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
     cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
     found: dict[int, RegionSum] = {}
     for place in known.places:
@@ -99,7 +99,7 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
             if isinstance(cut.spread, MeshSpread):
                 held, source = _regions(spec, cut.spread, rank, cut), source_at(captured, layout, place)
             else:
-                kept = told.get(tensor, StoredRegions(NOTHING, ()))
+                kept = reported.get(tensor, StoredRegions(NOTHING, ()))
                 held, source = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in kept.boxes], kept.source
             start = total = 0
             for region in held:
@@ -136,7 +136,7 @@ def _sum(region: Region, spec: TensorSpec, source: ByteSource, start: int) -> in
 
 
 def _places(region: Region, spec: TensorSpec, steps: Sequence[int], first: int, last: int) -> Iterator[_Words]:
-    """Where the elements [first, last) of a region are in the flattened tensor."""
+    """The positions of elements [first, last) of a region in the flattened tensor."""
     for (offsets, sizes), _ in region.pieces(spec, first, last):
         places = np.zeros((), np.uint64)
         for offset, size, step in zip(offsets, sizes, steps, strict=True):

@@ -1,7 +1,7 @@
-"""The ranks that put and restore together: a process group's nonce, its count of attempts, and the one thread that talks to its store.
+"""The ranks that save and restore together: a process group's nonce, its count of rounds, and the thread that talks to its store.
 
 A group uses a clone of the process group's store, on a thread of its own: a store client serves one call at a time, and a call can
-hang for as long as the process that serves it is stopped. Here that costs an attempt, never the training thread.
+hang for as long as the process that serves it is stopped. Here that costs a round, and never blocks the training thread.
 """
 
 import queue
@@ -15,30 +15,29 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.format.sealed import take, take_count
-from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Round
-from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
+from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, RoundLedger, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds
 from tensorstore_ck.session.group.rank_messages import named_ranks
-from tensorstore_ck.session.group.round_ledger import RoundLedger
+from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
 
 if TYPE_CHECKING:
     import torch.distributed
 
 T = TypeVar("T")
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[KeyValue], Any] | None] | None]
-"""A call without an action makes the clone anew."""
+"""A call without an action replaces the clone."""
 
 ROOT: Final = "tsck/"
 _TIME_BYTES: Final = 6
 _NUMBER_BYTES: Final = 4
 _END_SECONDS: Final = 1.0
 RENEW_SECONDS: Final = 10.0
-"""What connecting anew may take: to a server that is gone, torch tries it for as long as the store's own timeout."""
+"""How long reconnecting may take: torch tries to reach a server that is gone for as long as the store's own timeout."""
 
 
 class StoreThread:
-    """Runs calls on a clone of a store, one after the other, on a thread of its own, until it is closed or dropped. A `StoreRunner`."""
+    """A `StoreRunner`: runs calls on a clone of a store, one after the other, on its own thread, until it is closed or dropped."""
 
     def __init__(self, store: Any) -> None:
         calls: _Calls = queue.SimpleQueue()
@@ -48,7 +47,7 @@ class StoreThread:
         thread = threading.Thread(target=_serve, args=(store, calls, self._is_broken), name="tsck-group", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, calls, thread)
-        """Ends the thread; later calls find no answer. Idempotent."""
+        """Ends the thread; later calls time out. Idempotent."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
         """See `StoreRunner`."""
@@ -56,10 +55,10 @@ class StoreThread:
         return result
 
     def renew(self) -> None:
-        """Makes the clone anew if a call to it failed: a connection that broke stays broken.
+        """Replaces the clone if a call to it failed: a broken connection stays broken.
 
         Raises:
-            TimeoutError, RuntimeError, OSError: the store is not there.
+            TimeoutError, RuntimeError, OSError: the store cannot be reached.
         """
         if self._is_broken.is_set():
             self._ask(None, RENEW_SECONDS)
@@ -71,12 +70,12 @@ class StoreThread:
         try:
             return call.result(seconds)
         except TimeoutError as exc:
-            call.cancel()  # what has not begun never will
+            call.cancel()  # if it has not begun, it never will
             raise TimeoutError(f"no answer within {seconds:.0f} s") from exc
 
 
 def _end(calls: _Calls, thread: threading.Thread) -> None:
-    """Ends the thread; also when the process ends, where C++ must not be left in the middle of a call."""
+    """Ends the thread; also at the end of the process, which must not interrupt a call in C++."""
     calls.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_SECONDS)
@@ -91,23 +90,23 @@ def _serve(store: Any, calls: _Calls, is_broken: threading.Event) -> None:
         try:
             clone = store.clone() if clone is None or action is None else clone
             call.set_result(action and action(clone))
-        except BaseException as exc:  # noqa: BLE001 - whoever waits for the call raises it
+        except BaseException as exc:  # noqa: BLE001 - the caller raises it
             if isinstance(exc, RuntimeError | OSError):
                 is_broken.set()
             call.set_exception(exc)
 
 
 class _Agreed(NamedTuple):
-    """What rank 0 says to all when it first uses a group."""
+    """What rank 0 sends to all when it first uses a group."""
 
     nonce: Ulid
     counters: str
-    """What the names of the ranks' counters begin with: see `alive`."""
+    """The prefix of the ranks' counters: see `liveness`."""
     dead_after: float
 
 
 class Group:
-    """One rank's place in a group. All ranks begin the same attempts in the same order."""
+    """One rank's place in a group. All ranks begin the same rounds in the same order."""
 
     def __init__(
         self,
@@ -126,19 +125,18 @@ class Group:
         sleep: Callable[[float], object] = time.sleep,
         in_job: Sequence[int] | None = None,
     ) -> None:
-        """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
+        """`scope` separates groups that share a store but not their rounds, such as those of two tensorstore_ck stores.
 
-        `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. `beat` begins to say
-        that this rank lives when the group is first used (`Heartbeat`); a rank silent for longer than `dead_after` of rank 0 is given up.
-        `first`: a group of the same ranks that has begun an attempt, and that says who lives for both. `in_job` is for messages: see
-        `named_ranks`.
+        `renew` repairs a runner whose connection broke in an earlier round, and `close` ends it: see `StoreThread`. `beat` starts the
+        heartbeat of this rank when the group is first used; a rank that is silent for longer than rank 0's `dead_after` is given up.
+        `first`: a group of the same ranks that has begun a round, and whose heartbeats serve both. `in_job`: see `named_ranks`.
         """
         self.rank = rank
         self.ranks = ranks
         self.in_job = in_job
         self.run = run
         self.renew = renew
-        """Mends `run` where its connection broke; raises what `StoreThread.renew` does."""
+        """Repairs a broken connection of `run`; raises as `StoreThread.renew`."""
         self.close = close
         self._beat = beat
         self._dead_after = dead_after
@@ -163,9 +161,9 @@ class Group:
         grace: float = GRACE_SECONDS,
         sleep: Callable[[float], object] | None = None,
     ) -> Round:
-        """The next attempt of the group, which the caller then runs. Waits for rank 0 when it is the first one.
+        """The next round of the group, which the caller then runs. Waits for rank 0 if it is the first one.
 
-        What `sleep` raises between two looks at the channel ends this rank's part in the attempt.
+        An error that `sleep` raises between two polls of the channel ends this rank's part in the round.
 
         Raises:
             SnapshotAbortedError: rank 0 did not begin it.
@@ -178,7 +176,7 @@ class Group:
             self._ledger.end(n, None)
             own, zero = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
             raise FailureReason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
-        # Whoever waits for rank 0 gives it up one after the other, so that the first one tells all.
+        # The ranks give up on rank 0 one after the other, so that the first one informs all.
         watch = LivenessWatch(
             agreed.counters, every=beat_seconds(agreed.dead_after), limit=agreed.dead_after + grace * self.rank / self.ranks
         )
@@ -199,12 +197,12 @@ class Group:
 
     @property
     def nonce(self) -> Ulid:
-        """What rank 0 drew for this group; known once an attempt was begun."""
+        """What rank 0 drew for this group; known once a round was begun."""
         return self.agreed.nonce
 
     @property
     def agreed(self) -> _Agreed:
-        """What rank 0 said to all; known once an attempt was begun."""
+        """What rank 0 sent to all; known once a round was begun."""
         assert self._agreed is not None
         return self._agreed
 
@@ -212,9 +210,9 @@ class Group:
         return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
 
     def _agree(self, deadline: float) -> _Agreed:
-        """What rank 0 says to this group; from then on this rank says that it lives.
+        """What rank 0 sent to this group; starts the heartbeat of this rank.
 
-        A process group that was destroyed and made again has the same keys in the same store, so each rank counts its groups there.
+        A process group that was destroyed and created again has the same keys in the same store, so each rank counts its groups there.
         """
         with self._lock:
             if self._agreed is None:
@@ -225,7 +223,7 @@ class Group:
     def _draw(self, deadline: float) -> _Agreed:
         channel = self._channel("")
         mine = False
-        while not mine:  # again with the same token after an error: it may have been counted
+        while not mine:  # with the same token after an error: it may have been counted
             claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
             mine = claimed.get("token") == self._token
             self._generation += not mine
@@ -252,12 +250,12 @@ class Group:
 
 
 def second_nonce(nonce: Ulid) -> Ulid:
-    """For a second group of the same ranks, which all of them know without asking: one may begin an attempt that another never does."""
+    """For a second group of the same ranks; they derive it without a message, since one may begin a round that another never does."""
     return Ulid(nonce[:_TIME_BYTES] + derived_hash("second group of the same ranks", nonce)[: ULID_BYTES - _TIME_BYTES])
 
 
 def attempt_id(nonce: Ulid, n: int) -> Ulid:
-    """The ULID of the n-th attempt of a group: the nonce's time and the number, so that they sort; then what nobody else draws."""
+    """The ULID of the n-th round of a group: the nonce's time and the number, so that they sort; then random bits."""
     drawn = derived_hash("attempt of a group", nonce, n.to_bytes(8, "big"))
     return Ulid(nonce[:_TIME_BYTES] + n.to_bytes(_NUMBER_BYTES, "big") + drawn[: ULID_BYTES - _TIME_BYTES - _NUMBER_BYTES])
 
@@ -265,11 +263,11 @@ def attempt_id(nonce: Ulid, n: int) -> Ulid:
 def open_group(
     group: "torch.distributed.ProcessGroup", scope: str, *, dead_after: float = DEAD_AFTER_SECONDS, first: Group | None = None
 ) -> Group:
-    """This rank's place in a process group; whoever owns it keeps it, one per process group object. See `Group`."""
-    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - whoever has a group has loaded it
+    """This rank's place in a process group; the caller keeps it, one per process group object. See `Group`."""
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - a caller with a group has loaded it
 
     store, in_job = group.get_group_store(), None
-    with suppress(KeyError, ValueError):  # torch knows no group that was made by hand: then its ranks have no other numbers
+    with suppress(KeyError, ValueError):  # torch does not know a group that was made by hand: its ranks have no other numbers
         in_job = get_process_group_ranks(group)
     thread, heart = StoreThread(store), Heartbeat(store)
 

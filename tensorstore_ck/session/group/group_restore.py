@@ -1,4 +1,4 @@
-"""A restore by all ranks of a group: the snapshot that rank 0 finds is restored by all of them, or by none."""
+"""A restore by all ranks of a group: all of them restore the snapshot that rank 0 finds, or none does."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,8 +13,8 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
-from tensorstore_ck.session.group.matching_arguments import require_alike
-from tensorstore_ck.session.group.rank_messages import sayings
+from tensorstore_ck.session.group.matching_arguments import require_same
+from tensorstore_ck.session.group.rank_messages import describe_ranks
 
 if TYPE_CHECKING:
     from tensorstore_ck.log import SnapshotInfo
@@ -37,34 +37,34 @@ class GroupReading:
         self._must_agree = must_agree
 
     def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
-        """Has all ranks do `do` with the bits that all of them have; or none of them, when it fails on one. See `state.broadcast_reads`."""
+        """Calls `do` on all ranks, with the bits that all of them have; or on none, if one fails. See `state.broadcast_reads`."""
         self._must_agree = False
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             do(take(go, "bits", bytes))
             return {}
 
-        self._meet(Participant(lambda: {"bits": bits}, work, None, self._common_bits, lambda _: {}))
+        self._meet(Participant(lambda: {"bits": bits}, execute, None, self._common_bits, lambda _: {}))
 
-    def refuse(self, problem: Exception) -> None:
-        """This rank failed before its `agree`: has that of the others fail, who wait for it and would be one attempt ahead."""
+    def fail(self, problem: Exception) -> None:
+        """This rank failed before its `agree`: lets that of the others fail, which wait for it and would be one round ahead."""
         if not self._must_agree:
             return
 
-        def hello() -> Body:
+        def propose() -> Body:
             raise problem
 
         with suppress(StoreError):
-            self._meet(Participant(hello, lambda _: {}, None, lambda _: {}, lambda _: {}))
+            self._meet(Participant(propose, lambda _: {}, None, lambda _: {}, lambda _: {}))
 
     def _meet(self, participant: Participant) -> None:
         self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds).run(participant)
 
-    def _common_bits(self, hellos: list[Body]) -> Body:
-        said = [np.frombuffer(take(hello, "bits", bytes), np.uint8) for hello in hellos]
+    def _common_bits(self, proposals: list[Body]) -> Body:
+        said = [np.frombuffer(take(proposal, "bits", bytes), np.uint8) for proposal in proposals]
         counts = {rank: f"{8 * len(each)}" for rank, each in enumerate(said)}
         if len(set(counts.values())) > 1:
-            what = f"the ranks differ in how many tensors they read, to the next multiple of 8 ({sayings(counts, self._own.in_job)})"
+            what = f"the ranks differ in how many tensors they read, to the next multiple of 8 ({describe_ranks(counts, self._own.in_job)})"
             raise MismatchError(f"{what}: broadcast=True needs the same `into` on all", object_id=self._title)
         return {"bits": np.bitwise_and.reduce(said).tobytes()}
 
@@ -99,17 +99,21 @@ class GroupRestore(Generic[T]):
         """What `read` returned, and the snapshot."""
         try:
             self._attempt.run(
-                Participant(lambda: {"address": self._address, "host": host_key()}, self._work, None, self._compare, self._require_claimed)
+                Participant(
+                    lambda: {"address": self._address, "host": host_key()}, self._execute, None, self._compare, self._require_claimed
+                )
             )
         finally:
             self._host.close()
         return self._done[0]
 
-    def _compare(self, hellos: list[Body]) -> Body:
-        require_alike(hellos, ("address",), self._own.in_job)
+    def _compare(self, proposals: list[Body]) -> Body:
+        require_same(proposals, ("address",), self._own.in_job)
         found = self._find(self._address)
         numbers: dict[bytes, int] = {}
-        hosts = [numbers.setdefault(take(hello, "host", bytes) or f"rank {rank}".encode(), rank) for rank, hello in enumerate(hellos)]
+        hosts = [
+            numbers.setdefault(take(proposal, "host", bytes) or f"rank {rank}".encode(), rank) for rank, proposal in enumerate(proposals)
+        ]
         return {
             "snapshot": found.info.ulid,
             "branch": found.branch,
@@ -117,17 +121,17 @@ class GroupRestore(Generic[T]):
             "hosts": np.array(hosts, "<u4").tobytes(),
         }
 
-    def _work(self, go: Body) -> Body:
+    def _execute(self, go: Body) -> Body:
         try:
             found = self._found(go)
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
-            if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
+            if not self._engine.backend.is_local:  # on local files the page cache does it, four times as fast
                 self._host.join(np.flatnonzero(hosts == hosts[self._own.rank]).tolist())
             self._done.append((self._read(found.info, self._reading), found))
         except Exception as exc:
-            self._reading.refuse(exc)
+            self._reading.fail(exc)
             raise
-        self._host.close()  # those that read on must not wait for this rank
+        self._host.close()  # ranks that still read must not wait for this one
         return {"unclaimed": self._reading.unclaimed.record()}
 
     def _found(self, go: Body) -> Resolved:

@@ -1,4 +1,4 @@
-"""Ranks on one host read each block from the store once, and pass its bytes on through shared memory.
+"""Ranks on one host read each block from the store once, and share its bytes through shared memory.
 
 Each rank of a restore lists the blocks that it wants in a folder of the host's shared memory. A block that several ranks want is fetched
 and verified by one of them, which puts it into a window of shared memory for the others; windows keep memory bounded. Sharing saves reads
@@ -30,7 +30,7 @@ if sys.platform == "linux":
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - folders in it have names that cannot be guessed, and belong to this user alone
 WINDOW_BYTES: Final = 16 << 20
-"""Passed on at a time; `WINDOWS` of them are in use at a time."""
+"""The size of a window; `WINDOWS` of them are in use at a time."""
 PAGE_BYTES: Final = 4096
 WINDOWS: Final = 2
 STALE_SECONDS: Final = 3600
@@ -41,7 +41,7 @@ _SET: Final = b"\x01"
 
 
 def host_key(folder: Path = SHARED_MEMORY) -> bytes:
-    """The same for all processes that can share memory, and no others; empty where none can."""
+    """The same for all processes that can share memory, and no others; empty if none can."""
     if sys.platform != "linux":
         return b""
     try:
@@ -57,7 +57,7 @@ class HostSharedReads:
     def __init__(
         self, name: str, rank: int, *, base: Path = SHARED_MEMORY, window_bytes: int = WINDOW_BYTES, timeout: float = 600.0
     ) -> None:
-        """`name`: of this restore, the same on all ranks, and not to be guessed. A rank that cannot take part raises no error."""
+        """`name`: of this restore, the same on all ranks, and hard to guess. A rank that cannot take part raises no error."""
         self.rank = rank
         self.folder = base / f"tsck-{name}"
         self._window_bytes = window_bytes
@@ -138,14 +138,14 @@ class HostSharedReads:
             if self.wait(path.exists, peer):
                 said[peer] = path.read_bytes()
             elif not self.is_gone(peer):
-                self.leave()  # it is too late to share
+                self.leave()  # the deadline has passed
         if self._lock is None:
             return []
         window_bytes = min(int.from_bytes(each[:8], "little") for each in said.values())
         return _cut(list(_shared({rank: np.frombuffer(each[8:], _WANT_DTYPE) for rank, each in said.items()})), window_bytes)
 
     def wait(self, is_so: Callable[[], bool], on: int) -> bool:
-        """Waits until `is_so`; False if rank `on`, which is waited for, or this rank does not take part any more."""
+        """Waits until `is_so`; False if rank `on` or this rank does not take part any more."""
         pause, longest = POLL_SECONDS
         while not is_so():
             if self._lock is None or self.is_gone(on) or time.monotonic() > self._deadline:
@@ -240,7 +240,7 @@ class _SharedWindow:
         return os.pread(self._file, 1, number) == _SET
 
     def block(self, number: int) -> memoryview:
-        """The bytes of one that is ready."""
+        """The bytes of a block that is ready."""
         start = self._starts[number]
         return memoryview(self._memory)[start : start + self.blocks[number].raw]
 
@@ -362,7 +362,7 @@ class _Passing:
         if wait:
             self._host.wait(lambda: all(map(self._host.is_gone, window.unfinished())), self._host.rank)
             if self._host.rank in window.unfinished():
-                return  # given up, but not by the caller's thread
+                return  # the caller's thread still needs it
         if not window.unfinished():
             self._path(number).unlink(missing_ok=True)
         window.close()

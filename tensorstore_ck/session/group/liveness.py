@@ -1,6 +1,6 @@
-"""Who lives: each rank raises a counter in the group's store, and who waits for a rank looks whether its counter still moves.
+"""Which ranks are alive: each raises a counter in the group's store, and a rank that waits for another checks that counter.
 
-A rank that is slow goes on to raise it; one that was killed, was suspended or lost its host does not. Clocks are not compared.
+A slow rank still raises it; one that was killed, was suspended or lost its host does not. Clocks are not compared.
 """
 
 import queue
@@ -11,27 +11,26 @@ from typing import Any, Final
 
 DEAD_AFTER_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 10.0
-"""At most: between two raises of a counter, and between two looks at it."""
+"""At most, between two raises of a counter, and between two checks of it."""
 BEATS: Final = 6
-"""At least, that a rank misses before it is given up."""
+"""At least, how many beats a rank misses before it is given up."""
 FIRST_LOOK: Final = 0.1
-"""Of the time between two looks: most waits are over before, and cost no look."""
+"""The share of the interval before the first check: most waits end earlier, and cost no check."""
 UNBORN: Final = b"0"
 """The counter of a rank that has not used the group yet: it may still compute."""
 _END_SECONDS: Final = 1.0
 
 
 def beat_seconds(dead_after: float) -> float:
-    """How often a rank says that it lives, and is looked for."""
+    """How often a rank raises its counter, and others check it."""
     return min(BEAT_SECONDS, dead_after / BEATS)
 
 
 class Heartbeat:
-    """Raises a counter on a clone of a store, on a thread of its own, from its call until it is closed, dropped, or the process ends.
+    """Raises a counter on its own clone of a store and its own thread, from its call until it is closed, dropped, or the process ends.
 
-    The clone is its own, since a store's client serves one call at a time, and another thread's call may hang. What the thread needs is
-    the GIL, for an instant: a process in which one C call holds it for longer than the group's patience counts as dead meanwhile.
-    A forked child has no such thread, and so does not speak for its parent.
+    The clone is separate since a store's client serves one call at a time, and another thread's call may hang. The thread needs the GIL for
+    an instant: a process in which one C call holds it for longer than `dead_after` counts as dead. A forked child has no such thread.
     """
 
     def __init__(self, store: Any) -> None:
@@ -39,9 +38,9 @@ class Heartbeat:
         self._finalizer: weakref.finalize[..., Heartbeat] | None = None
 
     def __call__(self, name: str, seconds: float) -> None:
-        """Begins to raise the counter `name`, now and every so many seconds; once only.
+        """Starts to raise the counter `name`, now and every `seconds`; once only.
 
-        Where no thread is to be had, others wait for this rank as for one that has not used the group yet.
+        If no thread can be started, others wait for this rank as for one that has not used the group yet.
         """
         ends: queue.SimpleQueue[None] = queue.SimpleQueue()
         # A daemon: a call that hangs must not keep the process from ending.
@@ -66,7 +65,7 @@ def _beat(store: Any, name: str, seconds: float, ends: "queue.SimpleQueue[None]"
         try:
             clone = store.clone() if clone is None else clone
             clone.set(name, str(count).encode())
-        except Exception:  # noqa: BLE001 - whatever it is, this rank lives: with a new clone, next time
+        except Exception:  # noqa: BLE001 - this rank is alive: the next beat uses a new clone
             clone = None
         try:
             ends.get(timeout=seconds)
@@ -76,20 +75,20 @@ def _beat(store: Any, name: str, seconds: float, ends: "queue.SimpleQueue[None]"
 
 
 def _end(ends: "queue.SimpleQueue[None]", thread: threading.Thread) -> None:
-    """Ends the thread; also when the process ends, where C++ must not be left in the middle of a call."""
+    """Ends the thread; also at the end of the process, which must not interrupt a call in C++."""
     ends.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_SECONDS)
 
 
 class LivenessWatch:
-    """What one rank sees of the counters of others while it waits for them. Not thread-safe.
+    """How long the counters of other ranks have not moved, while this rank waits. Not thread-safe.
 
-    Silence counts only while this rank looks: one that was suspended itself, maybe with all others, has not heard that they were silent.
+    Silence counts only while this rank checks: if it was suspended itself, maybe with all others, that time does not count.
     """
 
     def __init__(self, prefix: str, *, every: float, limit: float) -> None:
-        """`prefix`: of the counters' names, to which the rank is added; `limit`: the silence after which a rank is given up."""
+        """`prefix`: of the counters' names, before the rank; `limit`: the silence after which a rank is given up."""
         self.prefix = prefix
         self.limit = limit
         self._every = every
@@ -99,7 +98,7 @@ class LivenessWatch:
         self._due: float | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look."""
+        """Whether it is time to check."""
         if self._due is None:
             self._due = now + self._every * FIRST_LOOK
         return now >= self._due

@@ -1,6 +1,6 @@
-"""What all ranks must say alike, and what a user reads where they do not: the option, the ranks, and the values that differ.
+"""Arguments that must be the same on all ranks; an error names the option, the ranks, and the values that differ.
 
-Ranks tell a hash of what may be large; where hashes differ, a few of them tell what stands behind theirs.
+Ranks send a hash of large options; if hashes differ, a few ranks report the values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,71 +8,71 @@ from typing import Any, Final
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group.rank_messages import MAX_SAYINGS, disagreements, sayings, shortened
+from tensorstore_ck.session.group.rank_messages import MAX_GROUPS, describe_ranks, mismatches, shortened
 
 ADVICE: Final = "pass the same on all ranks"
 MAX_SHOWN: Final = 200
 """Characters of a value."""
-MAX_TOLD: Final = 1 << 18
-"""Characters that one rank tells of what stands behind its hash."""
+MAX_REPORTED: Final = 1 << 18
+"""Characters that one rank reports of its options."""
 MAX_PATHS: Final = 4
-UNTOLD: Final = "something else"
+NOT_REPORTED: Final = "something else"
 
 
-def require_alike(
+def require_same(
     records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None, *, advice: str = ADVICE
 ) -> None:
-    """Checks that the records of all ranks, in their order, have one value of each of `keys`.
+    """Checks that the records of all ranks, in their order, have the same value for each of `keys`.
 
     Raises:
-        InvalidOptionError: they have not; it says who said what.
+        InvalidOptionError: they differ; it lists who passed what.
     """
     for key in keys:
-        problem = disagreements(records, (key,), in_job)
+        problem = mismatches(records, (key,), in_job)
         if problem:
             raise InvalidOptionError(f"{problem}: {advice}", object_id=key)
 
 
 class Differing:
-    """Options that ranks know by their hashes, and that differ: each rank looks like the first one with its hashes."""
+    """Options that were compared by hashes: ranks are grouped by them, and the first rank of a group reports for it."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-        """`records`: of all ranks, in their order."""
+        """`records`: of all ranks, in order."""
         first: dict[tuple[object, ...], int] = {}
         self._like = [first.setdefault(tuple(record.get(key) for key in keys), rank) for rank, record in enumerate(records)]
-        self.tellers = list(first.values())[:MAX_SAYINGS] if len(first) > 1 else []
-        """The ranks that tell what they have; none where nothing differs."""
+        self.reporters = list(first.values())[:MAX_GROUPS] if len(first) > 1 else []
+        """The ranks that report their options; none if nothing differs."""
 
-    def error(self, told: Mapping[int, Body], in_job: Sequence[int] | None = None) -> InvalidOptionError:
-        """What all ranks raise. `told`: what `telling` made on each of the `tellers`."""
-        known = {rank: take(record, "told", dict) for rank, record in told.items()}
+    def error(self, reported: Mapping[int, Body], in_job: Sequence[int] | None = None) -> InvalidOptionError:
+        """What all ranks raise. `reported`: what `describe_options` made on each of the `reporters`."""
+        known = {rank: take(record, "reported", dict) for rank, record in reported.items()}
         differing = [path for path in sorted(set().union(*known.values())) if len({each.get(path) for each in known.values()}) > 1]
         texts = []
         for path in differing[:MAX_PATHS]:
-            said = {rank: str(known[like].get(path, "nothing")) if like in known else UNTOLD for rank, like in enumerate(self._like)}
-            texts.append(f"{path}: {sayings(said, in_job)}")
+            said = {rank: str(known[like].get(path, "nothing")) if like in known else NOT_REPORTED for rank, like in enumerate(self._like)}
+            texts.append(f"{path}: {describe_ranks(said, in_job)}")
         if len(differing) > MAX_PATHS:
             texts.append(f"{len(differing) - MAX_PATHS} more")
-        what = "; ".join(texts) or f"metadata or metrics: in the order of their keys, or after their first {MAX_TOLD} characters"
+        what = "; ".join(texts) or f"metadata or metrics: in the order of their keys, or after their first {MAX_REPORTED} characters"
         return InvalidOptionError(f"the ranks differ in {what}: {ADVICE}", object_id=differing[0] if differing else "metadata")
 
 
-def telling(options: Mapping[str, object]) -> Body:
-    """Every value of some options by its path, in words, for another rank: ``metadata.optimizer.lr``."""
-    told: dict[str, str] = {}
-    left = MAX_TOLD
+def describe_options(options: Mapping[str, object]) -> Body:
+    """Every value of some options as text, by its path: ``metadata.optimizer.lr``."""
+    reported: dict[str, str] = {}
+    left = MAX_REPORTED
     for path, value in _leaves("", options):
         shown = repr(value)
-        told[path] = shown if len(shown) <= MAX_SHOWN else f"{shortened(shown, MAX_SHOWN)} ({len(shown)} characters)"
-        left -= len(path) + len(told[path])
+        reported[path] = shown if len(shown) <= MAX_SHOWN else f"{shortened(shown, MAX_SHOWN)} ({len(shown)} characters)"
+        left -= len(path) + len(reported[path])
         if left < 0:
             break
-    return {"told": told}
+    return {"reported": reported}
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key in sorted(value):
             yield from _leaves(f"{path}.{key}" if path else str(key), value[key])
-    elif "." in path:  # no options at all are nothing
+    elif "." in path:  # empty options have no values
         yield path, value

@@ -1,7 +1,7 @@
-"""Unites the states of ranks of several kinds into one layout, before they are put: dicts of equal paths become one.
+"""Merges the states of ranks of several kinds into one layout, before they are saved: dicts at the same path become one.
 
-What lies at one path is one thing, whoever has it. A value must be the same on all ranks that have it, and a tensor must be held in full by
-those that have something of it, whatever else they hold. Knows no torch, and no bytes: whether tensors are equal is for `copies` to see.
+The same path means the same thing on all ranks. A value must be equal on all ranks that have it, and a tensor must be held in full by the
+ranks that hold some of it. Knows no torch, and no bytes: `duplicate_regions` compares tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ from tensorstore_ck.format.sharding import BoxBounds, Mesh
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import describe
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread, NotOneTensorError, Spread, cuts_of
-from tensorstore_ck.session.group.rank_kinds import RankKind, Told
-from tensorstore_ck.session.group.rank_messages import sayings
+from tensorstore_ck.session.group.rank_kinds import RankKind, ReportedBoxes
+from tensorstore_ck.session.group.rank_messages import describe_ranks
 from tensorstore_ck.session.group.region_claims import Held, gap, once
 
 _DICTS: Final = ("d", "o", "f")
@@ -27,34 +27,34 @@ BY_NAME: Final = (
     "key an optimizer's state by names, with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and "
     "flatten_optimizer_state_dict=True"
 )
-RANK_STATE: Final = "put what is a rank's own into rank_state="
+RANK_STATE: Final = "put values of one rank into rank_state="
 
 
 class LayoutMismatchError(Exception):
-    """The ranks cannot put one snapshot together: what differs where, and what to do. Never leaves this package."""
+    """The ranks cannot save one snapshot together: what differs where, and what to do. Never leaves this package."""
 
     def __init__(self, path: str, text: str, advice: str) -> None:
-        super().__init__(f"the ranks cannot put {path!r} together: {text}; {advice}")
+        super().__init__(f"the ranks cannot save {path!r} together: {text}; {advice}")
         self.path = path
 
 
 class ValueHole(NamedTuple):
-    """A value: its path, and where it is on each side that has it."""
+    """A value: its path, and where it is in each kind that has it."""
 
     path: str
     places: tuple[tuple[int, int], ...]
-    """(side, number of the value there)."""
+    """(kind, number of the value there)."""
 
 
 class ComparedTensor(NamedTuple):
-    """A tensor that ranks hold in several ways, each in full: the first one is stored, if they are the same."""
+    """A tensor that ranks hold in several ways, each in full: the first one is stored, and the others must be equal."""
 
     tensor: int
     cuts: tuple[CompleteCut, ...]
 
 
 class ReportedRegionsTensor(NamedTuple):
-    """A tensor whose regions ranks tell."""
+    """A tensor whose regions ranks report."""
 
     spec: TensorSpec
     spread: Literal["boxes", "flat"]
@@ -63,14 +63,14 @@ class ReportedRegionsTensor(NamedTuple):
 
     @property
     def held(self) -> list[Held]:
-        """Its regions, and who holds them."""
+        """Its regions, and the ranks that hold them."""
         return [(rank, box) for rank, boxes in sorted(self.boxes.items()) for box in boxes]
 
     def check(self) -> None:
-        """That the ranks hold all of it.
+        """Checks that the ranks hold all of it.
 
         Raises:
-            MisfitError: they do not.
+            LayoutMismatchError: they do not.
         """
         problem = gap(self.spec, once(self.held), is_flat=self.spread == "flat")
         if problem:
@@ -78,43 +78,43 @@ class ReportedRegionsTensor(NamedTuple):
 
 
 class UnitedState(NamedTuple):
-    """The state of all ranks."""
+    """The merged state of all ranks."""
 
     layout: Layout
     holes: Sequence[ValueHole]
     compared: Sequence[ComparedTensor]
-    told: Sequence[ReportedRegionsTensor]
+    reported: Sequence[ReportedRegionsTensor]
     """In the order of the layout."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """A tensor of the united layout."""
+    """A tensor of the merged layout."""
 
     spec: TensorSpec
     sides: dict[int, Leaf] = field(default_factory=dict)
-    """Side -> the leaf there: a tensor, or a view that has become one."""
+    """Kind -> the leaf there: a tensor, or a view that becomes one."""
 
 
-def unite(kinds: Sequence[RankKind], told: Told) -> UnitedState:
-    """The state that all ranks have together.
+def unite(kinds: Sequence[RankKind], reported: ReportedBoxes) -> UnitedState:
+    """The merged state of all ranks.
 
     Raises:
-        MisfitError: they have different things at one path, or do not hold a tensor in full.
+        LayoutMismatchError: they have different things at one path, or do not hold a tensor in full.
     """
-    return _Uniting(kinds, told).result()
+    return _Uniting(kinds, reported).result()
 
 
 class _Uniting:
-    def __init__(self, kinds: Sequence[RankKind], told: Told) -> None:
+    def __init__(self, kinds: Sequence[RankKind], reported: ReportedBoxes) -> None:
         self._kinds = kinds
-        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in told.items()}
+        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in reported.items()}
         self._members: list[_Member] = []
         self._number_of: dict[tuple[int, int], int] = {}
-        """(side, its tensor) -> the united one that has its name."""
+        """(kind, its tensor) -> the merged tensor with its name."""
         self._holes: list[ValueHole] = []
         self._visited: list[list[tuple[int, Leaf]]] = []
-        """The leaves of all sides, in the order of the united tree."""
+        """The leaves of all kinds, in the order of the merged tree."""
         self._item_bytes = {spec.dtype: spec.item_bytes for kind in kinds for spec in kind.layout.tensors}
         self._trees = [parse(kind.layout, len(kind.values), f"the layout of {kind.name}") for kind in kinds]
         self._names = [frozenset(leaf.path for leaf in leaves(tree) if leaf.kind != "value") for tree in self._trees]
@@ -127,14 +127,14 @@ class _Uniting:
             other = next((side for side, own in sides if own.path != leaf.path), None)
             if other is not None:  # such as the keys "a.b", and "a" over "b": a restore goes by paths
                 who = self._kinds[other].name
-                raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} have it in another place of the state", "rename one of them")
+                raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} have it at another path of the state", "rename one of them")
             if leaf.kind == "tensor":
                 names.setdefault(leaf.index, leaf.path)
         taken = {leaf.path for leaf in leaves(parsed)}
-        tensors, spreads, compared, told = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
+        tensors, spreads, compared, reported = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
         meshes: dict[Mesh, int] = {}
         found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[CompleteCut], LayoutSpread]] = {}
-        """Many tensors are held alike, and a mesh may have thousands of ranks."""
+        """Many tensors are held in the same way, and a mesh may have thousands of ranks."""
         for number, member in enumerate(self._members):
             name = names.get(number) or _free(member.spec.name, taken)
             spec = member.spec._replace(name=name)
@@ -143,21 +143,21 @@ class _Uniting:
                 cuts = self._cuts(spec, member)
                 found[key] = cuts, self._as_stored(cuts[0], meshes)
             cuts, spread = found[key]
-            told += self._told(spec, member, cuts)
+            reported += self._reported(spec, member, cuts)
             if len(cuts) > 1:
                 compared.append(ComparedTensor(number, tuple(cuts)))
             spreads.append(spread)
             tensors.append(spec)
         layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
-        return UnitedState(layout, self._holes, compared, told)
+        return UnitedState(layout, self._holes, compared, reported)
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
     def _node(self, trees: Sequence[tuple[int, Tree]], *, is_numbered: bool) -> Node:
-        """The node of what lies at one path on some of the sides. `is_numbered`: below a dict with numbers for keys."""
+        """The node at one path of some kinds. `is_numbered`: below a dict with numbers as keys."""
         first = trees[0][1]
         if isinstance(first, Leaf):
-            self._check_alike(trees, lambda other: isinstance(other, Leaf) and (other.kind == "value") == (first.kind == "value"))
+            self._check_same_kind(trees, lambda other: isinstance(other, Leaf) and (other.kind == "value") == (first.kind == "value"))
             sides = [(number, other) for number, other in trees if isinstance(other, Leaf)]
             self._visited.append(sides)
             if first.kind != "value":
@@ -166,7 +166,7 @@ class _Uniting:
             return None
         tag, *rest = first.node
         is_dict = tag in _DICTS
-        self._check_alike(
+        self._check_same_kind(
             trees,
             lambda other: (
                 isinstance(other, Container)
@@ -199,20 +199,20 @@ class _Uniting:
                 return [tag, list(keys.values()), nodes, self._node(attributes, is_numbered=is_numbered) if attributes else False]
         return [tag, list(keys.values()), nodes]
 
-    def _check_alike(self, trees: Sequence[tuple[int, Tree]], is_alike: Callable[[Tree], bool]) -> None:
-        if not all(map(is_alike, (tree for _, tree in trees))):
-            advice = f"what differs in length or kind needs a dict with names for keys; or {RANK_STATE}"
+    def _check_same_kind(self, trees: Sequence[tuple[int, Tree]], is_same: Callable[[Tree], bool]) -> None:
+        if not all(map(is_same, (tree for _, tree in trees))):
+            advice = f"what differs in length or kind needs a dict with names as keys; or {RANK_STATE}"
             raise LayoutMismatchError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
 
     def _check_numbers(self, path: str, branches: Sequence[tuple[int, Container]]) -> None:
-        """A number may mean another parameter on each side, unless all have the same parameters."""
+        """A number may mean different parameters on different ranks, unless all have the same parameters."""
         first: dict[tuple[frozenset[str], frozenset[str]], int] = {}
         for side, branch in branches:
             first.setdefault((frozenset(leaf.path for leaf in leaves(branch) if leaf.kind != "value"), self._names[side]), side)
         for ((one, its_names), side), ((two, other_names), other) in combinations(first.items(), 2):
             if not one.isdisjoint(two) and (one != two or not (its_names <= other_names or its_names >= other_names)):
                 who, others = self._kinds[side].name, self._kinds[other].name
-                text = f"the same number may mean another parameter on {who} than on {others}, which have other tensors"
+                text = f"the same number may mean different parameters on {who} and on {others}, which have other tensors"
                 raise LayoutMismatchError(path, text, BY_NAME)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
@@ -230,16 +230,16 @@ class _Uniting:
         return ["t", number, flags] if flags else number
 
     def _have_one_base(self, sides: Sequence[tuple[int, Leaf]]) -> bool:
-        """Whether views lie in memory of one form on all sides."""
+        """Whether the views have bases of the same form in all kinds."""
         return len({self._kinds[side].layout.tensors[leaf.index][1:] for side, leaf in sides}) == 1
 
     def _known(self, sides: Sequence[tuple[int, Leaf]]) -> int | None:
-        """The united tensor that has all of these tensors, if there is one."""
+        """The merged tensor of all these tensors, if there is one."""
         numbers = {self._number_of.get((side, leaf.index)) for side, leaf in sides}
         return numbers.pop() if len(numbers) == 1 else None
 
     def _add(self, sides: Sequence[tuple[int, Leaf]], spec: TensorSpec, *, are_views: bool) -> int:
-        """`are_views`: views are tensors of their own here; else their bases are meant."""
+        """`are_views`: views become separate tensors; otherwise their bases are added."""
         number = len(self._members)
         member = _Member(spec)
         for side, leaf in sides:
@@ -263,7 +263,7 @@ class _Uniting:
         item_bytes = self._item_bytes.get(dtype) or (np.dtype(dtype[3:]).itemsize if dtype.startswith("np:") else 0)
         if not item_bytes:
             raise LayoutMismatchError(
-                leaf.path, "it shares memory with another tensor in different ways on the ranks", "put copies (.clone())"
+                leaf.path, "it shares memory with another tensor in different ways on the ranks", "save copies (.clone())"
             )
         return TensorSpec(leaf.path, dtype, item_bytes, shape)
 
@@ -273,7 +273,7 @@ class _Uniting:
         try:
             return cuts_of(sides)
         except NotOneTensorError as exc:
-            raise LayoutMismatchError(spec.name, str(exc), "all ranks of a mesh put its tensors, under one name") from exc
+            raise LayoutMismatchError(spec.name, str(exc), "all ranks of a mesh save its tensors, under one name") from exc
 
     def _as_stored(self, cut: CompleteCut, meshes: dict[Mesh, int]) -> LayoutSpread:
         if not isinstance(cut.spread, MeshSpread):
@@ -282,8 +282,8 @@ class _Uniting:
             return None
         return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
 
-    def _told(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
-        """What ranks tell of a tensor, for each cut."""
+    def _reported(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
+        """The reported regions of a tensor, for each cut."""
         found = []
         for cut in cuts:
             if not isinstance(cut.spread, MeshSpread):
@@ -302,7 +302,7 @@ class _Uniting:
         return MeshSpread(self._kinds[side].layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
 
     def _storages(self) -> list[SharedStorage]:
-        """The allocations of which all sides with one of the tensors say the same."""
+        """The shared allocations that are the same in all kinds that have their tensors."""
         said: dict[SharedStorage, set[int]] = {}
         for side, kind in enumerate(self._kinds):
             for storage in kind.layout.storages:
@@ -313,7 +313,7 @@ class _Uniting:
 
 
 def difference(one: RankKind, other: RankKind) -> LayoutMismatchError:
-    """In which value two differ that have the same layout."""
+    """The error for two kinds with the same layout and different values."""
     paths = [leaf.path for leaf in leaves(parse(one.layout, len(one.values), one.name)) if leaf.kind == "value"]
     for number, path in enumerate(paths):
         try:
@@ -324,10 +324,10 @@ def difference(one: RankKind, other: RankKind) -> LayoutMismatchError:
 
 
 def values_of(united: UnitedState, kinds: Sequence[RankKind]) -> tuple[list[Any], list[bytes]]:
-    """The values of a united state, and its large ones.
+    """The values of a merged state, and its large ones.
 
     Raises:
-        MisfitError: ranks have different ones at one path.
+        LayoutMismatchError: ranks have different values at one path.
     """
     values: list[Any] = []
     blobs: list[bytes] = []
@@ -344,14 +344,14 @@ def values_of(united: UnitedState, kinds: Sequence[RankKind]) -> tuple[list[Any]
 
 
 def _check_value(hole: ValueHole, kinds: Sequence[RankKind]) -> None:
-    """That all have the same value."""
+    """Checks that all kinds have the same value."""
     if len({_said(kinds[at], kinds[at].values[each]) for at, each in hole.places}) > 1:
         shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in hole.places}
         raise LayoutMismatchError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
 
 
 def _said(kind: RankKind, value: Any) -> str:
-    """What is equal for equal values: 1, True and 1.0 are equal in Python, and NaN is not itself."""
+    """Equal for equal values: in Python 1, True and 1.0 are equal, and NaN is not equal to itself."""
     return repr((value[1], kind.blob_ids[value[2]])) if _is_large(value) else repr(value)
 
 
@@ -368,8 +368,8 @@ def _path(trees: Sequence[tuple[int, Tree]]) -> str:
 
 
 def _each(kinds: Sequence[RankKind], what: Mapping[int, str]) -> str:
-    """What the ranks of each side have."""
-    return sayings({rank: text for side, text in what.items() for rank in kinds[side].ranks})
+    """What the ranks of each kind have."""
+    return describe_ranks({rank: text for side, text in what.items() for rank in kinds[side].ranks})
 
 
 def _what(tree: Tree) -> str:

@@ -1,8 +1,7 @@
 """How ranks of several kinds hold one tensor together. Pure arithmetic.
 
-A *cut* is one way in which a tensor is held in full: by ranks that each have all of it, by shards on a mesh, or by regions that the
-ranks tell. Sides that cut it alike are one cut with replicas, such as the columns of a mesh that each have the tensor on a mesh of their
-own.
+A *cut* is one way in which a tensor is held in full: by ranks that each have all of it, by shards on a mesh, or by reported regions. Kinds
+that cut it in the same way are one cut with replicas, such as the columns of a mesh that each have the tensor on their own mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ class MeshSpread(NamedTuple):
 
 
 Spread = MeshSpread | Literal["boxes", "flat"] | None
-"""As `layout.Spread`, with the mesh itself. None: all of it on each rank."""
+"""As `layout.Spread`, with the mesh itself. None: the whole tensor on each rank."""
 
 
 class CompleteCut(NamedTuple):
@@ -30,24 +29,24 @@ class CompleteCut(NamedTuple):
 
     spread: MeshSpread | Literal["boxes", "flat"]
     ranks: tuple[int, ...]
-    """Who has something of it, in order."""
+    """The ranks that hold some of it, in order."""
 
 
 class NotOneTensorError(Exception):
-    """The sides cannot hold one tensor together; says which ranks, and why. Never leaves this package."""
+    """Kinds of ranks do not hold one tensor together; names the ranks, and why. Never leaves this package."""
 
 
 def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut]:
-    """The cuts of a tensor that several sides hold: that with the first rank first.
+    """The cuts of a tensor that several kinds hold: the one with the lowest rank first.
 
     Args:
-        sides: The ranks of each, and how they hold it.
+        sides: The ranks of each kind, and how they hold it.
 
     Raises:
         NotOneTensorError: a rank of a mesh does not hold the tensor on it.
     """
     whole: set[int] = set()
-    told: dict[Literal["boxes", "flat"], set[int]] = {}
+    reported: dict[Literal["boxes", "flat"], set[int]] = {}
     meshes: dict[MeshSpread, set[int]] = {}
     for ranks, spread in sides:
         if spread is None:
@@ -55,7 +54,7 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut
         elif isinstance(spread, MeshSpread):
             meshes.setdefault(spread, set()).update(ranks)
         else:
-            told.setdefault(spread, set()).update(ranks)
+            reported.setdefault(spread, set()).update(ranks)
     _check_complete(meshes, {rank: spread for ranks, spread in sides for rank in ranks})
     alike: dict[tuple[tuple[int, ...], tuple[Placement, ...]], list[MeshSpread]] = {}
     for placed in meshes:
@@ -64,7 +63,7 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut
             whole |= set(placed.mesh.ranks)
         else:
             alike.setdefault((tuple(extent for extent, _ in shards), tuple(shard for _, shard in shards)), []).append(placed)
-    found = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in told.items()]
+    found = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in reported.items()]
     for (_, shard), several in alike.items():
         merged = several[0] if len(several) == 1 else _side_by_side(several, shard)
         found.append(CompleteCut(merged, tuple(sorted(merged.mesh.ranks))))
@@ -84,7 +83,7 @@ def _check_complete(meshes: Mapping[MeshSpread, set[int]], spread_of: Mapping[in
 
 
 def _side_by_side(several: Sequence[MeshSpread], shards: tuple[Placement, ...]) -> MeshSpread:
-    """One mesh of equal ones, whose first dim replicates."""
+    """One mesh of several equal ones, whose first dim replicates."""
     rows = []
     for mesh, placements in several:
         replicated = [dim for dim, placement in enumerate(placements) if placement is None]

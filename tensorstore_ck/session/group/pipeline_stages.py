@@ -1,6 +1,6 @@
-"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: what several have is one thing.
+"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: what several have must be equal.
 
-Else a restore could only guess whose is meant. Rank 0 does this from parts that no snapshot names yet, once for each set of layouts.
+Otherwise a restore could not know which one is meant. Rank 0 does this from parts that no snapshot names yet, once per set of layouts.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from tensorstore_ck.session.group.rank_messages import named_ranks
 READERS: Final = 8
 ADVICE: Final = (
     "stages and experts need names of their own, such as layer numbers that count from the first stage; key an optimizer's state by names, "
-    "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and flatten_optimizer_state_dict=True; and put what is a "
-    "rank's alone into rank_state="
+    "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and flatten_optimizer_state_dict=True; and put "
+    "values of one rank into rank_state="
 )
 
 Cut = dict[tuple[Any, ...], list[tuple[int, bytes]]]
@@ -30,7 +30,7 @@ Cut = dict[tuple[Any, ...], list[tuple[int, bytes]]]
 
 
 class PipelineStage:
-    """The ranks with one layout: `LayoutPart` over their parts."""
+    """The ranks with one layout: a `layout_merge.LayoutPart` over their parts."""
 
     def __init__(self, engine: Engine, ranks: tuple[int, ...], ulids: Sequence[Ulid]) -> None:
         """`ulids`: of the parts of these ranks."""
@@ -48,7 +48,7 @@ class PipelineStage:
         return self._blob(index + 1)  # the layout comes first
 
     def stored(self, tensor: int) -> Cut:
-        """What all ranks together have stored of a tensor."""
+        """The blocks of a tensor that all these ranks have stored."""
         found: Cut = {}
         for part, plan in self._plans():
             for held in plan.of(tensor):
@@ -85,7 +85,7 @@ class PipelineStage:
 
 
 def contradiction(stages: Sequence[PipelineStage]) -> str:
-    """What the stages do not agree on, in words; empty when they can be one snapshot."""
+    """What differs between the stages, as text; empty if they can be one snapshot."""
 
     def words(what: str, path: str, sides: Sequence[int]) -> str:
         who = " and ".join(named_ranks(stages[side].ranks) for side in sides)

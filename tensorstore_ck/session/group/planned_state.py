@@ -1,4 +1,4 @@
-"""One rank's side of a planned put: its state as the plan has it. Knows no torch."""
+"""One rank's side of a planned save: its state in the form of the plan. Knows no torch."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -14,7 +14,7 @@ from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, PlanMemory, Plann
 
 
 class StoredRegions(NamedTuple):
-    """What this rank stores of a tensor whose regions it tells."""
+    """What this rank stores of a tensor whose regions it reports."""
 
     source: ByteSource
     boxes: tuple[BoxBounds, ...]
@@ -23,11 +23,11 @@ class StoredRegions(NamedTuple):
 def planned(
     captured: CapturedState, known: PlanMemory, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()
 ) -> CapturedState:
-    """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
+    """What `rank` saves of its state. `values`, `blobs`: those of the merged state, on the rank that stores them."""
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
         return captured
-    kept = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    kept = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
         return captured._replace(sources=sources, explicit=[ExplicitRegions(tensor, each.boxes) for tensor, each in sorted(kept.items())])
@@ -47,19 +47,19 @@ def planned(
 
 
 class ReportedTensor(NamedTuple):
-    """A tensor whose regions this rank tells."""
+    """A tensor whose regions this rank reports."""
 
     tensor: int
-    """As it is planned."""
+    """Its number in the plan's layout."""
     mine: int
-    """Here."""
+    """Its number in this rank's layout."""
     boxes: tuple[BoxBounds, ...]
     said: Sequence[int]
     """What the plan says of each: see `PutPlan.sets`."""
 
 
-def told_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
-    """The tensors whose regions a rank tells, in the order of the planned layout."""
+def reported_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
+    """The tensors whose regions a rank reports, in the order of the plan's layout."""
     boxes = {each.tensor: each.boxes for each in captured.explicit}
     if known.plan.layout is None:
         pairs = [(tensor, tensor) for tensor in sorted(boxes)]
@@ -74,13 +74,13 @@ def told_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[Repor
     return found
 
 
-def without_copies(captured: CapturedState, told: ReportedTensor) -> StoredRegions:
-    """Without the regions that another rank stores."""
-    source, boxes = captured.sources[told.mine], told.boxes
-    own = [said == SOLE or bool(said & KEEPS) for said in told.said]
+def without_copies(captured: CapturedState, reported: ReportedTensor) -> StoredRegions:
+    """The regions that no other rank stores."""
+    source, boxes = captured.sources[reported.mine], reported.boxes
+    own = [said == SOLE or bool(said & KEEPS) for said in reported.said]
     if all(own):
         return StoredRegions(source, boxes)
-    pieces = _pieces(boxes, own, captured.layout.tensors[told.mine].item_bytes)
+    pieces = _pieces(boxes, own, captured.layout.tensors[reported.mine].item_bytes)
     return StoredRegions(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
 
 
@@ -95,13 +95,13 @@ def _pieces(boxes: Sequence[BoxBounds], own: Sequence[bool], item_bytes: int) ->
 
 
 def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> ByteSource:
-    """What this rank has of a tensor of the layout of all."""
+    """What this rank has of a tensor of the common layout."""
     source = captured.sources[place.mine.index]
     return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
 
 
 def places_of(captured: CapturedState, plan: PutPlan) -> list[PlannedTensor]:
-    """What the tensors of this rank are in the layout of all."""
+    """Where the tensors of this rank are in the common layout."""
     assert plan.layout is not None
     own = parse(captured.layout, len(captured.values), "the layout of this rank")
     pairs = _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks"))
@@ -109,7 +109,7 @@ def places_of(captured: CapturedState, plan: PutPlan) -> list[PlannedTensor]:
 
 
 def _pairs(own: Tree, ours: Tree) -> Iterator[tuple[Leaf, Leaf]]:
-    """The leaves of this rank's tree, and what they are in the tree of all, which has all that is in this one."""
+    """The leaves of this rank's tree, with their counterparts in the common tree, which contains all of them."""
     pending: list[tuple[Tree, Tree]] = [(own, ours)]
     while pending:
         mine, other = pending.pop()
@@ -129,7 +129,7 @@ def _key(branch: Container, at: int) -> str:
 
 
 class _Nothing:
-    """`ByteSource` of a tensor of which this rank has nothing."""
+    """An empty `ByteSource`."""
 
     size_bytes = 0
 
@@ -142,7 +142,7 @@ NOTHING: Final = _Nothing()
 
 
 class _Some:
-    """`ByteSource` of some pieces of another one."""
+    """`ByteSource` of some pieces of another source."""
 
     def __init__(self, source: ByteSource, pieces: Sequence[tuple[int, int]]) -> None:
         self._source = source
@@ -150,7 +150,7 @@ class _Some:
         self.size_bytes = sum(size for _, size in pieces)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes of one of them, which a block never leaves."""
+        """Bytes of one piece; a block never spans two."""
         for first, size in self._pieces:
             if start < size:
                 return self._source.read(first + start, first + stop)
@@ -159,7 +159,7 @@ class _Some:
 
 
 class _View:
-    """`ByteSource` of a view into the memory of a tensor, which the ranks do not share alike: it is stored as a tensor of its own."""
+    """`ByteSource` of a view into a tensor's memory that is stored as its own tensor, since ranks share the memory in different ways."""
 
     def __init__(self, base: ByteSource, item_bytes: int, node: Any) -> None:
         self._base = base

@@ -1,7 +1,7 @@
-"""One rank's side of planning a put, in the put's own attempt: see `plan`.
+"""One rank's side of planning a save, within the save's round: see `put_plan`.
 
-Each rank says by a hash which layout it has. When all have the same one, or know the plan from an earlier put, nothing more is said but
-the values of a united state. Else the first rank of each kind tells rank 0 its layout and values, and rank 0 answers all with the plan.
+Each rank proposes a hash of its layout. If all have the same one, or know the plan from an earlier save, only the values of a merged state
+are exchanged. Otherwise the first rank of each kind reports its layout and values to rank 0, which answers all with the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,23 +15,23 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import decode_regions, encode_regions, ranks_with_layout
 from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.session.group.attempt import Round
-from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, sums_of, told_digests
+from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, reported_digests, sums_of
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
 from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
 from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, decode_plan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, decode_kind, encode_kind
 from tensorstore_ck.session.group.rank_messages import in_the_job
+from tensorstore_ck.session.group.round import Round
 
 
 class Planning:
-    """Of one put."""
+    """The planning of one save."""
 
     def __init__(self, attempt: Round, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
         """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
         self.turn = 0
-        """How many snapshots were put by this plan."""
+        """How many snapshots were saved by this plan."""
         self.layout_of = b""
         """See `Part.layout_of`."""
         self._attempt = attempt
@@ -45,9 +45,9 @@ class Planning:
         self._regions: Sequence[bytes] = ()
         self._own: CapturedState
 
-    def hello(self, shared: CapturedState) -> Body:
-        """What this rank says of its state."""
-        self._known = dict(self._memory)  # as told: puts beside this one may have the memory forget
+    def propose(self, shared: CapturedState) -> Body:
+        """What this rank proposes of its state."""
+        self._known = dict(self._memory)  # a copy: concurrent saves may remove plans
         return {
             "layout": layout_id(shared.layout.encode()),
             "regions": encode_regions(shared.explicit),
@@ -56,17 +56,17 @@ class Planning:
         }
 
     def follow(self, go: Body, shared: CapturedState) -> CapturedState:
-        """This rank's state as it is put with those of the others.
+        """This rank's state in the form of the plan.
 
         Raises:
-            RefusedError: on rank 0, the ranks cannot put one snapshot together.
+            RankRefusedError: on rank 0: the ranks cannot save one snapshot together.
         """
         self._own = shared
-        self._key, is_known, tellers = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "tellers", list)))
+        self._key, is_known, reporters = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "reporters", list)))
         self.turn, self.layout_of = take_count(go, "turn"), take(go, "layout_of", bytes)
         there = take(go, "blobs", bytes)
-        told = self._attempt.ask("kinds", tellers, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
-        values, blobs = self._lead(told, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
+        reported = self._attempt.ask("kinds", reporters, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
+        values, blobs = self._lead(reported, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
         known = self._known.get(self._key, PlanMemory(PutPlan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
@@ -80,54 +80,54 @@ class Planning:
             self.layout_of = b""
         return planned(shared, known, self._rank, values, blobs)
 
-    def told_digests(self) -> list[ReportedRegions]:
-        """See `copies.told_digests`."""
-        return told_digests(self._own, self._used, self._rank, RegionShare(self.turn))
+    def reported_digests(self) -> list[ReportedRegions]:
+        """See `duplicate_regions.reported_digests`."""
+        return reported_digests(self._own, self._used, self._rank, RegionShare(self.turn))
 
     def sums(self) -> list[RegionSum]:
-        """See `copies.sums_of`."""
+        """See `duplicate_regions.sums_of`."""
         return sums_of(self._own, self._used, self._rank, RegionShare(self.turn))
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
-    def compare(self, hellos: Sequence[Body], shared: CapturedState) -> Body:
-        """What is to be told, and by whom; `shared` is the state of rank 0."""
+    def compare(self, proposals: Sequence[Body], shared: CapturedState) -> Body:
+        """Which plan is used, and which ranks report what; `shared` is the state of rank 0."""
         numbers: dict[bytes, int] = {}
-        layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
+        layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
-        self._regions = [take(hello, "regions", bytes) for hello in hellos]
+        self._regions = [take(proposal, "regions", bytes) for proposal in proposals]
         key = derived_hash("layouts of a put", *numbers, self.layout_of, *self._regions)
         known = self._known.get(key)
-        is_known = known is not None and all(_has(take(hello, "plans", bytes), key) for hello in hellos)
+        is_known = known is not None and all(_has(take(proposal, "plans", bytes), key) for proposal in proposals)
         first: dict[int, int] = {}
         for rank, number in enumerate(layout_of):
             first.setdefault(number, rank)
-        odd = next((rank for rank, number in enumerate(layout_of) if hellos[rank]["values"] != hellos[first[number]]["values"]), None)
+        odd = next((rank for rank, number in enumerate(layout_of) if proposals[rank]["values"] != proposals[first[number]]["values"]), None)
         if odd is not None:
-            tellers, is_known = [first[layout_of[odd]], odd], False
+            reporters, is_known = [first[layout_of[odd]], odd], False
         elif len(numbers) == 1:
-            tellers, is_known = [], is_known or not any(self._regions)
+            reporters, is_known = [], is_known or not any(self._regions)
         else:
-            tellers = [*first.values()]
+            reporters = [*first.values()]
         return {
             "key": key,
             "turn": 0 if known is None else known.turn,
             "layout_of": self.layout_of,
             "is_known": is_known,
-            "tellers": tellers,
+            "reporters": reporters,
             "differ": odd is not None,
-            "blobs": b"".join(map(block_id, shared.blobs)) if tellers else b"",
+            "blobs": b"".join(map(block_id, shared.blobs)) if reporters else b"",
         }
 
     def count(self) -> None:
-        """A snapshot was put."""
+        """Counts a saved snapshot."""
         self._used.turn += 1
         remember(self._memory, self._key, self._used)
 
-    def _lead(self, told: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
-        """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
+    def _lead(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
+        """Makes a plan if none is known; returns the values of the merged state, if there is one, and the large ones."""
         known = self._known.get(self._key)
-        kinds = self._kinds(told, shared, is_known=is_known)
+        kinds = self._kinds(reported, shared, is_known=is_known)
         try:
             if differ:
                 raise difference(*kinds)
@@ -135,25 +135,25 @@ class Planning:
                 explicit = {rank: decode_regions(kind.layout, self._regions[rank], f"rank {rank}") for kind in kinds for rank in kind.ranks}
                 turn, known = self.turn, plan_of(kinds, explicit)
                 known.turn = turn
-            told_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
+            merged_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
             if known is not None and not is_known:
                 self._known[self._key] = known
                 remember(self._memory, self._key, known)
-            return told_values
+            return merged_values
         except LayoutMismatchError as exc:
             raise RankRefusedError(FailureReason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
 
-    def _kinds(self, told: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
-        """The kinds of ranks that told; or that of all, if none had to."""
+    def _kinds(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
+        """The kinds of the ranks that reported; or the kind of all ranks, if none had to."""
         found = []
-        for rank in told or (0,):
+        for rank in reported or (0,):
             ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
-            ranks = ranks if len({*ranks} & {*told}) < 2 else (rank,)
+            ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]
                 found.append(RankKind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
             else:
-                found.append(decode_kind(told[rank], ranks, Layout((), None) if is_known else None))
+                found.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
         return found
 
 

@@ -1,4 +1,4 @@
-"""The process groups that one store handle has met: this rank's place in each, and what their ranks say to each other."""
+"""The process groups that one store handle has used: this rank's place in each, and small messages between their ranks."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant, open_group
 from tensorstore_ck.session.group.channel import StoreRunner
 from tensorstore_ck.session.group.host_shared_reads import host_key
-from tensorstore_ck.session.group.matching_arguments import require_alike
+from tensorstore_ck.session.group.matching_arguments import require_same
 from tensorstore_ck.session.group.put_plan import Memory
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | 
 
 
 class ProcessGroups:
-    """The process groups that one store handle has met."""
+    """The process groups that one store handle has used."""
 
     def __init__(self, engine: Engine, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._engine = engine
         self._dead_after_seconds = dead_after_seconds
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
-        """With the layouts that it has saved, and how often: see `run_put`."""
+        """With the plans of its saves: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
@@ -69,16 +69,16 @@ class ProcessGroups:
         known = self._gathered.setdefault(group, {})
         attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
 
-        def compare(hellos: list[Body]) -> Body:
-            are_known = all(take(hello, "known", bool) for hello in hellos)
-            return {"values": None if are_known else [take(hello, "value", bytes) for hello in hellos]}
+        def compare(proposals: list[Body]) -> Body:
+            are_known = all(take(proposal, "known", bool) for proposal in proposals)
+            return {"values": None if are_known else [take(proposal, "value", bytes) for proposal in proposals]}
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             if go["values"] is not None:
                 known[title] = take(go, "values", list)
             return {}
 
-        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, work, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, execute, None, compare, lambda _: {}))
         return known[title]
 
     def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
@@ -87,15 +87,15 @@ class ProcessGroups:
         attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
         values: list[bytes] = []
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             values.append(take(go, "value", bytes))
             return {}
 
-        def compare(hellos: list[Body]) -> Body:
-            require_alike(hellos, ("title",), own.in_job)
+        def compare(proposals: list[Body]) -> Body:
+            require_same(proposals, ("title",), own.in_job)
             return {"value": value()}
 
-        attempt.run(Participant(lambda: {"title": title}, work, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"title": title}, execute, None, compare, lambda _: {}))
         return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:
@@ -121,7 +121,7 @@ class ProcessGroups:
         return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
-        """This rank's `Group` of a process group, and the layouts that it has saved."""
+        """This rank's `Group` of a process group, and the plans of its saves."""
         if group not in self._groups:
             self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds), {}
         return self._groups[group]

@@ -1,10 +1,10 @@
-"""How ranks put together: rank 0 plans it from what all say of their states, and all keep the plan for the puts after.
+"""How ranks save together: rank 0 makes a plan from the proposals of all, and all keep it for later saves.
 
-    same     all ranks have one layout, and it says what each holds
-    apart    ranks of several kinds, each kind with a layout of its own: see `kinds.can_stay_apart`
-    united   ranks of several kinds under one layout, which has what any of them has: see `unite`
+    same     all ranks have one layout, which says what each holds
+    apart    ranks of several kinds, each kind with its own layout: see `rank_kinds.can_stay_apart`
+    united   ranks of several kinds under one layout, which contains what any of them has: see `merge_layouts.unite`
 
-The plan holds for all puts whose ranks come with these layouts and regions. Knows no torch.
+The plan is valid for all saves of ranks with the same layouts and regions. Knows no torch.
 """
 
 import zlib
@@ -21,13 +21,13 @@ from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.session.group.merge_layouts import ComparedTensor, ReportedRegionsTensor, UnitedState, unite
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
-from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, Told, can_stay_apart
+from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, ReportedBoxes, can_stay_apart
 from tensorstore_ck.session.group.region_claims import claims
 
 MAX_PLANS: Final = 8
-"""That a rank keeps of a group."""
+"""How many plans a rank keeps for a group."""
 SOLE, KEEPS = 0, 1
-"""What a rank is told of a region: no other holds it; bit 0 of its set: it stores what they all hold."""
+"""What the plan says of a region: no other rank holds it; bit 0 of its set: this rank stores it for all that hold it."""
 
 
 class PutPlan(NamedTuple):
@@ -35,16 +35,16 @@ class PutPlan(NamedTuple):
 
     form: Literal["same", "apart", "united"] = "same"
     layout: Layout | None = None
-    """Of all ranks, if united."""
+    """The common layout, if united."""
     holes: int = 0
-    """Values of the united layout."""
+    """How many values the common layout has."""
     compared: Sequence[ComparedTensor] = ()
     sets: Sequence[bytes] = ()
-    """For each rank, if any region that ranks tell is held by several: u4 for each of its regions, in the order of the layout: `SOLE`, or
-    twice the number of the set of ranks that hold it and `KEEPS`."""
+    """For each rank, if any reported region is held by several: a u4 for each of its regions, in the order of the layout: `SOLE`, or twice
+    the number of the set of ranks that hold it, plus `KEEPS`."""
 
     def regions_of(self, rank: int) -> Sequence[int] | None:
-        """What the plan says of the regions that a rank tells; None: it is the only one to hold each."""
+        """What the plan says of the regions that a rank reports; None: no other rank holds any of them."""
         return np.frombuffer(self.sets[rank], "<u4").tolist() if self.sets else None
 
     def encode(self) -> bytes:
@@ -60,35 +60,35 @@ class PutPlan(NamedTuple):
 
 
 class PlannedTensor(NamedTuple):
-    """What a tensor of this rank is in the layout of all."""
+    """Where a tensor of this rank is in the common layout."""
 
     tensor: int
-    """Of the layout of all."""
+    """Its number in the common layout."""
     mine: Leaf
-    """Here: a tensor, or a view into one."""
+    """The leaf on this rank: a tensor, or a view into one."""
     is_view: bool
-    """Only here: there it is a tensor of its own."""
+    """Whether it is a view here, and its own tensor there."""
 
 
 @dataclass(slots=True)
 class PlanMemory:
-    """What a rank keeps of the puts of one plan."""
+    """A plan that a rank keeps, and its use."""
 
     plan: PutPlan
     turn: int = 0
-    """How many were published, on rank 0."""
+    """How many saves were published by it, on rank 0."""
     places: Sequence[PlannedTensor] = ()
-    """Of this rank's tensors in the layout of all, if united."""
+    """This rank's tensors in the common layout, if united."""
     united: UnitedState | None = None
-    """On rank 0: what ranks of several kinds have together."""
+    """On rank 0: the merged state of ranks of several kinds."""
 
 
 Memory = dict[bytes, PlanMemory]
-"""The plans that a group has put by, under what names the layouts of all ranks."""
+"""The plans that a group has used, by a key of the layouts of all ranks."""
 
 
 def remember(memory: Memory, key: bytes, known: PlanMemory) -> None:
-    """Keeps a plan, and the newest ones beside it."""
+    """Keeps a plan, and the newest other ones."""
     memory.pop(key, None)
     memory[key] = known
     for old in [*memory][:-MAX_PLANS]:
@@ -108,34 +108,34 @@ def decode_plan(data: bytes) -> PutPlan:
         layout = decode_layout(encoded, "the layout of all ranks") if encoded else None
         form = take(body, "form", str)
         if form not in ("same", "apart", "united"):
-            raise ValueError(f"no form is called {form!r}")
+            raise ValueError(f"unknown form {form!r}")
         return PutPlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
-        raise CorruptObjectError(f"the plan of a put is malformed: {exc}", object_id="plan") from exc
+        raise CorruptObjectError(f"the plan of a save is malformed: {exc}", object_id="plan") from exc
 
 
-def plan_of(kinds: Sequence[RankKind], told: Told) -> PlanMemory:
-    """Plans a put.
+def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:
+    """Plans a save.
 
     Raises:
-        MisfitError: the ranks cannot put one snapshot together.
+        LayoutMismatchError: the ranks cannot save one snapshot together.
     """
     if len(kinds) == 1:
-        return PlanMemory(PutPlan("same", sets=_sets(_told_of(kinds[0], told), len(kinds[0].ranks))))
-    united = unite(kinds, told)
-    if can_stay_apart(kinds, told):
+        return PlanMemory(PutPlan("same", sets=_sets(_reported_of(kinds[0], reported), len(kinds[0].ranks))))
+    united = unite(kinds, reported)
+    if can_stay_apart(kinds, reported):
         return PlanMemory(PutPlan("apart"), united=united)
-    sets = _sets(united.told, sum(len(kind.ranks) for kind in kinds))
+    sets = _sets(united.reported, sum(len(kind.ranks) for kind in kinds))
     return PlanMemory(PutPlan("united", united.layout, len(united.holes), united.compared, sets), united=united)
 
 
-def _told_of(kind: RankKind, told: Told) -> list[ReportedRegionsTensor]:
-    """The tensors whose regions the ranks of the only kind tell.
+def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegionsTensor]:
+    """The tensors whose regions the ranks report, if all have one layout.
 
     Raises:
-        MisfitError: one of them is not held in full.
+        LayoutMismatchError: one of them is not held in full.
     """
-    boxes = {rank: {each.tensor: each.boxes for each in told.get(rank, ())} for rank in kind.ranks}
+    boxes = {rank: {each.tensor: each.boxes for each in reported.get(rank, ())} for rank in kind.ranks}
     found = []
     for tensor, spread in enumerate(kind.layout.spreads):
         if isinstance(spread, str):
@@ -146,14 +146,14 @@ def _told_of(kind: RankKind, told: Told) -> list[ReportedRegionsTensor]:
     return found
 
 
-def _sets(told: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
+def _sets(reported: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
     """See `PutPlan.sets`."""
-    found = claims((each.spec, each.held) for each in told)
+    found = claims((each.spec, each.held) for each in reported)
     if not any(found):
         return []
     numbers: dict[tuple[int, ...], int] = {}
     said: list[list[int]] = [[] for _ in range(ranks)]
-    for each, claimed in zip(told, found, strict=True):
+    for each, claimed in zip(reported, found, strict=True):
         for rank, boxes in each.boxes.items():
             for box in boxes:
                 claim = claimed.get(box)

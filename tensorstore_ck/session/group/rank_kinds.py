@@ -1,6 +1,6 @@
-"""The kinds of ranks in a put: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
+"""The kinds of ranks in a save: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
 
-Before anything is written, the first rank of each kind tells rank 0 its layout and values, from which rank 0 plans the put: see `plan`.
+Before anything is written, the first rank of each kind reports its layout and values to rank 0, which plans the save: see `put_plan`.
 """
 
 import zlib
@@ -19,21 +19,21 @@ from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.region_claims import uncovered
 
 MAX_SHARE_TWICE: Final = 1 / 10
-"""Of the bytes of a put: what kinds of ranks may store once each, although several have it."""
+"""The share of a save's bytes that several kinds of ranks may each store, although they are the same."""
 ZIP_LEVEL: Final = 1
 
-Told = Mapping[int, Sequence[ExplicitRegions]]
+ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
 """Rank -> its regions of tensors whose regions do not follow from its layout."""
 
 
 class RankKind(NamedTuple):
-    """What the ranks with one layout put: a `LayoutPart`."""
+    """What the ranks with one layout save: a `layout_merge.LayoutPart`."""
 
     ranks: tuple[int, ...]
     layout: Layout
     values: Sequence[Any]
     blobs: Mapping[int, bytes]
-    """The large values, as far as they were told."""
+    """The large values, as far as they were reported."""
     blob_ids: Sequence[bytes]
     """Of all large values."""
 
@@ -43,12 +43,12 @@ class RankKind(NamedTuple):
         return named_ranks(self.ranks)
 
     def blob(self, index: int) -> bytes:
-        """What says whether a large value is the same."""
+        """The id of a large value, which is equal for equal values."""
         return self.blob_ids[index]
 
 
 def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: bytes) -> bytes:
-    """What a rank tells of its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
+    """What a rank reports of its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
     known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
     body = {
@@ -61,12 +61,12 @@ def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: byte
 
 
 def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> RankKind:
-    """What `encode_kind` made. `layout`: where it is known.
+    """What `encode_kind` made. `layout`: if it is known.
 
     Raises:
         CorruptObjectError: it is not that.
     """
-    name = f"what rank {ranks[0]} told"
+    name = f"the report of rank {ranks[0]}"
     try:
         body = unpack_body(memoryview(zlib.decompress(data)), name)
         encoded = take(body, "layout", bytes)
@@ -81,16 +81,16 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
         raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc
 
 
-def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
-    """Whether each kind can have a layout of its own in the snapshot, without storing much twice.
+def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
+    """Whether each kind can have its own layout in the snapshot, without storing much twice.
 
-    That is so when no tensor is spread over ranks of several kinds, and what several kinds have is the same to them.
+    True if no tensor is spread over ranks of several kinds, and tensors that several kinds have are the same to them.
     """
     for kind in kinds:
         own = set(kind.ranks)
         if not all(own.issuperset(mesh.ranks) for mesh in kind.layout.meshes):
             return False
-        if uncovered(kind.layout, {rank: told.get(rank, ()) for rank in kind.ranks}):
+        if uncovered(kind.layout, {rank: reported.get(rank, ()) for rank in kind.ranks}):
             return False
     try:
         merged = MergedLayout(kinds)
@@ -100,7 +100,7 @@ def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
         return False
     twice = 0
     for places in merged.shared_tensors.values():
-        if len({_cut(kinds[side], number, told) for side, number in places}) > 1:
+        if len({_cut(kinds[side], number, reported) for side, number in places}) > 1:
             return False
         side, number = places[0]
         twice += (len(places) - 1) * kinds[side].layout.tensors[number].size_bytes
@@ -108,10 +108,10 @@ def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
     return twice <= max(MIN_RUN_BYTES, once * MAX_SHARE_TWICE)
 
 
-def _cut(kind: RankKind, tensor: int, told: Told) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
-    """In which regions the ranks of a kind hold a tensor."""
+def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+    """The regions in which the ranks of a kind hold a tensor."""
 
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
-        return next((each.boxes for each in told.get(rank, ()) if each.tensor == tensor), ())
+        return next((each.boxes for each in reported.get(rank, ()) if each.tensor == tensor), ())
 
     return frozenset((each.is_flat, each.offsets, each.sizes) for each in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of))

@@ -1,31 +1,30 @@
-"""How messages name ranks and what they said: in full for a few, as runs and counts for thousands.
+"""How messages name ranks and what they report: in full for a few, as runs and counts for thousands.
 
-Pure text. A message stays short whatever the size of the group: lists of ranks and of names are cut, and of a text of several KB the
-middle, since what happened comes first and what to do last.
+A message stays short whatever the size of the group: lists of ranks and of names are cut, and long texts lose their middle, since they
+begin with what happened and end with what to do.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 MAX_RUNS: Final = 8
-MAX_SAYINGS: Final = 4
+MAX_GROUPS: Final = 4
 DIFFER: Final = "the ranks differ in"
 MAX_TEXT: Final = 4096
-"""Of what one rank says."""
+"""Characters of one rank's text."""
 MAX_TOTAL: Final = 8192
-"""Of what several say, as far as it is shown."""
+"""Characters of the texts of several ranks, as far as they are shown."""
 _CUT: Final = " [...] "
 
 
 class Verbatim(str):
-    """What is shown as it is, not as a quoted string."""
+    """A string that is shown without quotes."""
 
 
 def named_ranks(ranks: Iterable[int], in_job: Sequence[int] | None = None) -> str:
     """``rank 3``, ``ranks 0-6, 9`` or ``ranks 0, 2, 4, ... (512 in all)``.
 
-    `in_job`: what each rank of the group is in the job, as `torch.distributed.get_rank` tells it, where these differ: messages speak of
-    the job's ranks.
+    `in_job`: the job's rank (`torch.distributed.get_rank`) of each rank of the group, if these differ: messages name the job's ranks.
     """
     numbers = sorted(ranks if in_job is None else (in_job[rank] if rank < len(in_job) else rank for rank in ranks))
     runs: list[list[int]] = []
@@ -40,49 +39,49 @@ def named_ranks(ranks: Iterable[int], in_job: Sequence[int] | None = None) -> st
 
 
 def in_the_job(in_job: Sequence[int] | None) -> str:
-    """What is added to a message that speaks of the group's ranks; nothing where these are the job's."""
+    """A note for a message that names the group's ranks; empty if these are the job's."""
     if in_job is None or [*in_job] == [*range(len(in_job))]:
         return ""
     return f" (these are the group's numbers: its ranks 0 to {len(in_job) - 1} are {named_ranks(range(len(in_job)), in_job)} of the job)"
 
 
 def unheard(ranks: Sequence[int], seconds: float, in_job: Sequence[int] | None = None) -> str:
-    """That nothing was heard of ranks, and why that may be."""
+    """A message about silent ranks, with possible reasons."""
     who = named_ranks(ranks, in_job)
     if len(ranks) == 1:
         return f"{who} has not been heard of for {seconds:.0f} s: it ended, was killed or suspended, or its host is gone"
     return f"{who} have not been heard of for {seconds:.0f} s: they ended, were killed or suspended, or their hosts are gone"
 
 
-def sayings(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
-    """What ranks said, those who said the same together: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
+def describe_ranks(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
+    """The texts of ranks, grouped by equal texts: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}
     for rank in sorted(said):
         who.setdefault(said[rank], []).append(rank)
-    first, others = list(who.items())[:MAX_SAYINGS], list(who.items())[MAX_SAYINGS:]
+    first, others = list(who.items())[:MAX_GROUPS], list(who.items())[MAX_GROUPS:]
     shown = [f"{named_ranks(ranks, in_job)}: {shortened(text, MAX_TOTAL // len(first))}" for text, ranks in first]
     rest = [rank for _, ranks in others for rank in ranks]
     return "; ".join([*shown, f"{named_ranks(rest, in_job)}: something else"] if rest else shown)
 
 
-def disagreements(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
-    """Which of `keys` have not one value in the records of all ranks (in rank order), and who says what; empty when all agree."""
+def mismatches(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
+    """Which of `keys` differ between the records of all ranks (in rank order), and who has which value; empty if none."""
     texts = []
     for key in keys:
         first = records[0].get(key)
         if any(record.get(key) != first for record in records):
             said = {rank: _shown(record.get(key)) for rank, record in enumerate(records)}
-            texts.append(f"{DIFFER} {key}: {sayings(said, in_job)}")
+            texts.append(f"{DIFFER} {key}: {describe_ranks(said, in_job)}")
     return "; ".join(texts)
 
 
 def error_text(exc: BaseException) -> str:
-    """An error in words, for the other ranks."""
+    """An error as text, for the other ranks."""
     return shortened(f"{type(exc).__name__}: {exc}", MAX_TEXT)
 
 
 def shortened(text: str, limit: int) -> str:
-    """At most `limit` characters of it: its middle goes."""
+    """The text without its middle, at most `limit` characters."""
     if len(text) <= limit:
         return text
     end = limit // 3

@@ -1,6 +1,6 @@
-"""Puts one snapshot of many ranks: each writes its part, and rank 0 commits for all what each has checked at its own head.
+"""Saves one snapshot of many ranks: each writes and checks its part, and rank 0 commits for all, from a small record of each.
 
-What rank 0 handles is a small record of each rank. Knows no torch: it takes states that were taken apart.
+Knows no torch: it gets states that were taken apart.
 """
 
 import warnings
@@ -26,66 +26,65 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import replica_drift
-from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.group import Group
-from tensorstore_ck.session.group.matching_arguments import Differing, require_alike, telling
-from tensorstore_ck.session.group.participant import Participant
+from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_messages import Verbatim, disagreements, in_the_job
+from tensorstore_ck.session.group.rank_messages import Verbatim, in_the_job, mismatches
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
+from tensorstore_ck.session.group.round import Participant, Round
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
 
-TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
+REPORTED: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
 
 class RankStates(NamedTuple):
-    """What one rank puts."""
+    """The state of one rank."""
 
     shared: CapturedState
-    """Its side of the state that all ranks hold together."""
+    """Its side of the state that all ranks share."""
     own: CapturedState | None
-    """What is this rank's alone."""
+    """The state that belongs to this rank alone."""
 
 
 class PreparedPut(NamedTuple):
-    """What one rank puts, and how."""
+    """What one rank saves, and how."""
 
     request: PutRequest
     states: RankStates
 
 
-class RankDone(NamedTuple):
-    """What a rank tells of its work."""
+class RankResult(NamedTuple):
+    """What a rank reports of its work."""
 
     parts: RankParts
-    told_bytes: int
+    reported_bytes: int
     """Logical bytes that rank 0 does not know."""
     replicas: ReplicaDigests | None
-    sightings: replica_drift.ReplicaHashes | None
+    replica_hashes: replica_drift.ReplicaHashes | None
     findings: SaveFindings
 
     def record(self) -> Body:
         """As it travels."""
         return {
             "parts": self.parts.record(),
-            "told_bytes": self.told_bytes,
+            "reported_bytes": self.reported_bytes,
             "replicas": self.replicas and self.replicas.record(),
-            "sightings": self.sightings and self.sightings.record(),
+            "replica_hashes": self.replica_hashes and self.replica_hashes.record(),
             "findings": self.findings.record(),
         }
 
     @classmethod
-    def of_record(cls, record: Body) -> "RankDone":
+    def of_record(cls, record: Body) -> "RankResult":
         """What `record` made."""
         return cls(
             RankParts.of_record(take(record, "parts", dict)),
-            take_count(record, "told_bytes"),
+            take_count(record, "reported_bytes"),
             None if record.get("replicas") is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
-            None if record.get("sightings") is None else replica_drift.ReplicaHashes.of_record(take(record, "sightings", dict)),
+            None if record.get("replica_hashes") is None else replica_drift.ReplicaHashes.of_record(take(record, "replica_hashes", dict)),
             SaveFindings.of_record(take(record, "findings", dict)),
         )
 
@@ -93,17 +92,17 @@ class RankDone(NamedTuple):
 def put_ranks(
     engine: Engine, group: Group, prepare: Callable[[], PreparedPut], *, ref: str, memory: Memory, timeout: float
 ) -> SnapshotInfo:
-    """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome. See `run_put`."""
+    """Stores the state of all ranks as one snapshot, or nothing; all ranks get the same outcome. See `run_put`."""
     return run_put(engine, group, begin_put(group, ref, timeout), prepare, memory=memory)
 
 
 def begin_put(group: Group, ref: str, timeout: float) -> Round:
-    """The next attempt of the group, for `run_put`.
+    """The next round of the group, for `run_put`.
 
     Raises:
         SnapshotAbortedError: rank 0 did not begin it.
     """
-    return group.begin(f"the put to {ref!r}", object_id=ref, timeout=timeout)
+    return group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
 
 
 def run_put(
@@ -116,22 +115,22 @@ def run_put(
     meter: PutMeter | None = None,
     destination: Destination | None = None,
 ) -> SnapshotInfo:
-    """Puts in an attempt that was begun; to the store, or another `destination`.
+    """Saves in a round that was begun; to the store, or another `destination`.
 
-    All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
-    with them again.
+    Everything that can fail on one rank alone belongs into `prepare`: a rank that misses a round counts differently from the others from
+    then on.
 
-    `memory` keeps the plans by which this group has put, and how often. With the first put of one it is made sure that all replicas are
-    equal, and later that of each block one more is, in rotation.
+    `memory` keeps the plans of this group, and how often each was used. The first save with a plan checks that all replicas are equal;
+    later ones check one more replica of each block, in rotation.
 
     Raises:
-        StoreError: as on all ranks, with the ranks named: what a rank came with cannot be put, or not together with what others did (an
+        StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an
             `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
-        SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
-        UndecidedError: on this rank alone: the log could not be asked for the outcome.
+        SnapshotAbortedError: a rank failed in another way, or is gone. Nothing is visible.
+        UndecidedError: on this rank alone: the log could not be read for the outcome.
     """
     put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
-    outcome = attempt.run(put.duties())
+    outcome = attempt.run(put.participant())
     info = put.published(outcome)
     put.keep(info, outcome)
     return info
@@ -161,23 +160,23 @@ class RankPut:
         self._txn = attempt.txn
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._differing_copies = ""
-        """On rank 0: which ranks no longer hold the same, though `drift` does not see it."""
+        """On rank 0: which ranks no longer hold the same, where `replica_drift` does not compare."""
         self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
-    def duties(self) -> Participant:
-        """For an attempt."""
-        return Participant(self.hello, self.work, self.settle, self.compare, self.commit)
+    def participant(self) -> Participant:
+        """For a round."""
+        return Participant(self.propose, self.execute, self.resolve, self.compare, self.commit)
 
-    # --- duties of every rank -----------------------------------------------------------------------------------------
+    # --- every rank -------------------------------------------------------------------------------------------------------
 
-    def hello(self) -> Body:
-        """What this rank is about to put."""
+    def propose(self) -> Body:
+        """What this rank is about to save."""
         self._engine.require_writable()
-        self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
+        self._request, self._states = self._prepare()  # here, so that an error reaches all ranks at once
         request, shared = self._request, self._states.shared
         self._destination.admit(request)
-        expect = None if self._destination.is_staging else request.expect  # where the ref may be then is rank 0's to say
+        expect = None if self._destination.is_staging else request.expect  # rank 0 decides where the ref may be then
         return {
             "ref": request.ref,
             "step": request.step,
@@ -186,29 +185,29 @@ class RankPut:
             "metadata": derived_hash("metadata of a put", request.metadata),
             "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
             "rank_state": self._states.own is not None,
-        } | self._planning.hello(shared)
+        } | self._planning.propose(shared)
 
-    def work(self, go: Body) -> Body:
-        """Writes this rank's part; or tells what it came with, where that differs."""
+    def execute(self, go: Body) -> Body:
+        """Writes this rank's part; or reports its options if they differ."""
         if go["explain"]:
-            return telling(self._told_options()) if self._group.rank in go["explain"] else {}
+            return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._destination.begin(self._request)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
-        done = retry_expired(self._write).record()
+        result = retry_expired(self._write).record()
         self._destination.wrote(self._request)
-        return done
+        return result
 
-    def _told_options(self) -> Body:
+    def _described_options(self) -> Body:
         request = self._request
         return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
     def follow(self, go: Body) -> None:
-        """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
+        """Looks for blocks in the same snapshot as rank 0, which alone pins it while a save is staged."""
         self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
-    def settle(self, reason: str) -> Body | None:
-        """The outcome is what the log says first."""
+    def resolve(self, reason: str) -> Body | None:
+        """Appends "abort" to the log unless it has an outcome already; that counts."""
 
         def abort(view: RefTable) -> list[Op]:
             return [] if view.outcome(self._txn) or view.staged(self._txn) else [Op.abort(self._txn)]
@@ -221,7 +220,7 @@ class RankPut:
         return self._outcome(found.n) if found is not None and found.put else None
 
     def published(self, outcome: Body) -> SnapshotInfo:
-        """The snapshot, without asking the log: once it is published, nothing may fail on this rank any more."""
+        """The snapshot, without reading the log: once it is published, nothing may fail on this rank."""
         request = self._request
         return SnapshotInfo(
             Ulid(take(outcome, "snapshot", bytes)),
@@ -240,22 +239,22 @@ class RankPut:
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
-        """Remembers what the next put is likely to need, and keeps what drifted."""
+        """Remembers what the next save is likely to need, and keeps copies of replicas that drifted."""
         self._destination.keep(info, self._written)
         self.keep_drifted(self._engine, info, outcome)
 
     def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
-        """Keeps what this rank has in another way than those that wrote it; the first rank tells of others."""
+        """Keeps this rank's values if they differ from those that were written; rank 0 warns of all ranks that differ."""
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
             if rank == self._group.rank:
                 replica_drift.keep_copy(engine, self._states.shared, self._slot, info, owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
-            replica_drift.tell_all(pairs, info)
+            replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
 
-    def _write(self) -> "RankDone":
+    def _write(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._states.own
         turn, slot = self._planning.turn, self.take_slot()
         anchor = engine.log.sync().n
@@ -268,76 +267,81 @@ class RankPut:
             self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
-        sightings = replica_drift.sightings_of(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
+        replica_hashes = replica_drift.hash_replicas(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
-        return RankDone(checked_parts(engine, self._written, anchor), self._told_bytes(slot), replicas, sightings, findings)
+        return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:
-        """This rank's place among all, by their layouts."""
+        """Sets and returns which part this rank writes."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
         self._slot = PartSlot(rank, ranks, ranks_with_layout(layout_of, rank, ranks), layout_of)
         return self._slot
 
     def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
-        """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
-        told, sums = self._planning.told_digests(), self._planning.sums()
+        """Of everything that this rank shares with others; or, with `only_copies`, a part of what `replica_drift` does not compare."""
+        reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
-        return digests_of(self._states.shared, slot, block_bytes, told, only_told=only_copies)._replace(sums=sums)
+        return digests_of(self._states.shared, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
-    def _told_bytes(self, slot: PartSlot) -> int:
-        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
+    def _reported_bytes(self, slot: PartSlot) -> int:
+        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
         own, shared = self._states.own, self._states.shared
-        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.alike[0] > 0 else 0)
+        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0)
 
-    # --- duties of rank 0 ---------------------------------------------------------------------------------------------
+    # --- rank 0 -----------------------------------------------------------------------------------------------------------
 
-    def compare(self, hellos: list[Body]) -> Body | str:
-        """That all ranks put the same."""
-        if disagreements(hellos, COMPARED):
-            require_alike([self._in_words(hello) for hello in hellos], COMPARED, self._group.in_job)
-        self._differing = Differing(hellos, HASHED)
-        plan = self._planning.compare(hellos, self._states.shared)
-        return plan | {"nearest": self._request.nearest, "explain": self._differing.tellers}
+    def compare(self, proposals: list[Body]) -> Body | str:
+        """Checks that all ranks save one snapshot; returns the plan."""
+        if mismatches(proposals, COMPARED):
+            require_same([self._in_words(proposal) for proposal in proposals], COMPARED, self._group.in_job)
+        self._differing = Differing(proposals, HASHED)
+        plan = self._planning.compare(proposals, self._states.shared)
+        return plan | {"nearest": self._request.nearest, "explain": self._differing.reporters}
 
-    def _in_words(self, hello: Body) -> Body:
-        """The same, with snapshots by the names that people know, as far as this rank knows them."""
+    def _in_words(self, proposal: Body) -> Body:
+        """The proposal with readable names of snapshots, as far as this rank knows them."""
         view = self._engine.log.view()
-        known = {key: view.by_root(hello[key]) for key in ("parent", "expect") if isinstance(hello.get(key), bytes)}
+        known = {key: view.by_root(proposal[key]) for key in ("parent", "expect") if isinstance(proposal.get(key), bytes)}
         at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
-        return hello | {key: Verbatim(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
+        return proposal | {
+            key: Verbatim(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None
+        }
 
     def commit(self, records: list[Body]) -> Body:
-        """Appends the entry for all."""
-        self.require_told_alike(records)
-        dones = [RankDone.of_record(record) for record in records]
-        problem = self._difference(dones)
+        """Appends the log entry for all."""
+        self.require_same_options(records)
+        results = [RankResult.of_record(record) for record in records]
+        problem = self._difference(results)
         if problem and not self._planning.turn:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
         self._differing_copies = problem
         self._planning.count()
-        self._request = self._request.judged(self._engine, merged([done.findings for done in dones]))
-        drifted = replica_drift.drifted([done.sightings for done in dones])
+        self._request = self._request.judged(self._engine, merged([result.findings for result in results]))
+        drifted = replica_drift.drifted([result.replica_hashes for result in results])
         with self._meter.timed("commit"):
-            n = self._append(dones, drifted)
+            n = self._append(results, drifted)
         return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
 
-    def require_told_alike(self, records: Sequence[Body]) -> None:
-        """Refuses what `compare` found to differ, now that a few ranks have told what it is.
+    def require_same_options(self, records: Sequence[Body]) -> None:
+        """Raises if `compare` found options that differ, with the values that a few ranks reported.
 
         Raises:
-            InvalidOptionError: it does.
+            InvalidOptionError: the options differ.
         """
-        if self._differing.tellers:
-            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
+        if self._differing.reporters:
+            raise self._differing.error({rank: records[rank] for rank in self._differing.reporters}, self._group.in_job)
 
-    def _append(self, dones: Sequence[RankDone], drifted: Sequence[tuple[int, int]]) -> int:
-        """Says so in the log: the number of the entry."""
-        record = self._record(dones)
-        parts = [done.parts for done in dones]
+    def _append(self, results: Sequence[RankResult], drifted: Sequence[tuple[int, int]]) -> int:
+        """Appends the log entry; returns its number."""
+        record = self._record(results)
+        parts = [result.parts for result in results]
         return self._destination.commit(self._request, record, parts, self._txn, self._mark(drifted)).n
 
-    def _record(self, dones: Sequence[RankDone]) -> Record:
-        parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)
+    def _record(self, results: Sequence[RankResult]) -> Record:
+        parts, logical = (
+            [result.parts for result in results],
+            self._states.shared.logical_bytes + sum(result.reported_bytes for result in results),
+        )
         return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
 
     def _mark(self, drifted: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
@@ -346,20 +350,20 @@ class RankPut:
         return (replica_drift.MARK, self._differing_copies) if self._differing_copies else None
 
     def _outcome(self, n: int) -> Body:
-        """What all ranks are told of the snapshot that entry `n` is about."""
+        """The outcome for all ranks, from log entry `n`."""
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
-        return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
+        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": entry.time_ns}
 
-    def _difference(self, dones: Sequence[RankDone]) -> str:
-        """Which ranks that should hold the same do not, in words; empty when all do."""
+    def _difference(self, results: Sequence[RankResult]) -> str:
+        """Which ranks differ that should hold the same, in words; empty if none."""
         layouts: dict[int, Layout] = {}
         stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of
         for first in first_ranks(layout_of) if layout_of and not self._planning.turn else ():
-            own = ranks_with_layout(layout_of, first, len(dones))
-            stages.append(PipelineStage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
+            own = ranks_with_layout(layout_of, first, len(results))
+            stages.append(PipelineStage(self._engine, own, [results[rank].parts.ulids[0] for rank in own]))
             layouts |= dict.fromkeys(own, stages[-1].layout)
-        digests = [done.replicas or ReplicaDigests({}, b"") for done in dones]
-        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
+        digests = [result.replicas or ReplicaDigests({}, b"") for result in results]
+        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(results))])
         return problem or (contradiction(stages) if stages else "")

@@ -1,6 +1,6 @@
-"""Which rank stores what of tensors whose regions the ranks only tell: boxes, or intervals of the flattened tensor. Pure arithmetic.
+"""Which rank stores which reported region of a tensor: boxes, or intervals of the flattened tensor. Pure arithmetic.
 
-Regions that several ranks hold alike are stored by one of them. All others must not meet, and together they are the tensor.
+One rank stores a region that several hold. Different regions must not overlap, and together they must cover the tensor.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +25,12 @@ class RegionClaim(NamedTuple):
     """The rank that stores it."""
 
 
-def uncovered(layout: Layout, told: Mapping[int, Sequence[ExplicitRegions]]) -> str:
-    """Which tensor is not held exactly once by the ranks with a layout, in words; empty when all are.
+def uncovered(layout: Layout, reported: Mapping[int, Sequence[ExplicitRegions]]) -> str:
+    """Which tensor is not held exactly once by the ranks with a layout, as text; empty if all are.
 
-    `told`: rank -> its regions of tensors whose regions do not follow from the layout.
+    `reported`: rank -> its regions of tensors whose regions do not follow from the layout.
     """
-    held = held_of(told)
+    held = held_of(reported)
     for tensor, spread in enumerate(layout.spreads):
         problem = gap(layout.tensors[tensor], held.get(tensor, ()), is_flat=spread == "flat") if isinstance(spread, str) else ""
         if problem:
@@ -38,23 +38,23 @@ def uncovered(layout: Layout, told: Mapping[int, Sequence[ExplicitRegions]]) -> 
     return ""
 
 
-def held_of(told: Mapping[int, Sequence[ExplicitRegions]]) -> dict[int, list[Held]]:
-    """Tensor -> its regions, and who holds them."""
+def held_of(reported: Mapping[int, Sequence[ExplicitRegions]]) -> dict[int, list[Held]]:
+    """Tensor -> its regions, and the ranks that hold them."""
     held: dict[int, list[Held]] = {}
-    for rank, explicit in told.items():
+    for rank, explicit in reported.items():
         for tensor, boxes in explicit:
             held.setdefault(tensor, []).extend((rank, box) for box in boxes)
     return held
 
 
 def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
-    """What of a tensor is not held exactly once, in words; empty when all of it is."""
+    """Which elements of a tensor are not held exactly once, as text; empty if all are."""
     problem = _problem((prod(spec.shape),) if is_flat else spec.shape, held)
     return f"{problem} of tensor {spec.name!r}, of shape {list(spec.shape)}" if problem else ""
 
 
 def once(held: Sequence[Held]) -> list[Held]:
-    """Without what other ranks than the first one hold alike."""
+    """The regions without repetitions: each only for the first rank that holds it."""
     first: dict[BoxBounds, int] = {}
     for rank, box in held:
         first.setdefault(box, rank)
@@ -62,7 +62,7 @@ def once(held: Sequence[Held]) -> list[Held]:
 
 
 def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[BoxBounds, RegionClaim]]:
-    """Who stores the regions that several ranks hold, one map for each tensor: each rank about as many bytes."""
+    """Which rank stores the regions that several hold, one map for each tensor; balances the bytes."""
     found: list[dict[BoxBounds, RegionClaim]] = []
     several: list[tuple[int, int, BoxBounds, tuple[int, ...]]] = []
     load: dict[int, int] = {}
@@ -89,7 +89,7 @@ def _problem(shape: tuple[int, ...], held: Sequence[Held]) -> str:
     total = sum(prod(box.sizes) for _, box in held)
     if total < elements:
         return f"no rank holds {elements - total} of {elements} elements"
-    # Sorted by their first elements, boxes that meet are neighbours in most cases; the others are found by comparing all.
+    # All pairs are compared.
     starts = np.array([box.offsets for _, box in held], np.int64).reshape(len(held), len(shape))
     ends = starts + np.array([box.sizes for _, box in held], np.int64).reshape(starts.shape)
     for at in range(len(held)):

@@ -1,7 +1,7 @@
-"""Checks that ranks which should hold the same do: each hashes all that it holds with others, and rank 0 compares a few bytes.
+"""Checks that replicas are equal: each rank hashes everything that it holds with others, and rank 0 compares a few bytes.
 
-Ranks that hold the same region are known by arithmetic, so a rank tells one digest for each set of replicas that it belongs to, and
-a checksum for each of some runs of tensors, from which the tensors are named when a digest differs. Knows no torch.
+Which ranks hold the same region follows from the layout, so a rank reports one digest for each set of replicas that it belongs to, and a
+checksum for each run of tensors, which names the tensors when a digest differs. Knows no torch.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRe
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
 MAX_BUCKETS: Final = 1 << 16
-"""Of all ranks together, about: from them rank 0 names the tensors that differ."""
+"""About how many checksums all ranks report together: from them rank 0 names the tensors that differ."""
 MIN_BUCKETS: Final = 16
 CHECKSUM_BYTES: Final = 4
 DIGEST_BYTES: Final = 16
@@ -31,10 +31,10 @@ DIFFERENT: Final = (
 
 
 class ReplicaDigests(NamedTuple):
-    """What a rank tells of what it holds with others."""
+    """What a rank reports of the data that it holds with others."""
 
     sets: dict[bytes, bytes]
-    """Set of replicas -> digest of all that they hold."""
+    """Set of replicas -> digest of everything that they hold."""
     checksums: bytes
     """Of each bucket of tensors."""
     sums: Sequence[RegionSum] = ()
@@ -56,11 +56,11 @@ class ReplicaDigests(NamedTuple):
 
 
 def digests_of(
-    captured: CapturedState, slot: PartSlot, block_bytes: int, told: Sequence[ReportedRegions] = (), *, only_told: bool = False
+    captured: CapturedState, slot: PartSlot, block_bytes: int, reported: Sequence[ReportedRegions] = (), *, only_reported: bool = False
 ) -> ReplicaDigests:
-    """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
+    """Hashes everything that this rank holds with others, block by block; `reported` was hashed already."""
     tensors = captured.layout.tensors
-    held = [] if only_told else regions_of_rank(captured.layout, slot.rank, slot.alike, captured.explicit)
+    held = [] if only_reported else regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     found: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
@@ -87,7 +87,7 @@ def digests_of(
         region = held[number]
         of_sets.setdefault(key_of(region.replicas), []).append(found[number])
         buckets[bucket_of(region.tensor, captured.layout, slot.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
-    for key, tensor, hashed in told:
+    for key, tensor, hashed in reported:
         of_sets.setdefault(key, []).append(hashed)
         buckets[bucket_of(tensor, captured.layout, slot.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
     sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
@@ -97,7 +97,7 @@ def digests_of(
 
 
 def differences(said: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
-    """Which tensors differ between which ranks that should hold the same; empty when none do. `layouts`: as far as they are known."""
+    """Which tensors differ between which replicas, as text; empty if none do. `layouts`: as far as they are known."""
     first: dict[bytes, int] = {}
     for rank, digests in enumerate(said):
         for key, digest in digests.sets.items():
@@ -129,7 +129,7 @@ def _explain(layout: Layout | None, said: Sequence[ReplicaDigests], key: bytes, 
 
 
 def bucket_count(layout: Layout, ranks: int) -> int:
-    """How many checksums a rank tells."""
+    """How many checksums a rank reports."""
     return min(len(layout.tensors), MAX_BUCKETS // ranks + MIN_BUCKETS)
 
 

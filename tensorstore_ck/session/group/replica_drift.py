@@ -1,7 +1,7 @@
-"""Watches replicas for drift: at each put every rank also hashes what another one writes of what both hold, in rotation.
+"""Checks replicas for drift: at each save every rank also hashes data that another rank writes and both hold, in rotation.
 
-So two ranks tell of every block what it is, and after n - 1 puts each of n replicas has been looked at in full. One that differs keeps
-its own copy, in a snapshot of its own beside the one that all put together. Knows no torch.
+So two ranks report a hash of every block, and after n - 1 saves each of n replicas was compared in full. A rank that differs keeps its own
+values in a separate snapshot. Knows no torch.
 """
 
 import warnings
@@ -31,12 +31,12 @@ MARK: Final = "drift"
 
 
 class ReplicaHashes(NamedTuple):
-    """What a rank tells of what it holds with others."""
+    """What a rank reports of the data that it holds with others."""
 
     written: dict[bytes, bytes]
     """Set of replicas -> digest of what this rank wrote of it."""
     seen: list[tuple[int, bytes, bytes]]
-    """(who wrote it, set of replicas, digest of what this rank has in its place)."""
+    """(rank that wrote it, set of replicas, digest of this rank's values)."""
 
     def record(self) -> Body:
         """As other ranks read it."""
@@ -50,7 +50,7 @@ class ReplicaHashes(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A region that others hold as well."""
+    """A region that other ranks hold too."""
 
     region: Region
     start: int
@@ -67,14 +67,14 @@ class _Run(NamedTuple):
 
 
 def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
-    """Whose writing `rank` looks at in the turn-th put."""
+    """The rank whose data `rank` compares at the turn-th save."""
     return replicas[(replicas.index(rank) - 1 - turn % (len(replicas) - 1)) % len(replicas)]
 
 
-def sightings_of(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
-    """Tells what this rank wrote, by the ids of its part; and hashes what it holds of what another one writes."""
+def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
+    """The hashes of what this rank wrote, from its part, and of its own values of what another rank writes."""
     sets = _sets(captured, slot)
-    plan = PartIndex(captured.layout, part, slot.alike, block_bytes, "the part of this rank")
+    plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, "the part of this rank")
     written = {}
     for replicas, several in sets.items():
         ids = [each for held in several for each in _stored_ids(part, plan, held.region)[1]]
@@ -90,10 +90,10 @@ def sightings_of(captured: CapturedState, slot: PartSlot, part: Part, block_byte
 
 
 def drifted(said: Sequence[ReplicaHashes | None]) -> list[tuple[int, int]]:
-    """(rank, who wrote what it has in another way), for each that has."""
+    """(rank, rank that wrote other values), for each rank that differs."""
     found = set()
-    for rank, sightings in enumerate(said):
-        for owner, key, digest in sightings.seen if sightings is not None else ():
+    for rank, replica_hashes in enumerate(said):
+        for owner, key, digest in replica_hashes.seen if replica_hashes is not None else ():
             other = said[owner] if 0 <= owner < len(said) else None
             if other is not None and other.written.get(key) != digest:
                 found.add((rank, owner))
@@ -101,12 +101,12 @@ def drifted(said: Sequence[ReplicaHashes | None]) -> list[tuple[int, int]]:
 
 
 def copy_ref(ref: str, rank: int) -> str:
-    """The branch that keeps what a rank had in another way."""
+    """The branch that keeps the values of a rank that differs."""
     return f"drift/{ref}/rank-{rank}"
 
 
 def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> None:
-    """Puts what this rank has in another way than `owner`, who wrote it; warns of it, and of what prevents it."""
+    """Saves the values of this rank that differ from those that `owner` wrote; warns, also if that fails."""
     try:
         found = _differing(engine, captured, slot, info, owner)
         request = _request(engine, info, slot.rank, owner)
@@ -117,14 +117,14 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
     names = list(dict.fromkeys(captured.layout.tensors[held.region.tensor].name for held in found))
     shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     warnings.warn(
-        f"rank {slot.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which both should hold alike: the "
+        f"rank {slot.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which should be equal: the "
         f"snapshot has those of rank {owner}, and {kept}. Look for operations that are not deterministic, and for failing hardware",
         stacklevel=2,
     )
 
 
 def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
-    held = regions_of_rank(captured.layout, slot.rank, slot.alike, captured.explicit)
+    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     sets: dict[tuple[int, ...], list[_Held]] = {}
     for region, start in zip(held, source_offsets(captured, held), strict=True):
         if len(region.replicas) > 1:
@@ -133,13 +133,13 @@ def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list
 
 
 def _runs(layout: Layout, several: Sequence[_Held], writer: int, block_bytes: int) -> list[_Run]:
-    """What a rank writes of the regions of one set."""
+    """The blocks that a rank writes of the regions of one set."""
     written = assign_blocks(layout, [held.region for held in several], writer, block_bytes)
     return [_Run(several[share.region], share.start, share.lengths) for share in written]
 
 
 def _hash(captured: CapturedState, runs: Sequence[_Run]) -> list[list[Digest]]:
-    """The ids of the blocks as this rank has them."""
+    """The ids of this rank's blocks."""
     ids: list[list[Digest]] = [[] for _ in runs]
 
     def work(number: int) -> None:
@@ -158,7 +158,7 @@ def _digest(ids: Sequence[Digest]) -> bytes:
 
 
 def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[Digest]]:
-    """What a part has of a region: where that begins, and the ids of its blocks."""
+    """Where a part's share of a region begins, and the ids of its blocks."""
     held = plan.of_region(region)
     if held is None:
         return 0, []
@@ -168,10 +168,10 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
 
 
 def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
-    """The regions of which the owner wrote something else."""
+    """The regions of which the owner wrote other values."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
-    plan = PartIndex(captured.layout, part, slot.alike, block_bytes, f"the part of rank {owner}")
+    plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, f"the part of rank {owner}")
     found = []
     for replicas, several in _sets(captured, slot).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
@@ -190,7 +190,7 @@ def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> PutRe
 
 
 def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
-    """A state of some regions, each a tensor; one that is not the whole tensor has its place in its name."""
+    """A state of some regions, each as a tensor; a part of a tensor has its position in its name."""
     tensors, sources = [], list[ByteSource]()
     for held in found:
         region, spec = held.region, captured.layout.tensors[held.region.tensor]
@@ -203,7 +203,7 @@ def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
 
 
 class _From:
-    """`ByteSource` of what begins somewhere in another one."""
+    """`ByteSource` over the rest of another one, from an offset."""
 
     def __init__(self, source: ByteSource, start: int) -> None:
         self._source = source
@@ -211,7 +211,7 @@ class _From:
 
     @property
     def size_bytes(self) -> int:
-        """All that is left of it."""
+        """From the offset to the end."""
         return self._source.size_bytes - self._start
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -219,18 +219,18 @@ class _From:
         return self._source.read(self._start + start, self._start + stop)
 
 
-def tell_all(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
-    """Warns whoever looks at the first rank; those that differ warn themselves, see `keep_copy`."""
+def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
+    """Warns on the first rank; ranks that differ warn themselves, see `keep_copy`."""
     step = "" if info.step is None else f" of step {info.step}"
     warnings.warn(
-        f"the snapshot{step} on {info.ref!r} is marked drift: {reason(pairs, info.ref)}. What replicas hold alike they no longer do: "
+        f"the snapshot{step} on {info.ref!r} is marked drift: {reason(pairs, info.ref)}. Replicas that should be equal are not: "
         "training may go on with a corrupted rank. Look for operations that are not deterministic, and for failing hardware",
         stacklevel=2,
     )
 
 
 def reason(pairs: Sequence[tuple[int, int]], ref: str) -> str:
-    """For people who see the mark."""
+    """The reason of the mark, for people."""
     rank, owner = pairs[0]
     others = f", and {len(pairs) - 1} more ranks than those that wrote" if len(pairs) > 1 else ""
-    return f"rank {rank} had other values than rank {owner} of what both hold{others}; its own are at {copy_ref(ref, rank)}"
+    return f"rank {rank} had other values than rank {owner} of the same data{others}; its own are at {copy_ref(ref, rank)}"

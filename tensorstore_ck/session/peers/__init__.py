@@ -1,16 +1,16 @@
 """Copies of staged files on other hosts, so that what a host staged outlives it (as Gemini does, https://doi.org/10.1145/3600006.3613145).
 
-A copy lies in its keeper's staging folder in the form that the keeper's own files have: objects, and a manifest once all of them are
-there, durable and verified. Whoever goes on with staged snapshots after a crash finds those of lost hosts on the survivors.
+A copy lies in the receiver's staging folder in the form of its own files: objects, and a manifest once all of them are durable and
+verified. After a crash, the files of lost hosts are found on the surviving ones.
 
-ring.py        which ranks keep whose files
-link.py        messages between ranks, over gloo
-pieces.py      one stream of bytes from rank to rank, in bounded memory
-exchange.py    what both sides of one exchange know
-sending.py     one side
-keeping.py     the other
-kept.py        what a rank keeps for others, and when that goes
-replicator.py  Replicator: all of it, once per put
+ring.py          which ranks keep whose files
+link.py          messages between ranks, over gloo
+piece_stream.py  one stream of bytes from rank to rank, in bounded memory
+exchange.py      what both sides of one exchange share
+sender.py        the side that sends
+receiver.py      the side that receives
+held_copies.py   what a rank keeps for others, and for how long
+replicator.py    `Replicator`: one exchange per save
 """
 
 from tensorstore_ck.session.peers.link import PeerLink, connect

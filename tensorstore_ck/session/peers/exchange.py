@@ -1,4 +1,4 @@
-"""One exchange: what it is about, whether its caller still wants it, and what both of its sides agree on."""
+"""One exchange: its snapshot, whether the caller has cancelled it, and what both sides agree on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers.piece_stream import piece_lengths
 
 SLOWEST_BYTES_PER_SECOND: Final = 16 << 20
-"""A copy that comes more slowly is given up, as what is staged waits for it: a tenth of what a rank has of a slow network."""
+"""A slower copy is given up, since publishing waits for it: a tenth of a rank's share of a slow network."""
 
 
 class CancelledError(Exception):
-    """The caller does not want it any more."""
+    """The caller has cancelled the exchange."""
 
 
 @dataclass(slots=True)
@@ -28,16 +28,16 @@ class Exchange:
     on_bytes: Callable[[int], object]
     warn: Callable[[str], object]
     patience_seconds: float
-    """What a copy may take beyond that."""
+    """How much longer a copy may take."""
     monotonic: Callable[[], float]
     stopped: BaseException | None = None
     """What `stop` raised."""
 
     def go_on(self) -> None:
-        """Asks the caller.
+        """Raises if the caller has cancelled.
 
         Raises:
-            StoppedError: it wants no more.
+            CancelledError: it has.
         """
         try:
             self.stop()
@@ -46,9 +46,9 @@ class Exchange:
             raise CancelledError(str(exc)) from exc
 
     def go_on_for(self, peer: int, size_bytes: int) -> Callable[[], None]:
-        """`go_on` for a copy to or from a peer, who may be just fast enough for each piece, and hold up the whole for ever.
+        """`go_on` for a copy to or from a peer, which may be fast enough for each piece and still too slow for all.
 
-        What it gives raises BackendUnavailableError when the copy has taken too long, and StoppedError as `go_on` does.
+        The returned function raises BackendUnavailableError when the copy has taken too long, and CancelledError as `go_on`.
         """
         seconds = self.patience_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
         end = self.monotonic() + seconds
@@ -65,5 +65,5 @@ class Exchange:
 
 
 def stream_lengths(sizes: Sequence[int], manifest_bytes: int, piece_bytes: int) -> list[int]:
-    """The pieces in which objects of those sizes, and a manifest, travel."""
+    """The lengths of the pieces in which objects of these sizes and a manifest are sent."""
     return [length for size in (*sizes, manifest_bytes) for length in piece_lengths(size, piece_bytes)]

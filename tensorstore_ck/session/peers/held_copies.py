@@ -1,7 +1,7 @@
-"""What a rank keeps for others: which files, for which snapshots, and when they go. Thread-safe.
+"""What a rank keeps for others: which files, for which snapshots, and when they are deleted. Thread-safe.
 
-A file is written under its final name, and counts once it is durable and verified; a manifest is written when all of its snapshot's
-files count. What was not kept to the end is deleted, and nothing that this rank did not write for a peer ever is.
+A file is written under its final name, and counts once it is durable and verified; a manifest is written when all files of its snapshot
+count. Incomplete copies are deleted, and only files that this rank wrote for a peer.
 """
 
 import threading
@@ -23,13 +23,13 @@ class HeldCopies:
         self._there: dict[str, int] = {}
         """Durable and verified objects, and their sizes."""
         self._complete: set[str] = set()
-        """Manifests."""
+        """The complete manifests."""
 
     def begin(self, txn: Ulid, key: str, sizes: Mapping[str, int]) -> list[str]:
-        """From now on these objects are held for a manifest; returns those that are not there yet.
+        """Holds these objects for a manifest; returns the missing ones.
 
         Raises:
-            CorruptObjectError: one is there with another size.
+            CorruptObjectError: one exists with another size.
         """
         with self._lock:
             wrong = next((name for name, size in sizes.items() if self._there.get(name, size) != size), None)
@@ -39,12 +39,12 @@ class HeldCopies:
             return [name for name in sizes if name not in self._there]
 
     def add(self, name: str, size_bytes: int) -> None:
-        """An object is durable and verified."""
+        """Notes that an object is durable and verified."""
         with self._lock:
             self._there[name] = size_bytes
 
     def complete(self, txn: Ulid, key: str, manifest: bytes) -> bool:
-        """All objects of a manifest are there: writes it, unless the snapshot was forgotten meanwhile."""
+        """Writes a manifest whose objects are complete, unless the snapshot was forgotten meanwhile."""
         with self._lock:
             if key not in self._named.get(txn, {}):
                 return False
@@ -53,14 +53,14 @@ class HeldCopies:
             return True
 
     def end(self, txn: Ulid, key: str) -> None:
-        """Nothing follows: if the manifest is not complete, it never will be."""
+        """Ends the copy: drops it if its manifest is not complete."""
         with self._lock:
             if key not in self._complete:
                 self._named.get(txn, {}).pop(key, None)
                 self._sweep()
 
     def forget(self, txn: Ulid) -> None:
-        """A snapshot needs no copies any more."""
+        """Deletes the copies of a snapshot."""
         with self._lock:
             for key in self._named.get(txn, {}):
                 self._folder.delete_manifest(key)

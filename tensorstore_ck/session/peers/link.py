@@ -1,12 +1,11 @@
 """Messages between the ranks of a block, over a gloo group that serves this alone.
 
-Of two ranks one sends, on the tag `FORTH`, and the other answers, on `BACK`; both may do so in both directions at the same time, from
-two threads. A send ends when the other rank takes the message, whose length that rank must know: so of a record its length goes first.
-What gloo does not deliver in time, or at all, is `PeerLostError`, after which the group must be broken off: gloo cannot go on either.
+Of two ranks one sends, on the tag `FORTH`, and the other answers, on `BACK`; both directions may run at the same time, from two threads.
+A send ends when the other rank receives the message, whose length it must know: so a record is sent after its length. A message that gloo
+does not deliver in time is a `PeerLostError`, after which the group must be broken off, since gloo cannot continue.
 
-gloo authenticates nobody. Each message ends with a MAC, keyed by a secret that the first rank of a block makes for each link, over who
-sends it to whom on which tag, its number there, and its bytes. What was changed, cut, swapped or sent before is not taken for a message.
-Knows nothing of files.
+gloo has no authentication. Each message ends with a MAC, keyed by a secret that the first rank of a block makes for each link, over its
+sender, receiver, tag, number and bytes. Changed, truncated, reordered or repeated messages are rejected. Knows nothing of files.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ FORTH: Final = 1
 BACK: Final = 2
 _KEY_NAME: Final = "key"
 _NEVER: Final = 3
-"""A tag on which nobody sends."""
+"""A tag on which no rank sends."""
 MAX_RECORD_BYTES: Final = 4 << 20
 MAC_BYTES: Final = 32
 """At the end of each message."""
@@ -50,28 +49,28 @@ class PeerLostError(Exception):
 
 
 class PeerProtocolError(PeerLostError):
-    """A rank says what makes no sense, and may wait for an answer."""
+    """A rank broke the protocol, and may wait for an answer."""
 
 
 class ForgedMessageError(PeerProtocolError):
-    """A message is not what the rank sent to this one at this point."""
+    """A message is not the one that the rank sent here."""
 
 
 def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "PeerLink":
     """Connects this rank with those of its block; returns when all of them have called this.
 
-    The gloo group is made beside torch's registry: `new_group` would need ranks that are not in `group`, or would name the group by what
-    else each rank has made.
+    The gloo group is made outside torch's registry: `new_group` would need ranks that are not in `group`, or name it by what else each rank
+    has made.
 
     Args:
-        group: In whose store the ranks find each other.
+        group: The ranks find each other in its store.
         hosts: The host of each rank, see `host_of_folder`.
-        copies: On how many other hosts each rank's files are kept.
+        copies: The number of other hosts that keep each rank's files.
         name: The same on all ranks, and never used in that store before.
         timeout_seconds: How long another rank may take to come, now and later, and for each message; after that it counts as lost.
 
     Raises:
-        BackendUnavailableError: they did not come.
+        BackendUnavailableError: they did not connect.
     """
     from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loads torch
 
@@ -90,8 +89,8 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
         store.wait([_KEY_NAME], timedelta(seconds=timeout_seconds))
         key = bytes.fromhex(store.get(_KEY_NAME).decode())
         made = gloo(store, ranks.index(group.rank()), len(ranks), options)
-        if is_first:  # all have read it
-            with contextlib.suppress(RuntimeError):  # some kinds of store keep what they have
+        if is_first:  # all ranks have read it
+            with contextlib.suppress(RuntimeError):  # some stores cannot delete
                 store.delete_key(_KEY_NAME)
     except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
         raise BackendUnavailableError(
@@ -103,10 +102,10 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
 
 
 class PeerLink:
-    """This rank's way to the others of its block, which are named by their ranks in the whole group."""
+    """This rank's connection to the others of its block, which are named by their ranks in the whole group."""
 
     def __init__(self, gloo: Any, ranks: Sequence[int], rank: int, key: bytes, timeout_seconds: float) -> None:
-        """`gloo`: the backend whose ranks are `ranks`, in this order; `key`: the same on all of them, and known to nobody else."""
+        """`gloo`: the backend whose ranks are `ranks`, in this order; `key`: the same on all of them, and secret."""
         self.gloo = gloo
         self.ranks = ranks
         self.rank = rank
@@ -117,14 +116,14 @@ class PeerLink:
         self._expected: dict[tuple[int, int], int] = {}
 
     def send(self, peer: int, tag: int, data: Bytes) -> "OutgoingMessage":
-        """Begins to send `data`, which must not change until the other rank has it all; the MAC goes into its last `MAC_BYTES`."""
+        """Starts to send `data`, which must not change until the other rank has it; its last `MAC_BYTES` are set to the MAC."""
         number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
         mac = message_mac(self.key, (self.rank, peer, tag, number), data.data[:-MAC_BYTES])
         data[-MAC_BYTES:] = np.frombuffer(mac, np.uint8)
         return OutgoingMessage(self, self.gloo.send, peer, tag, data)
 
     def receive(self, peer: int, tag: int, data: Bytes) -> "IncomingMessage":
-        """Begins to fill `data`, the MAC included."""
+        """Starts to fill `data`, including the MAC."""
         number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
         return IncomingMessage(self, peer, tag, data, number)
 
@@ -153,7 +152,7 @@ class PeerLink:
         return data.data[:length]
 
     def break_off(self) -> None:
-        """Has the others notice at once that this rank is with them no more: after a time-out gloo closes all connections."""
+        """Lets the others notice at once that this rank is gone: after a timeout gloo closes all connections."""
         self.timeout_seconds = 0.001
         for peer in self.ranks:
             if peer != self.rank:
@@ -162,12 +161,12 @@ class PeerLink:
 
 
 def message_mac(key: bytes, place: tuple[int, int, int, int], data: memoryview) -> bytes:
-    """Of a message; `place`: sender, receiver, tag, and its number among those, from 1."""
+    """The MAC of a message; `place`: sender, receiver, tag, and its number among those, from 1."""
     return blake3(_HEADER.pack(*place, len(data)), key=key).update(data).digest()
 
 
 class OutgoingMessage:
-    """One on its way; it holds on to its memory."""
+    """A message that is being sent; keeps its memory alive."""
 
     def __init__(self, link: PeerLink, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes) -> None:
         import torch  # noqa: PLC0415 - loads torch
@@ -179,10 +178,10 @@ class OutgoingMessage:
             self._work = action(self._tensors, link.ranks.index(peer), tag)
 
     def wait(self) -> None:
-        """Returns when it is there.
+        """Returns when it is delivered.
 
         Raises:
-            PeerLostError: it will not come.
+            PeerLostError: it will not be.
         """
         with self._lost():
             self._work.wait(timedelta(seconds=self._link.timeout_seconds))
@@ -196,7 +195,7 @@ class OutgoingMessage:
 
 
 class IncomingMessage(OutgoingMessage):
-    """One that comes, the `number`-th of its sender on its tag."""
+    """A message that is being received, the `number`-th of its sender on its tag."""
 
     def __init__(self, link: PeerLink, peer: int, tag: int, data: Bytes, number: int) -> None:
         super().__init__(link, link.gloo.recv, peer, tag, data)
@@ -204,10 +203,10 @@ class IncomingMessage(OutgoingMessage):
         self._place = (peer, link.rank, tag, number)
 
     def wait(self) -> None:
-        """Returns when it is there.
+        """Returns when it is received.
 
         Raises:
-            ForgedMessageError: what came is not what the rank sent.
+            ForgedMessageError: it is not what the rank sent.
             PeerLostError: it will not come.
         """
         super().wait()
@@ -216,5 +215,5 @@ class IncomingMessage(OutgoingMessage):
 
 
 def _said(exc: Exception) -> str:
-    """What gloo says, without its advice, and where in its sources it does."""
+    """The message of a gloo error, without advice and source locations."""
     return re.sub(r"^\[[^]]*\] ", "", str(exc).partition(". This is")[0])

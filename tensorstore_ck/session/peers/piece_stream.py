@@ -1,8 +1,7 @@
-"""A stream of pieces from one rank to another, with two buffers on either side, whose lengths both sides know.
+"""A stream of pieces from one rank to another, with two buffers on either side; both sides know the lengths of all pieces.
 
-The sender may give up instead of any piece, and the receiver says after each whether it goes on: either way both sides know, nothing is
-left on the way, and the link serves the next stream. The sender is at most one piece ahead of the receiver's word.
-Knows nothing of files.
+The sender may give up instead of sending a piece, and the receiver confirms or stops after each: then both sides know it, no message is
+left over, and the link can be used for the next stream. The sender is at most one piece ahead. Knows nothing of files.
 """
 
 import contextlib
@@ -17,17 +16,17 @@ from tensorstore_ck.session.peers.link import BACK, FORTH, MAC_BYTES, Bytes, For
 PIECE_BYTES: Final = 8 << 20
 BUFFERS: Final = 2
 _HEAD_BYTES: Final = 64
-"""Before each piece: whether it is one."""
+"""The header before each piece: whether the sender gives up."""
 _GIVEN_UP: Final = 1
 _STOP: Final = 1
 
 
 class ReceiverAbortedError(Exception):
-    """The receiver does not go on."""
+    """The receiver stopped."""
 
 
 class SenderAbortedError(Exception):
-    """The sender does not go on."""
+    """The sender gave up."""
 
 
 class ForgedPieceError(Exception):
@@ -40,12 +39,12 @@ def piece_lengths(size_bytes: int, piece_bytes: int) -> list[int]:
 
 
 def make_buffers(piece_bytes: int) -> list[Bytes]:
-    """Those of one side."""
+    """The buffers of one side."""
     return [np.zeros(_HEAD_BYTES + piece_bytes + MAC_BYTES, np.uint8) for _ in range(BUFFERS)]
 
 
 class PieceSender:
-    """The sender's side: `room`, fill, `send`, for each piece; then `finish`. Or `give_up`."""
+    """The sender's side: `buffer`, fill, `send`, for each piece; then `finish`. Or `give_up`."""
 
     def __init__(self, link: PeerLink, peer: int, buffers: list[Bytes], lengths: Sequence[int]) -> None:
         self._link = link
@@ -55,39 +54,39 @@ class PieceSender:
         self._number = 0
         self._under_way: deque[OutgoingMessage] = deque()
 
-    def room(self) -> memoryview:
-        """Where the next piece goes.
+    def buffer(self) -> memoryview:
+        """Memory for the next piece.
 
         Raises:
-            RefusedError: the receiver does not want it.
+            ReceiverAbortedError: the receiver does not want it.
         """
         if len(self._under_way) == BUFFERS:
-            self._settle()
+            self._confirm()
         return self._piece().data[_HEAD_BYTES:-MAC_BYTES]
 
     def send(self) -> None:
-        """Sends what was filled in."""
+        """Sends the filled buffer."""
         self._send(0)
 
     def give_up(self) -> None:
-        """Has the receiver know that nothing follows."""
+        """Informs the receiver that nothing follows."""
         try:
-            self.room()
+            self.buffer()
             self._send(_GIVEN_UP)
             while len(self._under_way) > 1:
-                self._settle()
+                self._confirm()
         except ReceiverAbortedError:
-            return  # the receiver did so first
+            return  # the receiver stopped first
         self._under_way.popleft().wait()
 
     def finish(self) -> None:
-        """Returns when the receiver has taken care of all pieces.
+        """Returns when the receiver has confirmed all pieces.
 
         Raises:
-            RefusedError: it could not.
+            ReceiverAbortedError: it stopped.
         """
         while self._under_way:
-            self._settle()
+            self._confirm()
 
     def _piece(self) -> Bytes:
         return self._buffers[self._number % BUFFERS][: _HEAD_BYTES + self._lengths[self._number] + MAC_BYTES]
@@ -98,18 +97,18 @@ class PieceSender:
         self._under_way.append(self._link.send(self._peer, FORTH, piece))
         self._number += 1
 
-    def _settle(self) -> None:
+    def _confirm(self) -> None:
         self._under_way.popleft().wait()
         word = np.zeros(1 + MAC_BYTES, np.uint8)
         self._link.receive(self._peer, BACK, word).wait()
         if word[0] == _STOP:
-            while self._under_way:  # the receiver takes one more, and throws it away
+            while self._under_way:  # the receiver receives one more, and drops it
                 self._under_way.popleft().wait()
             raise ReceiverAbortedError("it could not keep it, and has logged why")
 
 
 class PieceReceiver:
-    """The receiver's side: `next` for each piece, which says of the one before that it was taken care of; then `finish`. Or `refuse`."""
+    """The receiver's side: `next` for each piece, which confirms the one before; then `finish`. Or `refuse`."""
 
     def __init__(self, link: PeerLink, peer: int, buffers: list[Bytes], lengths: Sequence[int]) -> None:
         self._link = link
@@ -124,8 +123,8 @@ class PieceReceiver:
         """The next piece, valid until the next call.
 
         Raises:
-            ForgedPieceError: what came is not what the sender sent. `refuse` comes next.
-            GivenUpError: the sender sent none.
+            ForgedPieceError: it is not what the sender sent. Call `refuse` next.
+            SenderAbortedError: the sender gave up.
         """
         if self._number >= 0:
             self._say(0)
@@ -147,15 +146,15 @@ class PieceReceiver:
         return piece.data[_HEAD_BYTES : _HEAD_BYTES + self._lengths[self._number]]
 
     def finish(self) -> None:
-        """All pieces were taken care of."""
+        """Confirms the last piece."""
         self._say(0)
         self._wait_until_heard()
 
     def refuse(self) -> None:
-        """Has the sender know that this side does not go on, after a `next` that returned."""
+        """Informs the sender that this side stops, after a `next` that returned."""
         self._say(_STOP)
         if self._coming is not None:
-            with contextlib.suppress(ForgedMessageError):  # it is thrown away
+            with contextlib.suppress(ForgedMessageError):  # it is dropped
                 self._coming.wait()
         self._wait_until_heard()
 

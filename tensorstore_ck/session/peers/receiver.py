@@ -1,7 +1,7 @@
-"""The receiver's side of an exchange: the files of one source after the other, checked as they come, written as this rank's own are.
+"""The receiver's side of an exchange: the files of one source after the other, checked as they come, written like this rank's own.
 
-A source is trusted no more than a store is: with names that only these can be, with sizes that are looked at before there is room for them,
-and with a manifest of its own rank alone. What is offered and cannot be kept is refused, and the next source is listened to.
+A source is trusted no more than a store: names must be those of staged objects, sizes are checked before space is reserved, the manifest
+must be the source's own. An offer that cannot be kept is refused, and the next source follows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from tensorstore_ck.session.staging.manifest import STAGED_FOLDERS, manifest_key
 
 
 class Receiver:
-    """What comes in."""
+    """Receives and keeps the files of other ranks."""
 
     def __init__(self, link: PeerLink, folder: StagingFolder, kept: HeldCopies, sources: Sequence[int], piece_bytes: int) -> None:
         self._link = link
@@ -96,7 +96,7 @@ class Receiver:
             yield piece
 
     def _keep_object(self, pieces: Iterator[memoryview], name: str) -> None:
-        first = next(pieces)  # before anything can fail: one refuses a piece that came
+        first = next(pieces)  # before anything can fail: `refuse` needs a piece that came
         writer = self._folder.unsent.open_writer(name)
         try:
             for piece in chain([first], pieces):
@@ -111,7 +111,7 @@ def _checked(offer: Body, what: str) -> tuple[Mapping[str, int], int]:
     """The objects' sizes, and the manifest's.
 
     Raises:
-        CorruptObjectError: no rank offers such.
+        CorruptObjectError: the offer is malformed.
     """
     try:
         sizes, manifest_bytes = take(offer, "sizes", dict), take_count(offer, "manifest_bytes")

@@ -1,8 +1,8 @@
-"""Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per put.
+"""Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per save.
 
-The sender offers names and sizes; the receiver says which it takes, or why none; then the files follow in pieces, and
-the manifest last. What one rank cannot read or write costs that copy alone, as does a copy that takes too long as a whole; a rank
-that is gone, or silent for too long, ends it for good. What is staged waits for it before it is published; no put fails because of it.
+The sender offers names and sizes; the receiver answers which it takes, or why none; then the files follow in pieces, the manifest last. An
+error of a rank's disk, or a copy that takes too long, costs that copy alone; a rank that is gone, or silent for too long, ends replication
+permanently. Publishing waits for the exchange; no save fails because of it.
 """
 
 import threading
@@ -39,10 +39,10 @@ class Replicator:
 
         Args:
             link: Made for this replicator, with the same hosts and copies.
-            folder: Has this rank's files, and takes those that it keeps for others.
+            folder: Holds this rank's files, and those that it keeps for others.
             hosts: The host of each rank.
-            copies: On how many other hosts each file is kept.
-            piece_bytes: Of which four are in memory, two on their way out and two on their way in.
+            copies: The number of other hosts that keep each file.
+            piece_bytes: The size of a piece; four are in memory, two to send and two to receive.
             monotonic: The clock by which a copy is too slow.
         """
         self._link = link
@@ -71,21 +71,21 @@ class Replicator:
         stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> list[str]:
-        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same puts in the same order.
+        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same saves in the same order.
 
         Args:
             txn: Of the staging, the same on all ranks.
             manifest: This rank's, encoded.
-            names: The objects that it names; those that are unsent no longer are in the store, and need no copy.
-            warn: Told of each copy that is missing, and why; by two threads, as are the next two.
-            stop: Raises to cancel; asked before each piece. A rank that has not come yet is waited for even so.
-            on_bytes: Told of bytes that were sent, once per copy.
+            names: Its objects; those that were uploaded already need no copy.
+            warn: Called for each missing copy, with the reason; from two threads, as the next two.
+            stop: Raises to cancel; called before each piece. A rank that has not come yet is still waited for.
+            on_bytes: Called with the number of bytes sent, once per copy.
 
         Returns:
             The keys of the manifests of other ranks that are complete here now.
 
         Raises:
-            BackendUnavailableError: a rank is gone or too slow. That is said once: later calls do nothing.
+            BackendUnavailableError: a rank is gone or too slow. Raised once: later calls do nothing.
         """
         if self.is_broken:
             return []
@@ -118,7 +118,7 @@ class Replicator:
         return keys
 
     def forget(self, txn: Ulid) -> None:
-        """Deletes what is kept for a snapshot that was published, or given up.
+        """Deletes the copies of a snapshot that was published or given up.
 
         Raises:
             StoreError: the folder cannot be written to.

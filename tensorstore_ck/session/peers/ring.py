@@ -1,9 +1,9 @@
 """Which ranks keep copies of whose files.
 
-Hosts, in the order of their first ranks, are in blocks of one more than there are copies (the last block takes the rest), and within its
-block a host's copies lie on the next ones in a ring. So load is even, a rank has to do with few others, whatever the job's size, and only
-the loss of a whole block loses files. In one round each rank has one target, and all take the rounds in the same order: nobody can wait
-in a circle. Pure but for `host_of_folder`.
+Hosts, in the order of their first ranks, form blocks of one more than the number of copies (the last block takes the rest), and a host's
+copies lie on the next hosts of its block, in a ring. So load is even, a rank connects to few others in a job of any size, and only the loss
+of a whole block loses files. In one round each rank has one target, and all take the rounds in the same order, so no deadlock is possible.
+Pure except `host_of_folder`.
 """
 
 import os
@@ -23,7 +23,7 @@ def host_of_folder(path: str | os.PathLike[str]) -> bytes:
     """The same for all processes that share this folder, and for no others: two folders of one machine count as two hosts.
 
     Raises:
-        StoreError: the folder is not there.
+        StoreError: the folder does not exist.
     """
     with os_errors("look at", os.fspath(path)):
         place = os.stat(path)
@@ -32,13 +32,13 @@ def host_of_folder(path: str | os.PathLike[str]) -> bytes:
 
 
 def copies_possible(hosts: Sequence[bytes], copies: int) -> int:
-    """How many copies on different other hosts there can be, at the most as many as asked for."""
+    """How many copies on different other hosts are possible, at most `copies`."""
     return min(copies, len(set(hosts)) - 1)
 
 
 def block_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
     """The ranks that keep each other's files, this one among them, in order."""
-    return sorted(other for host in _seat(rank, hosts, copies).ring for other in host)
+    return sorted(other for host in _position(rank, hosts, copies).ring for other in host)
 
 
 def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
@@ -49,7 +49,7 @@ def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
         hosts: The host of each rank.
         copies: How many; fewer if there are not enough hosts.
     """
-    ring, host, place = _seat(rank, hosts, copies)
+    ring, host, place = _position(rank, hosts, copies)
     rounds = range(1, copies_possible(hosts, copies) + 1)
     others = [ring[(host + step) % len(ring)] for step in rounds]
     return [other[place % len(other)] for other in others]
@@ -57,7 +57,7 @@ def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
 
 def sources_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
     """The ranks whose files this rank keeps, round by round."""
-    ring, host, place = _seat(rank, hosts, copies)
+    ring, host, place = _position(rank, hosts, copies)
     rounds = range(1, copies_possible(hosts, copies) + 1)
     return [source for step in rounds for source in ring[(host - step) % len(ring)][place :: len(ring[host])]]
 
@@ -71,7 +71,7 @@ class _RingPosition(NamedTuple):
     """Its position there."""
 
 
-def _seat(rank: int, hosts: Sequence[bytes], copies: int) -> _RingPosition:
+def _position(rank: int, hosts: Sequence[bytes], copies: int) -> _RingPosition:
     ranks: dict[bytes, list[int]] = {}
     for other, host in enumerate(hosts):
         ranks.setdefault(host, []).append(other)

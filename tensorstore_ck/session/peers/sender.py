@@ -1,7 +1,7 @@
 """The sender's side of an exchange: this rank's unsent objects, and its manifest, to one target after the other.
 
-A target that does not want them, a file that cannot be read: each is a missing copy, and a warning. Whatever happens here, each target is
-told in its turn what comes, or that nothing does.
+If a target does not want them, or a file cannot be read, a copy is missing and a warning says so. In any case each target learns in its
+turn what follows, or that nothing does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ _REASON_CHARS: Final = 500
 
 
 class Sender:
-    """What goes out."""
+    """Sends this rank's files."""
 
     def __init__(self, link: PeerLink, folder: StagingFolder, targets: Sequence[int], piece_bytes: int) -> None:
         self._link = link
@@ -34,12 +34,14 @@ class Sender:
         """Returns when every target has what it takes.
 
         Raises:
-            PeerLostError: one is gone.
+            PeerLostError: a target is gone.
         """
         with ExitStack() as stack:
             files: list[UnsentFile] | None
             try:
-                files = [stack.enter_context(closing(file)) for file in self._unsent(exchange.names)]  # which stay, wherever they move
+                files = [
+                    stack.enter_context(closing(file)) for file in self._unsent(exchange.names)
+                ]  # open files stay readable after they are moved
             except StoreError as exc:
                 exchange.warn(f"no host keeps a copy of what rank {self._link.rank} staged: {exc}")
                 files = None
@@ -74,8 +76,8 @@ class Sender:
         lengths = stream_lengths([file.size_bytes for file in files], len(exchange.manifest), self._piece_bytes)
         pieces = PieceSender(self._link, target, self._buffers, lengths)
 
-        def copy_manifest(offset: int, room: memoryview) -> None:
-            room[:] = exchange.manifest[offset : offset + len(room)]
+        def copy_manifest(offset: int, buffer: memoryview) -> None:
+            buffer[:] = exchange.manifest[offset : offset + len(buffer)]
 
         go_on = exchange.go_on_for(target, sum(lengths))
         try:
@@ -100,7 +102,7 @@ class Sender:
         offset = 0
         for length in piece_lengths(size_bytes, self._piece_bytes):
             go_on()
-            read_into(offset, pieces.room())
+            read_into(offset, pieces.buffer())
             offset += length
             pieces.send()
             on_bytes(length)

@@ -1,4 +1,4 @@
-"""The memory that the puts of one store handle are captured into: made when it is first needed, and waited for when it is used up."""
+"""The memory that states are captured into: allocated at the first capture, and waited for when it is full."""
 
 import logging
 import threading
@@ -14,55 +14,55 @@ if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena, Slot
 
 SAY_SECONDS: Final = 5.0
-"""How long a put waits before that is said."""
+"""How long a save waits before that is logged."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
 class CaptureMemory:
-    """Slots of one arena. The caller holds `changed`, which is notified when one is released."""
+    """Slots of one arena. The caller holds `changed`, which is notified when a slot is released."""
 
     def __init__(self, open_arena: "Callable[[], Arena]", changed: threading.Condition) -> None:
         self._open_arena = open_arena
         self._changed = changed
         self.arena: Arena | None = None
 
-    def try_take(self, item: QueuedPut) -> "Slot | None":
+    def try_take(self, queued: QueuedPut) -> "Slot | None":
         """Memory for one capture; None if there is none now.
 
         Raises:
-            NoSpaceError: there will never be so much.
+            NoSpaceError: it needs more than there is in all.
         """
         if self.arena is None:
             self.arena = self._open_arena()
-        needed, limit = item.job.needed_bytes, self.arena.limit_bytes
+        needed, limit = queued.put.needed_bytes, self.arena.limit_bytes
         if needed > limit:
             raise NoSpaceError(
-                f"the put of {item.course} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
-                f"{human_bytes(limit)}: raise it, name what does not change in frozen=, or use put_snapshot, which copies nothing",
+                f"the save of {queued.status} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
+                f"{human_bytes(limit)}: raise it, name tensors that do not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
         return self.arena.take(needed)
 
-    def wait(self, item: QueuedPut, under_way: int) -> None:
-        """Waits until something may have come free.
+    def wait(self, queued: QueuedPut, under_way: int) -> None:
+        """Waits until a slot may be free.
 
         Raises:
-            WaitTimeoutError: it has waited for as long as other ranks wait for it.
+            WaitTimeoutError: the other ranks do not wait for it any longer.
         """
-        began, patience = time.monotonic(), item.job.patience_seconds
-        item.waited_for = item.waited_for or under_way
-        left = SAY_SECONDS if patience is None else max(0.0, patience - item.waited_seconds)
+        began, patience = time.monotonic(), queued.put.patience_seconds
+        queued.waited_for = queued.waited_for or under_way
+        left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
         self._changed.wait(min(left, SAY_SECONDS))
-        was_quiet = item.waited_seconds < SAY_SECONDS
-        item.waited_seconds += time.monotonic() - began
-        if was_quiet and item.waited_seconds >= SAY_SECONDS:
-            _logger.warning("training waits for memory to capture %s into: %d puts are under way", item.course, item.waited_for)
-        if patience is not None and item.waited_seconds >= patience:
+        was_quiet = queued.waited_seconds < SAY_SECONDS
+        queued.waited_seconds += time.monotonic() - began
+        if was_quiet and queued.waited_seconds >= SAY_SECONDS:
+            _logger.warning("training waits for memory to capture %s: %d saves are in progress", queued.status, queued.waited_for)
+        if patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(
-                f"no memory came free for the put of {item.course} in {patience:g} s: the other ranks would not wait longer; put less "
+                f"no memory came free for the save of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
-                object_id=item.job.ref,
+                object_id=queued.put.ref,
             )
 
     @property

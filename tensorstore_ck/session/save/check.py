@@ -1,4 +1,4 @@
-"""Foresees what a put of many ranks would refuse: all ranks take their states apart and compare them, as at the first put."""
+"""Finds what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
 
 from typing import TYPE_CHECKING
 
@@ -8,10 +8,12 @@ from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.format.record import encode_metadata
-from tensorstore_ck.format.sealed import take_count
-from tensorstore_ck.session.group.dry_run import RankDryRun
+from tensorstore_ck.format.sealed import Body, take, take_count
+from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.process_groups import ProcessGroups
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates
+from tensorstore_ck.session.group.rank_messages import in_the_job
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
+from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences
 from tensorstore_ck.state.check import StateCheck, StateProblem, build_check, inspect_state
 from tensorstore_ck.state.rank_shares import describer_of
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 def check_ranks(
     engine: Engine, groups: ProcessGroups, group: "ProcessGroup", state: object, rank_state: object, *, timeout_seconds: float
 ) -> StateCheck:
-    """See `Store.check`. Whether there are problems is the same on all ranks."""
+    """See `Store.check`. All ranks agree whether there are problems."""
     own, _ = groups.of(group)
     attempt = own.begin("the check of a state", object_id="state", timeout=timeout_seconds)
     problems: list[StateProblem] = []
@@ -41,10 +43,35 @@ def check_ranks(
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(RankDryRun(engine, own, prepare, attempt=attempt, memory={}).duties())
+        outcome = attempt.run(RankDryRun(engine, own, prepare, attempt=attempt, memory={}).participant())
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [StateProblem(exc.object_id, str(exc))]
     if tensor_bytes is None:
         tensor_bytes = sum(source.size_bytes for source in looked_at[0].sources)
     return build_check(problems, looked_at[0], engine.backend, tensor_bytes, writers=own.ranks)
+
+
+class RankDryRun(RankPut):
+    """One rank's side. Compares everything that is known before parts are written."""
+
+    def participant(self) -> Participant:
+        """For a round that leaves nothing in the log."""
+        return Participant(self.propose, self.execute, None, self.compare, self.commit)
+
+    def execute(self, go: Body) -> Body:
+        """Plans the save, and hashes what this rank has in common with others."""
+        if go["explain"]:
+            return super().execute(go)
+        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
+        slot = self.take_slot()
+        return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}
+
+    def commit(self, records: list[Body]) -> Body:
+        """Compares the hashes; returns the size of the snapshot in bytes."""
+        self.require_same_options(records)
+        digests = [ReplicaDigests.of_record(take(record, "replicas", dict)) for record in records]
+        problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))
+        if problem:
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id="state")
+        return {"bytes": self._states.shared.logical_bytes + sum(take_count(record, "reported_bytes") for record in records)}

@@ -1,4 +1,4 @@
-"""What a store handle gives to its puts, and what both ways to put have in common."""
+"""What a store handle gives to its saves, and what saves of one process and of many ranks share."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.free_space import require_free_space
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
@@ -34,58 +34,59 @@ T = TypeVar("T")
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 LONGEST_PAUSE_SECONDS: Final = 30.0
+PEER_SECONDS: Final = 600.0
+"""How long a rank may take to connect, or to send or receive a piece."""
 
 
 @dataclass(slots=True)
 class SaveContext:
-    """What a store handle gives to its puts."""
+    """What a store handle gives to its saves."""
 
     engine: Engine
-    seen: RefFence
+    fence: RefFence
     groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
-    """Waits until an upload has ended; False if there is none."""
+    """Waits until an upload has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     chains: dict[str, StagedChain] = field(default_factory=dict)
     unpublished: "dict[str, list[PublishedInOrder]]" = field(default_factory=dict)
-    """Ref -> what was staged on it, and is neither published nor given up, oldest first."""
+    """Ref -> its staged saves that are neither published nor given up, oldest first."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
-    """Of the groups whose ranks keep copies of each other's staged files."""
+    """For groups whose ranks keep copies of each other's staged files."""
 
     def chain(self, ref: str) -> StagedChain:
-        """What was staged on a ref."""
-        return self.chains.setdefault(ref, StagedChain(lambda: self.seen.current(ref)))
+        """The staged saves of a ref."""
+        return self.chains.setdefault(ref, StagedChain(lambda: self.fence.current(ref)))
 
     def published(self, ref: str, txn: Ulid, root: Digest) -> None:
-        """A staged put of this handle is on its ref."""
-        if self.seen.knows(ref):  # else this process has only finished what another one began
-            self.seen.note_published(ref, root)
+        """Notes that a staged save was published."""
+        if self.fence.knows(ref):  # else this process only finished the save of another one
+            self.fence.note_published(ref, root)
         self.chain(ref).remove(txn)
 
-    def note_speed(self, course: PutStatus) -> None:
-        """Notes how long the store took to write what a put gave it, for the next puts to choose a codec by.
+    def note_speed(self, status: PutStatus) -> None:
+        """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
-        Says nothing of file systems, whose reads come from the page cache however slow their writes are, nor of a store whose writes a
-        rate limit slows down.
+        Not for file systems, whose reads come from the page cache however slow their writes are, nor for a store with a rate limit.
         """
         if self.engine.backend.is_local or self.engine.limit is not None:
             return
-        meter, cores = course.meter, cpu_threads()
+        meter, cores = status.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)
         if hashing:
             self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
 
-    def make_room(self, ref: str, needed_bytes: int) -> None:
-        """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
+    def reserve_space(self, ref: str, needed_bytes: int) -> None:
+        """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for uploads.
 
-        In the store a ref's first put needs all its bytes; later ones mostly share, and what they need shows while they write.
+        In the store a ref's first save needs all its bytes; later ones mostly share blocks, and are checked while they write.
 
         Raises:
-            NoSpaceError: there will be none.
+            NoSpaceError: there is not enough.
         """
         engine, tier = self.engine, self.engine.tier
         if tier is None:
-            require_free_space(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            require_free_space(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the save to {ref!r}")
             return
         while True:
             try:
@@ -96,42 +97,60 @@ class SaveContext:
             else:
                 return
 
-    def upload(self, course: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
-        """Brings what one rank has staged into the store; what is there already is not sent again."""
-        meter, window = course.meter, tier.options.stagger_seconds
+    def upload(self, status: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
+        """Uploads what one rank has staged; objects that the store has are not sent again."""
+        meter, window = status.meter, tier.options.stagger_seconds
         meter.expect("upload", manifest.size_bytes)
-        course.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
+        status.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
         with meter.timed("upload"):
             tier.uploader.upload(
                 manifest.names,
                 stop=stop,
                 on_bytes=lambda count: meter.count("upload", count),
-                on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
+                on_retry=lambda exc, seconds: self.retried(status, "an upload", exc, seconds),
             )
 
-    def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], course: PutStatus, *, published: bool) -> None:
-        """Frees what the staging disk has of a put that is published or given up. A disk that fails does not change how the put ended."""
+    def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], status: PutStatus, *, published: bool) -> None:
+        """Frees the staging disk after a save was published or given up. An error of the disk does not change how the save ended."""
         try:
             for manifest in manifests:
                 clean_up(tier, manifest, published=published, needed=() if published else self.chain(manifest.ref).needed(manifest.txn))
         except StoreError as exc:
             how = "published" if published else "given up"
-            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", course, how, exc)
+            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees its files: %s", status, how, exc)
 
-    def patiently(self, course: PutStatus, what: str, action: Callable[[], T]) -> T:
-        """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""
+    def retry_until_dropped(self, status: PutStatus, what: str, action: Callable[[], T]) -> T:
+        """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""
         for attempt in range(1_000_000):
             try:
                 return action()
             except (BackendUnavailableError, UndecidedError) as exc:
                 if isinstance(exc, UndecidedError) and self.engine.single_writer:
-                    raise  # where creates are not exclusive, nobody may go on before a person has looked
-                seconds = next_delay(attempt, 0.5, LONGEST_PAUSE_SECONDS, least=0.5)
-                self.retried(course, what, exc, seconds)
-                course.pause(seconds)
+                    raise  # without exclusive creates, nothing may be retried before a person has looked
+                delay = next_delay(attempt, 0.5, LONGEST_PAUSE_SECONDS, least=0.5)
+                self.retried(status, what, exc, delay)
+                status.pause(delay)
         raise AssertionError("unreachable")
 
-    def retried(self, course: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
-        """Tells of a passing fault."""
+    def retried(self, status: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
+        """Emits an event for a transient error."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
-        self.engine.observers.emit(Event("retried", course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+        self.engine.observers.emit(Event("retried", status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
+
+    def connect_peers(self, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> None:
+        """Connects this rank to the ranks that keep copies of its staged files; all ranks of `group` call it, once.
+
+        Without a connection there are no copies, and no save fails because of that.
+        """
+        from tensorstore_ck.session.peers import Replicator, connect, host_of_folder  # noqa: PLC0415 - loads torch
+
+        title = "the search for the hosts of each rank's staging disk"
+        hosts = self.groups.all_gather(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
+        copies = tier.options.replicate_to_peers
+        name = f"{self.engine.config.uuid}/{ulid_text(self.groups.of(group)[0].nonce)}"
+        try:
+            link = connect(group, hosts, copies, name, timeout_seconds=min(timeout_seconds, PEER_SECONDS))
+        except BackendUnavailableError as exc:
+            _logger.warning("%s", exc)
+            return
+        self.replicators[group] = Replicator(link, tier.folder, hosts, copies)

@@ -1,4 +1,4 @@
-"""What came of the puts that were under way when a job ended."""
+"""What became of the saves that were in progress when a job ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,34 +7,34 @@ from typing import Self
 from tensorstore_ck.errors import ConflictError, DamageError, SnapshotAbortedError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.put_status import PutStatus, Stage
+from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
 
 
 @dataclass(frozen=True, slots=True)
 class DrainReport:
-    """What came of the puts that were under way."""
+    """What became of the saves that were in progress."""
 
     published: tuple[Snapshot, ...]
     staged: tuple[PendingSnapshot, ...]
-    """Durable on the staging disk, and not published: the next `tensorstore_ck.open` with that disk goes on with them."""
+    """Durable on the staging disk, not published: the next `tensorstore_ck.open` with that disk continues them."""
     dropped: tuple[PendingSnapshot, ...]
-    """Given up, or failed; nothing of them is visible."""
+    """Dropped, or failed; nothing of them is visible."""
     under_way: tuple[PendingSnapshot, ...]
-    """Did not give up in time: the log will tell what became of them."""
+    """Did not give up in time: the log will show what became of them."""
     safe: Snapshot | None
     """The newest snapshot that this handle published."""
 
     @classmethod
-    def of(cls, courses: Sequence[PutStatus], safe: Snapshot | None) -> Self:
-        """What has come of these."""
-        unpublished = [course for course in courses if course.snapshot is None]
-        on_disk = [course for course in unpublished if _is_on_disk(course)]
-        others = [course for course in unpublished if course not in on_disk]
+    def of(cls, statuses: Sequence[PutStatus], safe: Snapshot | None) -> Self:
+        """The report on these saves."""
+        unpublished = [status for status in statuses if status.snapshot is None]
+        on_disk = [status for status in unpublished if _is_on_disk(status)]
+        others = [status for status in unpublished if status not in on_disk]
         return cls(
-            tuple(course.snapshot for course in courses if course.snapshot is not None),
+            tuple(status.snapshot for status in statuses if status.snapshot is not None),
             tuple(map(PendingSnapshot, on_disk)),
-            tuple(PendingSnapshot(course) for course in others if course.has_ended),
-            tuple(PendingSnapshot(course) for course in others if not course.has_ended),
+            tuple(PendingSnapshot(status) for status in others if status.has_ended),
+            tuple(PendingSnapshot(status) for status in others if not status.has_ended),
             safe,
         )
 
@@ -46,10 +46,10 @@ class DrainReport:
         return said
 
 
-def _is_on_disk(course: PutStatus) -> bool:
-    """What can never be published any more, or was cancelled, is not kept."""
-    gone = isinstance(course.error, ConflictError | SnapshotAbortedError | DamageError) and course.dropped != "abandoned"
-    return course.has_reached(Stage.STAGED) and not gone
+def _is_on_disk(status: PutStatus) -> bool:
+    """Whether it stays on the staging disk: not if it was cancelled, or can never be published."""
+    gone = isinstance(status.error, ConflictError | SnapshotAbortedError | DamageError) and status.dropped != "abandoned"
+    return status.has_reached(PutMilestone.STAGED) and not gone
 
 
 def _address(of: Snapshot | PendingSnapshot) -> str:

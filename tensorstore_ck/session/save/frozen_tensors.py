@@ -1,7 +1,7 @@
-"""Tensors of which the user says that they do not change: they are captured without a copy, and not read at each put.
+"""Tensors that the user declared frozen: they are captured without a copy, and not read at each save.
 
-What is known of one counts for the very same memory only, which is kept alive so that nothing else can come to lie there: another state
-with the same names, or another share of a tensor, is read.
+What is known of a tensor holds for the same memory only, which is kept alive so that nothing else can be allocated there. Another state
+with the same names, or another shard of a tensor, is read.
 """
 
 from collections.abc import Sequence
@@ -10,28 +10,28 @@ from typing import Final, NamedTuple
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTensor
 
 VERIFY_EVERY: Final = 10
-"""Each so-manieth put reads a frozen tensor all the same."""
+"""Every N-th save reads a frozen tensor anyway."""
 
 
 class _FrozenTensor(NamedTuple):
     place: tuple[object, ...]
-    """What it must be, for `frozen` to count."""
+    """Identifies the memory for which `frozen` holds."""
     frozen: FrozenTensor
     source: ByteSource
     """Keeps the memory alive."""
 
 
 class FrozenTensors:
-    """What one store handle has learnt of them."""
+    """The frozen tensors of one store handle."""
 
     def __init__(self) -> None:
         self._known: dict[str, _FrozenTensor] = {}
 
     def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
-        """The same, with those tensors marked whose names fit. `scope`: with whom it is put.
+        """The state with the tensors marked whose names match. `scope`: the group that saves it.
 
         Raises:
-            InvalidOptionError: `globs` are none.
+            InvalidOptionError: `globs` are invalid.
         """
         if not globs:
             return captured
@@ -51,5 +51,5 @@ class FrozenTensors:
         return captured._replace(frozen=frozen)
 
     def forget(self) -> None:
-        """Tensors were filled anew: what is known of them does not count any more."""
+        """Forgets all tensors, since a restore may have filled them."""
         self._known.clear()

@@ -1,7 +1,7 @@
 """One rank's side of a save of many. Knows torch; loaded when there are tensors to save.
 
-A save that is waited for takes its state apart when its round runs. What can fail on one rank alone is reported to all: else they would
-wait for a rank that is never with them again.
+A save that is waited for takes its state apart when its round runs. An error of one rank is reported to
+all: otherwise they would wait for it, and count rounds differently from then on.
 """
 
 import logging
@@ -34,19 +34,19 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 @dataclass(frozen=True)
 class UnpreparedState:
-    """In the place of a state that could not be made on this rank: its save is refused on all."""
+    """Takes the place of a state that could not be prepared on this rank: the save fails on all ranks."""
 
     error: Exception
 
 
 class GroupPut(SinglePut):
-    """See `Put`. What a rank does as a process alone is `SinglePut`'s."""
+    """See `Put`. What a rank does like a single process is in `SinglePut`."""
 
     def __init__(
         self,
-        handle: SaveContext,
+        context: SaveContext,
         group: "ProcessGroup",
-        ask: Callable[[], PutOptions],
+        check_options: Callable[[], PutOptions],
         take_apart: Callable[[], RankStates],
         *,
         ref: str,
@@ -58,47 +58,47 @@ class GroupPut(SinglePut):
         Raises:
             SnapshotAbortedError: rank 0 did not begin it.
         """
-        self._own, self._memory = handle.groups.of(group)
+        self._own, self._memory = context.groups.of(group)
         self._attempt = begin_put(self._own, ref, timeout_seconds)
-        super().__init__(handle, self._attempt.n, ask, take_apart, ref=ref, step=step)
+        super().__init__(context, self._attempt.n, check_options, take_apart, ref=ref, step=step)
         self._group = group
         self.rank = self._own.rank
         self._timeout_seconds = self.patience_seconds = timeout_seconds
         self._manifest: Manifest | None = None
-        self._replicator = handle.replicators.get(group)
+        self._replicator = context.replicators.get(group)
 
     def prepare(self) -> None:
-        """Takes the state apart, before the other ranks are asked for anything.
+        """Takes the state apart, before any message to the other ranks.
 
         Raises:
-            StoreError: it cannot be saved, as they are told.
+            StoreError: it cannot be saved; the other ranks are informed.
         """
         try:
             super().prepare()
         except BaseException as exc:
-            self.refuse(exc)
+            self.fail(exc)
             raise
 
-    def agree(self, decide: Callable[[], Admission]) -> Admission:
-        """What rank 0 decides."""
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """The decision of rank 0."""
 
-        def told() -> Body:
+        def admit_here() -> Body:
             try:
-                turn = decide()
+                admission = admit()
             except BaseException as exc:
-                self.refuse(exc)
+                self.fail(exc)
                 raise
-            return {"goes": turn.goes, "drops": list(turn.drops), "failed": turn.failed}
+            return {"admitted": admission.admitted, "dropped": list(admission.dropped), "failed": admission.failed}
 
-        said = self._attempt.agree(told)
-        return Admission(take(said, "goes", bool), tuple(map(int, take(said, "drops", list))), take(said, "failed", int))
+        said = self._attempt.decide(admit_here)
+        return Admission(take(said, "admitted", bool), tuple(map(int, take(said, "dropped", list))), take(said, "failed", int))
 
-    def leave(self) -> None:
-        """All ranks know that it does not take place."""
-        self._attempt.leave()
+    def skip(self) -> None:
+        """The save does not take place; all ranks know it."""
+        self._attempt.skip()
 
-    def refuse(self, error: BaseException) -> None:
-        """Has the attempt fail on all ranks.
+    def fail(self, error: BaseException) -> None:
+        """Lets the round fail on all ranks.
 
         Raises:
             SnapshotAbortedError: as on the others; `error` is its cause.
@@ -107,34 +107,34 @@ class GroupPut(SinglePut):
         def fail() -> PreparedPut:
             raise error
 
-        run_put(self._handle.engine, self._own, self._attempt, fail, memory=self._memory)
+        run_put(self._context.engine, self._own, self._attempt, fail, memory=self._memory)
 
-    def replicate(self, course: PutStatus) -> None:
-        """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
+    def replicate(self, status: PutStatus) -> None:
+        """Copies the staged files to other hosts, if that is wanted; never fails."""
         if self._replicator is None or self._manifest is None:
             return
         manifest = self._manifest
 
         def warn(text: str) -> None:
-            _logger.warning("rank %d: a copy of what was staged for %s is missing: %s", self.rank, course, text)
+            _logger.warning("rank %d: a copy of the staged files of %s is missing: %s", self.rank, status, text)
 
         try:
             self._replicator.exchange(manifest.txn, manifest.encode(), manifest.names, warn=warn)
         except StoreError as exc:
             warn(str(exc))
 
-    def _store(self, course: PutStatus) -> SnapshotInfo:
-        engine, prepare = self._handle.engine, self._prepared(course)
-        return run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=course.meter)
+    def _store(self, status: PutStatus) -> SnapshotInfo:
+        engine, prepare = self._context.engine, self._prepared(status)
+        return run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=status.meter)
 
-    def _stage(self, tier: StagingTier, course: PutStatus) -> tuple[Digest, PublishedInOrder]:
-        handle, own, attempt, chain = self._handle, self._own, self._attempt, self._handle.chain(self.ref)
-        links, prepare = chain.borrow(), self._prepared(course)
-        there = StagingDestination(handle.engine, tier, chain, links, attempt.txn, rank=own.rank, ranks=own.ranks, stop=course.check)
+    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishedInOrder]:
+        context, own, attempt, chain = self._context, self._own, self._attempt, self._context.chain(self.ref)
+        links, prepare = chain.borrow(), self._prepared(status)
+        there = StagingDestination(context.engine, tier, chain, links, attempt.txn, rank=own.rank, ranks=own.ranks, stop=status.check)
         try:
-            info = run_put(handle.engine, own, attempt, prepare, memory=self._memory, meter=course.meter, destination=there)
+            info = run_put(context.engine, own, attempt, prepare, memory=self._memory, meter=status.meter, destination=there)
         except UndecidedError:
-            raise  # the log may say "staged": the files stay for the next process that opens the store with this disk
+            raise  # the log may say "staged": the files stay for the next process that opens the store with this staging disk
         except BaseException:
             there.give_up()
             raise
@@ -142,26 +142,26 @@ class GroupPut(SinglePut):
             chain.give_back(links)
         manifest = self._manifest = there.manifest
         assert manifest is not None
-        group, timeout, forget = handle.groups.publishing(self._group), self._timeout_seconds, self._forget_copies
+        group, timeout, forget = context.groups.publishing(self._group), self._timeout_seconds, self._forget_copies
         return info.root, PublishStagedGroup(
-            handle, group, manifest.txn, manifest.ref, [manifest], step=manifest.step, timeout_seconds=timeout, on_end=forget
+            context, group, manifest.txn, manifest.ref, [manifest], step=manifest.step, timeout_seconds=timeout, on_end=forget
         )
 
-    def _prepared(self, course: PutStatus) -> Callable[[], PreparedPut]:
-        """What this rank saves; called in the round, so that all learn at once where it cannot."""
+    def _prepared(self, status: PutStatus) -> Callable[[], PreparedPut]:
+        """What this rank saves. Called in the round, so that an error reaches all ranks at once."""
 
         def prepare() -> PreparedPut:
-            course.check()
-            asked, states = self._take_apart()
+            status.check()
+            options, states = self._take_apart()
             size = sum(source.size_bytes for captured in self._captured() for source in captured.sources)
-            course.meter.expect("hash", size)
-            self._handle.make_room(self.ref, size)
-            return PreparedPut(self._handle.seen.as_of_now(self._handle.engine, asked), states)
+            status.meter.expect("hash", size)
+            self._context.reserve_space(self.ref, size)
+            return PreparedPut(self._context.fence.at_head(self._context.engine, options), states)
 
         return prepare
 
     def _forget_copies(self) -> None:
-        """What this rank keeps for others of this put is not needed any more."""
+        """Deletes the copies of this save that this rank keeps for others."""
         if self._replicator is not None and self._manifest is not None:
-            with suppress(StoreError):  # found, and let go, by whoever opens the store with this disk next
+            with suppress(StoreError):  # the next process that opens the store with this disk deletes them
                 self._replicator.forget(self._manifest.txn)

@@ -1,56 +1,56 @@
-"""What users hold of a put that goes on beside the training."""
+"""`PendingSnapshot`: what users hold of a save in the background."""
 
 from collections.abc import Callable
 from typing import Self
 
 from tensorstore_ck.common.put_progress import Progress
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.put_status import PutStatus, Stage
+from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
 
 
 class Milestone:
-    """A point on a put's way, which can be waited for."""
+    """A point in the course of a save, which can be waited for."""
 
-    def __init__(self, pending: "PendingSnapshot", course: PutStatus, stage: Stage) -> None:
+    def __init__(self, pending: "PendingSnapshot", status: PutStatus, stage: PutMilestone) -> None:
         self._pending = pending
-        self._course = course
+        self._status = status
         self._stage = stage
 
     def __repr__(self) -> str:
         return f"<{self._stage.name.lower()}: {'reached' if self.reached() else 'not yet'}>"
 
     def reached(self) -> bool:
-        """Whether the put has passed it."""
-        return self._course.has_reached(self._stage)
+        """Whether the save has passed it."""
+        return self._status.has_reached(self._stage)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Waits until the put has passed it.
+        """Waits until the save has passed it.
 
         Raises:
-            WaitTimeoutError: not yet; the put goes on.
-            StoreError: it never will: the put failed, or was dropped.
+            WaitTimeoutError: not yet; the save goes on.
+            StoreError: it never will: the save failed or was dropped.
         """
-        self._course.wait(self._stage, timeout_seconds)
+        self._status.wait(self._stage, timeout_seconds)
 
     def on_settled(self, callback: "Callable[[PendingSnapshot], object]") -> None:
-        """Calls ``callback(pending)`` once the put has passed it, or never will; at once if that is known. On the put's own thread."""
+        """Calls ``callback(pending)`` once the save has passed it or never will; at once if that is known. On the thread of the save."""
         pending = self._pending
-        self._course.call_when_settled(self._stage, lambda: callback(pending))
+        self._status.call_when_settled(self._stage, lambda: callback(pending))
 
 
 class PendingSnapshot:
-    """A put that goes on beside the training; what `Store.put_snapshot_async` returns. Thread-safe.
+    """A save in the background; what `Store.put_snapshot_async` returns. Thread-safe.
 
-    As a context manager it waits at the end of the block. An error that nobody waited for is raised by the next put.
+    As a context manager it waits at the end of the block. If nobody waits, the next save raises the error.
     """
 
-    def __init__(self, course: PutStatus) -> None:
-        self._course = course
-        self.captured = Milestone(self, course, Stage.CAPTURED)
-        """The state may be mutated: so when `Store.put_snapshot_async` returns, unless it was skipped."""
-        self.staged = Milestone(self, course, Stage.STAGED)
-        """It would survive a crash of this host's processes: durable on the staging disk; without one, in the store."""
-        self.published = Milestone(self, course, Stage.PUBLISHED)
+    def __init__(self, status: PutStatus) -> None:
+        self._status = status
+        self.captured = Milestone(self, status, PutMilestone.CAPTURED)
+        """The state may be mutated. Reached when `Store.put_snapshot_async` returns, unless the save was skipped."""
+        self.staged = Milestone(self, status, PutMilestone.STAGED)
+        """Survives a crash of this host's processes: durable on the staging disk; without one, in the store."""
+        self.published = Milestone(self, status, PutMilestone.PUBLISHED)
         """Durable in the store, and visible to all."""
 
     def __enter__(self) -> Self:
@@ -62,53 +62,53 @@ class PendingSnapshot:
 
     def __repr__(self) -> str:
         state = "published" if self.published.reached() else "failed" if self.done() else "under way"
-        return f"<PendingSnapshot {self._course}: {state}>"
+        return f"<PendingSnapshot {self._status}: {state}>"
 
     @property
     def id(self) -> str:
-        """Names the put in events."""
-        return self._course.id
+        """Names the save in events."""
+        return self._status.id
 
     @property
     def ref(self) -> str:
         """The branch that it moves."""
-        return self._course.ref
+        return self._status.ref
 
     @property
     def step(self) -> int | None:
         """The training step."""
-        return self._course.step
+        return self._status.step
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """What was published; None until then."""
-        return self._course.snapshot
+        """The published snapshot; None until then."""
+        return self._status.snapshot
 
     @property
     def error(self) -> BaseException | None:
-        """Why it was not published; None while it may be."""
-        return self._course.error
+        """Why it was not published; None while it still may be."""
+        return self._status.error
 
     def wait(self, timeout_seconds: float | None = None) -> Snapshot:
         """The snapshot, durable and published.
 
         Raises:
-            WaitTimeoutError: not yet; the put goes on.
+            WaitTimeoutError: not yet; the save goes on.
             SnapshotDroppedError: it was skipped, replaced by a newer one, or cancelled.
             StoreError: it failed; nothing of it is visible.
         """
         self.published.wait(timeout_seconds)
-        assert self._course.snapshot is not None
-        return self._course.snapshot
+        assert self._status.snapshot is not None
+        return self._status.snapshot
 
     def done(self) -> bool:
         """Whether it has ended: published, failed or dropped."""
-        return self._course.has_ended
+        return self._status.has_ended
 
     def progress(self) -> Progress:
         """How far it is."""
-        return self._course.meter.snapshot()
+        return self._status.meter.snapshot()
 
     def cancel(self) -> bool:
-        """Gives it up, on all ranks, if it is not published yet: `wait` tells. False if it has ended already."""
-        return self._course.drop("cancelled")
+        """Asks to give it up, on all ranks, if it is not published yet: see `wait`. False if it has ended already."""
+        return self._status.drop("cancelled")

@@ -1,6 +1,6 @@
-"""The second step of a put whose disks one process sees: what was staged is uploaded and published, however long the store does not answer.
+"""The second step of a staged save of one process: uploads and publishes it, waiting while the store does not answer.
 
-It is given up only when it can never be published. Whatever else fails is told, and it stays on the disk for the next process.
+It is given up only if it can never be published. After any other error it stays on the disk for the next process.
 """
 
 from collections.abc import Sequence
@@ -31,59 +31,59 @@ _FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, Corr
 
 
 class PublishStaged(PublishedInOrder):
-    """One staged put, by the process that staged it or by one that found it."""
+    """One staged save, by the process that staged it or by one that found it."""
 
-    def __init__(self, handle: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> None:
-        """`manifests` are those of all its ranks, the first one that of rank 0."""
+    def __init__(self, context: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> None:
+        """`manifests`: of all ranks, that of rank 0 first."""
         first, lead = manifests[0], manifests[0].lead
         assert lead is not None
-        super().__init__(handle, first.txn, first.ref, first.step)
+        super().__init__(context, first.txn, first.ref, first.step)
         self._tier = tier
         self._manifests = manifests
         self._lead = lead
 
     def announce_soon(self) -> None:
-        """Has the log say that it is staged; if that fails, `publish` will meet it again."""
+        """Appends to the log that it is staged. If that fails, `publish` does it."""
         with suppress(StoreError):
-            announce(self._handle.engine, self._lead, self._txn, self._ref)
+            announce(self._context.engine, self._lead, self._txn, self._ref)
 
-    def is_given_up_alone(self, course: PutStatus) -> bool:
+    def is_given_up_alone(self, status: PutStatus) -> bool:
         """See `PublishedInOrder`."""
-        return bool(course.dropped)
+        return bool(status.dropped)
 
-    def publish_one(self, course: PutStatus) -> SnapshotInfo:
+    def publish_one(self, status: PutStatus) -> SnapshotInfo:
         """See `PublishedInOrder`."""
-        engine, txn, patiently = self._handle.engine, self._txn, self._handle.patiently
+        engine, txn, retry_until_dropped = self._context.engine, self._txn, self._context.retry_until_dropped
         try:
-            course.check()
-            staged_n = patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
+            status.check()
+            staged_n = retry_until_dropped(status, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
             for manifest in self._manifests if staged_n is not None else ():
-                self._handle.upload(course, self._tier, manifest, course.check)
+                self._context.upload(status, self._tier, manifest, status.check)
             attempt = engine.new_id()
-            with course.meter.timed("commit"):
-                info = patiently(course, "publishing", lambda: publish_staged(engine, self._lead, txn, attempt, self._ref))
+            with status.meter.timed("commit"):
+                info = retry_until_dropped(status, "publishing", lambda: publish_staged(engine, self._lead, txn, attempt, self._ref))
         except SnapshotDroppedError:
-            if course.dropped != "abandoned":
-                self._give_up(course)
+            if status.dropped != "abandoned":
+                self._give_up(status)
             raise
         except _FINAL:
-            self._give_up(course)
+            self._give_up(status)
             raise
         except StoreError as exc:
             exc.add_note(
-                "(it stays on the staging disk; the next put to this ref, or process that opens the store with that disk, publishes it)"
+                "(it stays on the staging disk; the next save to this ref, or process that opens the store with that disk, publishes it)"
             )
             raise
-        self._handle.published(self._ref, txn, info.root)
+        self._context.published(self._ref, txn, info.root)
         self.ended()
-        self._handle.clean_up(self._tier, self._manifests, course, published=True)
+        self._context.clean_up(self._tier, self._manifests, status, published=True)
         return info
 
-    def _give_up(self, course: PutStatus) -> None:
-        """It will never be published: the log says so, if it answers, and the disk is freed."""
+    def _give_up(self, status: PutStatus) -> None:
+        """Notes in the log, if it answers, that it will never be published, and frees the disk."""
         try:
-            give_up(self._handle.engine, self._txn)
-        except RetryableError as exc:  # whoever looks through the log finds it: see `tsck staging`
-            self._handle.retried(course, "giving up what was staged", exc, 0.0)
+            give_up(self._context.engine, self._txn)
+        except RetryableError as exc:  # the log still lists it as staged: see `tsck staging`
+            self._context.retried(status, "giving up what was staged", exc, 0.0)
         self.ended()
-        self._handle.clean_up(self._tier, self._manifests, course, published=False)
+        self._context.clean_up(self._tier, self._manifests, status, published=False)

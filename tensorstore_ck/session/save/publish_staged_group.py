@@ -1,8 +1,8 @@
-"""The second step of a put of many ranks: each uploads what it has, and rank 0 publishes for all.
+"""The second step of a staged save of many ranks: each uploads its files, and rank 0 publishes for all.
 
-What a rank has are the manifests of its own staging, or, after a crash, any that it found on its disk. Uploads need no agreement; then the
-ranks' publishing threads meet, again and again if ranks or the store do not answer in time. The log is the judge of each attempt: one that
-was given up never publishes; and of the staged snapshot: published, or given up.
+A rank uploads by its own manifest or, after a crash, by those that it found on its disk. Then the ranks' publishing threads meet, again and
+again if ranks or the store do not answer in time. The log decides: a round that was aborted never publishes, and a staged snapshot is
+published once or given up.
 """
 
 import time
@@ -35,7 +35,7 @@ class PublishStagedGroup(PublishedInOrder):
 
     def __init__(
         self,
-        handle: SaveContext,
+        context: SaveContext,
         group: Group,
         txn: Ulid,
         ref: str,
@@ -45,138 +45,138 @@ class PublishStagedGroup(PublishedInOrder):
         timeout_seconds: float,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`manifests` are those that this rank uploads; `on_end` is called when the snapshot is published, or given up."""
-        assert handle.engine.tier is not None
-        super().__init__(handle, txn, ref, step)
-        self._tier = handle.engine.tier
+        """`manifests`: what this rank uploads. `on_end` is called when the snapshot is published or given up."""
+        assert context.engine.tier is not None
+        super().__init__(context, txn, ref, step)
+        self._tier = context.engine.tier
         self._manifests = manifests
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._on_end = on_end
         self._lead: PublishingLead | None = None
 
-    def is_given_up_alone(self, course: PutStatus) -> bool:
-        """See `PublishedInOrder`. Ranks give up together, but for one that leaves."""
-        return course.dropped == "abandoned"
+    def is_given_up_alone(self, status: PutStatus) -> bool:
+        """See `PublishedInOrder`. Ranks give up together, except one whose process ends."""
+        return status.dropped == "abandoned"
 
-    def publish_one(self, course: PutStatus) -> SnapshotInfo:
+    def publish_one(self, status: PutStatus) -> SnapshotInfo:
         """See `PublishedInOrder`.
 
         Raises:
-            SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks.
+            SnapshotAbortedError: it was given up; or ranks did not come in any round, and it stays on the disks.
         """
         for tries_left in reversed(range(TRIES)):
-            outcome = self._try(course, self._upload(course), is_last=not tries_left)
+            outcome = self._try(status, self._upload(status), is_last=not tries_left)
             if outcome is not None:
-                return self._end(outcome, course)
+                return self._end(outcome, status)
         raise AssertionError("unreachable")
 
-    def _upload(self, course: PutStatus) -> StoreError | None:
-        """Brings what this rank has into the store; why it cannot, which the others are told: else they would wait for it."""
+    def _upload(self, status: PutStatus) -> StoreError | None:
+        """Uploads this rank's files; returns the error if it cannot, for the other ranks, which would wait for it otherwise."""
         try:
-            for manifest in self._manifests if not course.dropped else ():
-                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
+            for manifest in self._manifests if not status.dropped else ():
+                self._context.upload(status, self._tier, manifest, lambda: _check_abandoned(status))
         except StoreError as exc:
-            if course.dropped == "abandoned":
+            if status.dropped == "abandoned":
                 raise
-            return None if course.dropped else exc
+            return None if status.dropped else exc
         return None
 
-    def _try(self, course: PutStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
-        """One attempt: what has become of the staged snapshot; None if it is to be tried again, which then holds for all ranks.
+    def _try(self, status: PutStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
+        """One round: what became of the staged snapshot; None if all ranks must try again.
 
-        Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
+        The log decides the outcome of a round, so no rank goes on to the next one before the log has answered.
         """
         title = f"publishing what was staged for {self._ref!r}"
 
         def sleep(seconds: float) -> None:
             time.sleep(seconds)
-            _check_abandoned(course)
+            _check_abandoned(status)
 
         attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds, sleep=sleep)
         try:
-            return attempt.run(self._duties(course, attempt.txn, problem))
+            return attempt.run(self._participant(status, attempt.txn, problem))
         except StoreError as exc:
-            if course.dropped == "abandoned":
+            if status.dropped == "abandoned":
                 raise
-            outcome = self._handle.patiently(course, "the log entry of what was staged", lambda: self._settle(attempt.txn))
+            outcome = self._context.retry_until_dropped(status, "the log entry of what was staged", lambda: self._resolve(attempt.txn))
             if outcome is None and is_last:
                 raise
             if outcome is None:
-                self._handle.retried(course, "publishing what was staged", exc, 0.0)
+                self._context.retried(status, "publishing what was staged", exc, 0.0)
             return outcome
 
-    def _duties(self, course: PutStatus, txn: Ulid, problem: StoreError | None) -> Participant:
-        def hello() -> Body:
+    def _participant(self, status: PutStatus, txn: Ulid, problem: StoreError | None) -> Participant:
+        def propose() -> Body:
             if problem is not None:
                 raise problem
-            if course.dropped == "abandoned":
-                course.check()
+            if status.dropped == "abandoned":
+                status.check()
             lead = next((each.lead for each in self._manifests if each.lead is not None), None)
-            return {"txn": self._txn, "cancelled": course.dropped, "lead": None if lead is None else encode_lead(lead)}
+            return {"txn": self._txn, "cancelled": status.dropped, "lead": None if lead is None else encode_lead(lead)}
 
-        def compare(hellos: list[Body]) -> Body:
-            if len({take(hello, "txn", bytes) for hello in hellos}) > 1:
+        def compare(proposals: list[Body]) -> Body:
+            if len({take(proposal, "txn", bytes) for proposal in proposals}) > 1:
                 raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self._ref)
-            said = next((hello["lead"] for hello in hellos if hello.get("lead") is not None), None)
+            said = next((proposal["lead"] for proposal in proposals if proposal.get("lead") is not None), None)
             if said is None:
-                raise SnapshotAbortedError("no rank has what rank 0 had staged", object_id=self._ref)
+                raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self._ref)
             self._lead = decode_lead(said)
-            return {"cancelled": next((reason for hello in hellos if (reason := take(hello, "cancelled", str))), "")}
+            return {"cancelled": next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")}
 
-        def commit(dones: list[Body]) -> Body:
+        def commit(results: list[Body]) -> Body:
             assert self._lead is not None
-            cancelled = take(dones[0], "cancelled", str)
+            cancelled = take(results[0], "cancelled", str)
             if cancelled:
                 return self._lost(f"it was {cancelled}")
             try:
-                with course.meter.timed("commit"):
-                    publish_staged(self._handle.engine, self._lead, self._txn, txn, self._ref)
+                with status.meter.timed("commit"):
+                    publish_staged(self._context.engine, self._lead, self._txn, txn, self._ref)
             except (ConflictError, SnapshotExpiredError) as exc:
                 return self._lost(str(exc))
             return {}
 
-        return Participant(hello, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._settle(txn), compare, commit)
+        return Participant(propose, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._resolve(txn), compare, commit)
 
-    def _settle(self, txn: Ulid) -> Body | None:
-        """Gives an attempt up, unless it was decided: what has become of the staged snapshot."""
+    def _resolve(self, txn: Ulid) -> Body | None:
+        """Aborts a round unless it was decided; returns what became of the staged snapshot."""
 
         def build(view: RefTable) -> list[Op]:
             return [] if view.outcome(txn) is not None or self._state(view) is not None else [Op.abort(txn)]
 
-        self._handle.engine.log.append(build)
-        return self._state(self._handle.engine.log.view())
+        self._context.engine.log.append(build)
+        return self._state(self._context.engine.log.view())
 
     def _lost(self, reason: str) -> Body:
-        published = give_up(self._handle.engine, self._txn)
+        published = give_up(self._context.engine, self._txn)
         return {"lost": reason} if published is None else {}
 
     def _state(self, view: RefTable) -> Body | None:
-        """What the log says: published, given up, or neither yet."""
+        """What the log says: published ({}), given up, or neither yet (None)."""
         if view.snapshot(self._txn) is not None:
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
 
-    def _end(self, outcome: Body, course: PutStatus) -> SnapshotInfo:
+    def _end(self, outcome: Body, status: PutStatus) -> SnapshotInfo:
         if "lost" in outcome:
             self.ended()
-            self._handle.clean_up(self._tier, self._manifests, course, published=False)
+            self._context.clean_up(self._tier, self._manifests, status, published=False)
             self._on_end()
-            raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
-        self._handle.patiently(course, "the log", self._handle.engine.log.sync)
-        info = self._handle.engine.log.view().snapshot(self._txn)
+            raise SnapshotAbortedError(f"the save to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
+        self._context.retry_until_dropped(status, "the log", self._context.engine.log.sync)
+        info = self._context.engine.log.view().snapshot(self._txn)
         if info is None:
             raise BackendUnavailableError(
                 f"this rank does not see the snapshot that was published for {self._ref!r}: do all ranks open one store?",
                 object_id=self._ref,
             )
-        self._handle.published(self._ref, self._txn, info.root)
+        self._context.published(self._ref, self._txn, info.root)
         self.ended()
-        self._handle.clean_up(self._tier, self._manifests, course, published=True)
+        self._context.clean_up(self._tier, self._manifests, status, published=True)
         self._on_end()
         return info
 
 
-def _check_abandoned(course: PutStatus) -> None:
-    if course.dropped == "abandoned":
-        raise SnapshotDroppedError(f"the upload of {course} was given up; it stays on the staging disk", object_id=course.ref)
+def _check_abandoned(status: PutStatus) -> None:
+    if status.dropped == "abandoned":
+        raise SnapshotDroppedError(f"the upload of {status} was given up; it stays on the staging disk", object_id=status.ref)

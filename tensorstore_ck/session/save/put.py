@@ -3,22 +3,23 @@
 A save in the background takes its state apart and copies it where it is called; one that is waited for reads the caller's memory.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.put import put
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
+from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.rank_put import RankStates
 from tensorstore_ck.session.ref_fence import PutOptions
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.out_of_space import freeable_said
 from tensorstore_ck.session.save.publish_order import PublishedInOrder
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_protocol import Admission
@@ -28,7 +29,7 @@ from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 
 
 class SinglePut:
-    """See `Put`. A process that is no rank of a group; `GroupPut` is what a rank does in another way."""
+    """See `Put`. A process without a group; `GroupPut` overrides what ranks do differently."""
 
     rank = 0
     patience_seconds: float | None = None
@@ -36,26 +37,26 @@ class SinglePut:
 
     def __init__(
         self,
-        handle: SaveContext,
+        context: SaveContext,
         number: int,
-        ask: Callable[[], PutOptions],
+        check_options: Callable[[], PutOptions],
         take_apart: Callable[[], RankStates],
         *,
         ref: str,
         step: int | None,
     ) -> None:
-        """`ask` checks what is said of the save, and `take_apart` makes bytes of its state; each is called once."""
+        """`check_options` checks the arguments, and `take_apart` turns the state into bytes; each is called once."""
         self.number = number
         self.ref, self.step = ref, step
-        self._handle = handle
-        self._ask = ask
+        self._context = context
+        self._check_options = check_options
         self._capture: Callable[[], RankStates] | None = take_apart
-        self._asked: PutOptions | None = None
+        self._options: PutOptions | None = None
         self._states: RankStates | None = None
         self._staged: PublishedInOrder | None = None
 
     def prepare(self) -> None:
-        """Takes the state apart, before anybody is asked for anything.
+        """Takes the state apart.
 
         Raises:
             StoreError: it cannot be saved.
@@ -65,121 +66,137 @@ class SinglePut:
         self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
 
     def check_known(self) -> None:
-        """Refuses what cannot be published by what this host knows of the log, if nothing is under way on this handle.
+        """Raises if the save cannot be published, as far as this host knows the log. Only called if no other save is in progress.
 
         Raises:
             ConflictError: the ref is not where it must be.
             InvalidOptionError: see `RefFence.check_step`.
         """
-        assert self._asked is not None
-        engine, seen, view = self._handle.engine, self._handle.seen, self._handle.engine.log.view()
-        seen.check_step(engine, view, self._asked)
-        check_expected(engine, view, self.ref, seen.expected(view, self.ref, self._asked.expect))
+        assert self._options is not None
+        engine, fence, view = self._context.engine, self._context.fence, self._context.engine.log.view()
+        fence.check_step(engine, view, self._options)
+        check_expected(engine, view, self.ref, fence.expected(view, self.ref, self._options.expect))
 
-    def agree(self, decide: Callable[[], Admission]) -> Admission:
-        """No other process is asked."""
-        return decide()
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """This process decides."""
+        return admit()
 
-    def leave(self) -> None:
+    def skip(self) -> None:
         """No other process waits."""
 
-    def refuse(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """No other process waits."""
 
-    def hold(self, slot: Slot) -> None:
-        """Copies what was taken apart."""
-        assert self._asked is not None
+    def capture_into(self, slot: Slot) -> None:
+        """Copies the state."""
+        assert self._options is not None
         copies, start = [], 0
-        sampling, self._asked = self._asked.sampling_of_copies(self.number)
+        sampling, self._options = self._options.sampling_of_copies(self.number)
         for each in self._captured():
             copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
             start += slot_bytes(each, each.frozen)
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
-    def run(self, course: PutStatus) -> SnapshotInfo | None:
-        """Stores it, on the staging disk where there is one."""
-        tier, seen = self._handle.engine.tier, self._handle.seen
+    def run(self, status: PutStatus) -> SnapshotInfo | None:
+        """Stores the state, on the staging disk if there is one."""
+        tier, fence = self._context.engine.tier, self._context.fence
         if tier is not None:
-            root, self._staged = self._stage(tier, course)
-            seen.note_staged(self.ref, root)
+            root, self._staged = self._stage(tier, status)
+            fence.note_staged(self.ref, root)
             return None
-        info = self._store(course)
-        self._handle.note_speed(course)
-        seen.note(self.ref, info.root, info.root)
+        info = self._store(status)
+        self._context.note_speed(status)
+        fence.note(self.ref, info.root, info.root)
         return info
 
-    def replicate(self, course: PutStatus) -> None:
+    def replicate(self, status: PutStatus) -> None:
         """There are no other hosts."""
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
-        """Uploads what was staged, and publishes it."""
+    def publish(self, status: PutStatus) -> SnapshotInfo:
+        """Uploads the staged objects and publishes the snapshot."""
         assert self._staged is not None
-        return self._staged.publish(course)
+        return self._staged.publish(status)
 
-    # --- what ranks do in another way ---------------------------------------------------------------------------------
+    # --- what ranks do differently -----------------------------------------------------------------------------------
 
-    def _store(self, course: PutStatus) -> SnapshotInfo:
-        engine = self._handle.engine
-        with freeable_said(engine):
-            asked, captured = self._begin(course)
-            request = self._handle.seen.as_of_now(engine, asked)
+    def _store(self, status: PutStatus) -> SnapshotInfo:
+        engine = self._context.engine
+        with _freeable_said(engine):
+            options, captured = self._begin(status)
+            request = self._context.fence.at_head(engine, options)
             check_expected(engine, engine.log.view(), request.ref, request.expect)
-            return put(engine, captured, request, course.meter)
+            return put(engine, captured, request, status.meter)
 
-    def _stage(self, tier: StagingTier, course: PutStatus) -> tuple[Digest, PublishedInOrder]:
-        """Stages it: the root, and what is left to do."""
-        engine, seen = self._handle.engine, self._handle.seen
+    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishedInOrder]:
+        """Stages the state; returns the root, and the object that publishes it."""
+        engine, fence = self._context.engine, self._context.fence
 
         def request() -> tuple[PutRequest, bool]:
-            """What is saved, and whether the store does not answer: then it is staged all the same, by what is known of the log."""
+            """The request, and whether the store does not answer: then it goes by what this host knows of the log."""
             try:
-                return seen.as_of_now(engine, asked), False
+                return fence.at_head(engine, options), False
             except BackendUnavailableError:
-                return seen.as_of_now(engine, asked, sync=False), True
+                return fence.at_head(engine, options, sync=False), True
 
-        with freeable_said(engine):
-            asked, captured = self._begin(course)
-            staged = stage(engine, tier, captured, request, chain=self._handle.chain(self.ref), meter=course.meter)
-        publisher = PublishStaged(self._handle, tier, [staged.manifest])
+        with _freeable_said(engine):
+            options, captured = self._begin(status)
+            staged = stage(engine, tier, captured, request, chain=self._context.chain(self.ref), meter=status.meter)
+        publisher = PublishStaged(self._context, tier, [staged.manifest])
         publisher.announce_soon()
         return staged.info.root, publisher
 
-    def _begin(self, course: PutStatus) -> tuple[PutOptions, CapturedState]:
-        course.check()
-        asked, states = self._take_apart()
-        course.meter.expect("hash", states.shared.logical_bytes)
-        self._require_space(states.shared.logical_bytes, course)
-        return asked, states.shared
+    def _begin(self, status: PutStatus) -> tuple[PutOptions, CapturedState]:
+        status.check()
+        options, states = self._take_apart()
+        status.meter.expect("hash", states.shared.logical_bytes)
+        self._require_space(states.shared.logical_bytes, status)
+        return options, states.shared
 
-    def _require_space(self, needed_bytes: int, course: PutStatus) -> None:
-        """See `SaveContext.make_room`. What could not be published before uses space until it is."""
+    def _require_space(self, needed_bytes: int, status: PutStatus) -> None:
+        """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
         while True:
             try:
-                self._handle.make_room(self.ref, needed_bytes)
+                self._context.reserve_space(self.ref, needed_bytes)
             except NoSpaceError:
-                if not self._publish_left(course):
+                if not self._publish_left(status):
                     raise
             else:
                 return
 
-    def _publish_left(self, course: PutStatus) -> bool:
-        """Publishes a save whose publication failed before; whether one is published or given up now."""
-        for staged in [puts[0] for puts in self._handle.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
-            with suppress(StoreError):  # it stays; its error was raised before
-                staged.publish_before(course)
+    def _publish_left(self, status: PutStatus) -> bool:
+        """Publishes a save whose publication failed before; returns whether one was published or given up."""
+        for staged in [puts[0] for puts in self._context.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
+            with suppress(StoreError):  # it stays on the disk; its error was raised before
+                staged.publish_before(status)
                 return True
         return False
 
-    # --- what both have in common -------------------------------------------------------------------------------------
+    # --- shared with ranks --------------------------------------------------------------------------------------------
 
     def _take_apart(self) -> tuple[PutOptions, RankStates]:
-        if self._asked is None:
-            self._asked = self._ask()
+        if self._options is None:
+            self._options = self._check_options()
         if self._states is None:
             assert self._capture is not None
-            self._states, self._capture = self._capture(), None  # which holds the caller's state
-        return self._asked, self._states
+            self._states, self._capture = self._capture(), None  # drop the reference to the caller's state
+        return self._options, self._states
 
     def _captured(self) -> list[CapturedState]:
         assert self._states is not None
         return [each for each in self._states if each is not None]
+
+
+@contextmanager
+def _freeable_said(engine: Engine) -> Iterator[None]:
+    """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
+    try:
+        yield
+    except NoSpaceError as exc:
+        if engine.tier is not None or not engine.backend.is_local:
+            raise
+        said: list[str] = []
+        with suppress(StoreError, OSError):  # the cache may be full, too
+            said = plan_gc(engine.of_store()).freeable.describe()
+        if not said:
+            raise
+        raise NoSpaceError(". ".join([str(exc), *said]), object_id=exc.object_id) from exc

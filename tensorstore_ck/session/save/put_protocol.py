@@ -1,4 +1,4 @@
-"""What the queue of puts asks of a put, and of the memory that it is captured into. Protocols only."""
+"""What the queue asks of a save. Protocols only."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class Admission(NamedTuple):
-    """What is decided about a put before it is captured."""
+    """What is decided about a save before it is captured."""
 
-    goes: bool
-    drops: tuple[int, ...] = ()
-    """Numbers of queued puts that are given up for it."""
+    admitted: bool
+    dropped: tuple[int, ...] = ()
+    """Numbers of queued saves that are dropped to make space for it."""
     failed: int = 0
-    """The number of an earlier put, whose error is raised instead."""
+    """The number of an earlier save, whose error is raised instead."""
 
 
 class StagedPut(Protocol):
-    """A put that was staged already."""
+    """A save that is staged."""
 
     @property
     def number(self) -> int:
@@ -37,41 +37,41 @@ class StagedPut(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """This process's."""
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
-        """Uploads what was staged, and publishes it."""
+    def publish(self, status: PutStatus) -> SnapshotInfo:
+        """Uploads the staged objects and publishes the snapshot."""
 
 
 class Put(StagedPut, Protocol):
-    """One put of this process."""
+    """One save of this process."""
 
     @property
     def needed_bytes(self) -> int:
-        """Of the memory to capture into."""
+        """How much memory the capture needs."""
 
     @property
     def frozen_bytes(self) -> int:
-        """That need not be captured."""
+        """Bytes that are not copied."""
 
     @property
     def patience_seconds(self) -> float | None:
-        """How long it may wait for memory; None: for ever."""
+        """How long it may wait for memory; None: without limit."""
 
-    def replicate(self, course: PutStatus) -> None:
-        """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
+    def replicate(self, status: PutStatus) -> None:
+        """Copies the staged files to other hosts, if that is wanted; never fails."""
 
-    def agree(self, decide: Callable[[], Admission]) -> Admission:
-        """What `decide` says on the rank that decides."""
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """The result of `admit` on the rank that decides."""
 
-    def leave(self) -> None:
-        """It does not take place, as all ranks know."""
+    def skip(self) -> None:
+        """The save does not take place; all ranks know it."""
 
-    def refuse(self, error: BaseException) -> None:
-        """This rank cannot: the others are told. May raise what came of it."""
+    def fail(self, error: BaseException) -> None:
+        """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
 
-    def hold(self, slot: "Slot") -> None:
-        """Copies the state: it may be mutated afterwards."""
+    def capture_into(self, slot: "Slot") -> None:
+        """Copies the state, which may be mutated afterwards."""
 
-    def run(self, course: PutStatus) -> SnapshotInfo | None:
-        """Stores what was captured, and publishes it; or only stages it, and returns None."""
+    def run(self, status: PutStatus) -> SnapshotInfo | None:
+        """Stores and publishes the captured state; or only stages it, and returns None."""

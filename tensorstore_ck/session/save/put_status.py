@@ -1,6 +1,6 @@
-"""The course of one put: which milestones it has passed, how it ended, and who waits for that. Thread-safe.
+"""The status of one save: the milestones it has passed, how it ended, and who waits for that. Thread-safe.
 
-It ends once: published, or with an error, which is kept until somebody was told. Knows nothing of how a put is done.
+A save ends once: published, or with an error, which is kept until it was raised. Does not know how a save is done.
 """
 
 import logging
@@ -20,7 +20,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
-class Stage(IntEnum):
+class PutMilestone(IntEnum):
     """Milestones, in order."""
 
     CAPTURED = 1
@@ -29,7 +29,7 @@ class Stage(IntEnum):
 
 
 class PutStatus:
-    """One put, from its call to its end."""
+    """One save, from its call to its end."""
 
     def __init__(self, ref: str, step: int | None, rank: int = 0) -> None:
         self.id = ulid_text(new_ulid())
@@ -39,26 +39,26 @@ class PutStatus:
         self.meter: PutMeter = _Cancellable(self)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
-        self.is_told = False
-        """Whether the error was raised to somebody."""
+        self.is_raised = False
+        """Whether the error was raised to the user."""
         self.dropped = ""
-        """Why it was or will be given up on request."""
+        """Why it was or will be dropped; empty: it was not asked to."""
         self.is_ending = False
-        """Whether the work is over, though those who wait are not told yet."""
+        """Whether the work is over, though waiting threads do not know it yet."""
         self._reached = 0
         self._ended = False
         self._pid = os.getpid()
         self._on_drop: Callable[[], object] = _nothing
         self._changed = threading.Condition()
-        self._callbacks: list[tuple[Stage, Callable[[], object]]] = []
+        self._callbacks: list[tuple[PutMilestone, Callable[[], object]]] = []
 
     def __str__(self) -> str:
         return self.ref if self.step is None else f"{self.ref}@{self.step}"
 
-    # --- what happens to it -------------------------------------------------------------------------------------------
+    # --- changes -----------------------------------------------------------------------------------------------------
 
-    def reach(self, stage: Stage) -> None:
-        """It has passed a milestone, and those before."""
+    def reach(self, stage: PutMilestone) -> None:
+        """It has passed this milestone and those before it."""
         with self._changed:
             self._reached = max(self._reached, stage)
         self._tell()
@@ -66,7 +66,7 @@ class PutStatus:
     def succeed(self, snapshot: Snapshot) -> None:
         """It is published."""
         with self._changed:
-            self.snapshot, self._reached, self._ended = snapshot, Stage.PUBLISHED, True
+            self.snapshot, self._reached, self._ended = snapshot, PutMilestone.PUBLISHED, True
             self._on_drop = _nothing
         self._tell()
 
@@ -75,11 +75,11 @@ class PutStatus:
         with self._changed:
             self.error, self._ended = error, True
             self._on_drop = _nothing
-            self.is_told |= isinstance(error, SnapshotDroppedError)  # the user asked for it
+            self.is_raised |= isinstance(error, SnapshotDroppedError)  # the user asked for it
         self._tell()
 
     def drop(self, reason: str) -> bool:
-        """Asks it to give up; whether it has not ended yet."""
+        """Asks it to give up; returns whether it had not ended yet."""
         with self._changed:
             if not self._ended and not self.dropped:
                 self.dropped = reason
@@ -90,75 +90,75 @@ class PutStatus:
         return not ended
 
     def on_drop(self, callback: Callable[[], object]) -> None:
-        """Calls back when it is asked to give up."""
+        """Sets the callback for `drop`."""
         self._on_drop = callback
 
     def check(self) -> None:
-        """Gives up if it was asked to.
+        """Raises if it was asked to give up.
 
         Raises:
-            SnapshotDroppedError: it was.
+            SnapshotDroppedError: it was dropped.
         """
         if self.dropped:
-            raise SnapshotDroppedError(f"the put of {self} was {self.dropped}; nothing of it is visible", object_id=self.ref)
+            raise SnapshotDroppedError(f"the save of {self} was {self.dropped}; nothing of it is visible", object_id=self.ref)
 
     def pause(self, seconds: float) -> None:
-        """Waits, unless it is asked to give up.
+        """Waits; raises as soon as it is asked to give up.
 
         Raises:
-            SnapshotDroppedError: it was.
+            SnapshotDroppedError: it was dropped.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self.dropped), seconds)
         self.check()
 
-    # --- what others see ----------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens to it."""
+        """Whether it is published or failed."""
         return self._ended
 
-    def has_reached(self, stage: Stage) -> bool:
+    def has_reached(self, stage: PutMilestone) -> bool:
         """Whether it has passed a milestone."""
         return self._reached >= stage
 
-    def wait(self, stage: Stage, timeout_seconds: float | None) -> None:
+    def wait(self, stage: PutMilestone, timeout_seconds: float | None) -> None:
         """Waits for a milestone.
 
         Raises:
-            WaitTimeoutError: it has not come yet.
-            StoreError: it will not come.
+            WaitTimeoutError: it was not reached in time.
+            StoreError: it will never be reached.
         """
         if os.getpid() != self._pid and not self._is_settled(stage):
             raise InvalidOptionError(
-                f"the put of {self} belongs to the process that this one was forked from: wait there", object_id=self.ref
+                f"the save of {self} belongs to the process from which this one was forked: wait there", object_id=self.ref
             )
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
                 raise WaitTimeoutError(
-                    f"the put of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; it goes on", object_id=self.ref
+                    f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
                 )
             if self.has_reached(stage):
                 return
-            self.is_told = True
+            self.is_raised = True
         assert self.error is not None
         raise self.error
 
     def wait_for_end(self, timeout_seconds: float | None) -> bool:
-        """Waits until it has ended, however; whether it has."""
+        """Waits until it has ended in any way; returns whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
-    def call_when_settled(self, stage: Stage, callback: Callable[[], object]) -> None:
-        """Calls back once it is known whether the milestone is reached; at once if it is known already."""
+    def call_when_settled(self, stage: PutMilestone, callback: Callable[[], object]) -> None:
+        """Calls back when the milestone is reached or never will be; at once if that is known."""
         with self._changed:
             if not self._is_settled(stage):
                 self._callbacks.append((stage, callback))
                 return
         _call(callback)
 
-    def _is_settled(self, stage: Stage) -> bool:
+    def _is_settled(self, stage: PutMilestone) -> bool:
         return self._ended or self._reached >= stage
 
     def _tell(self) -> None:
@@ -171,24 +171,24 @@ class PutStatus:
 
 
 class _Cancellable(PutMeter):
-    """A meter that gives the work up when the put was dropped."""
+    """A meter that raises when the save was dropped."""
 
-    def __init__(self, course: PutStatus) -> None:
+    def __init__(self, status: PutStatus) -> None:
         super().__init__()
-        self._course = course
+        self._status = status
 
     def timed(self, stage: MeterStage, done_bytes: int = 0) -> _GeneratorContextManager[None]:
         """See `PutMeter`."""
-        self._course.check()
+        self._status.check()
         return super().timed(stage, done_bytes)
 
 
 def _nothing() -> None:
-    """What is done about a put that has ended: nothing of it must be held on to."""
+    """The drop callback of a save that has ended: it must hold no references."""
 
 
 def _call(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except BaseException:  # not even SystemExit may end the thread that all later puts need
-        _logger.exception("a callback of a put failed")
+    except BaseException:  # not even SystemExit may end the thread, which later saves need
+        _logger.exception("a callback of a save failed")

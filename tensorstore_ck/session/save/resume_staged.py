@@ -1,8 +1,8 @@
-"""Goes on with what earlier processes staged and could not publish: their manifests lie on the staging disk.
+"""Continues saves that earlier processes staged and could not publish: their manifests lie on the staging disk.
 
-What one process had staged, any process goes on with that opens the store with that disk. What many ranks had staged needs the disks of
-all their hosts: the ranks of a group tell each other what they find, each takes what lies on its own disk, and what is incomplete is left
-for a job that has the missing hosts.
+A save of one process is continued by any process that opens the store with that disk. A save of many ranks needs the disks of all their
+hosts: the ranks of a group exchange what they find, each takes what lies on its own disk, and what is incomplete stays for a job that has
+the missing hosts.
 """
 
 import logging
@@ -30,100 +30,100 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 STALE_SECONDS: Final = 86_400
-"""After so long nobody is at it any more to stage a snapshot; giving it up is safe at any time."""
+"""After this time no process is still staging the snapshot; giving it up is safe at any time."""
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
 class ResumedPut:
-    """See `UploadJob`."""
+    """See `StagedPut`."""
 
     def __init__(self, put: PublishStaged | PublishStagedGroup, ref: str, step: int | None, rank: int) -> None:
         self.number = 0
         self.ref, self.step, self.rank = ref, step, rank
         self._put = put
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
-        """Uploads what was staged, and publishes it."""
-        return self._put.publish(course)
+    def publish(self, status: PutStatus) -> SnapshotInfo:
+        """Uploads the staged objects and publishes the snapshot."""
+        return self._put.publish(status)
 
 
 def find_manifests(folder: StagingFolder) -> list[Manifest]:
-    """What was staged here and is not published, oldest first; what is damaged is told, and left where it is."""
+    """The manifests of unpublished saves on this disk, oldest first; damaged ones are logged, and left where they are."""
     found, damaged = read_manifests(folder)
     for problem in damaged.values():
-        _logger.warning("a staged snapshot cannot be gone on with: %s; see `tsck staging`", problem)
+        _logger.warning("a staged snapshot cannot be continued: %s; see `tsck staging`", problem)
     return found
 
 
 def sweep(tier: StagingTier) -> None:
-    """Deletes what processes left that ended before they had staged it. Nobody else may use the folder."""
+    """Deletes files of processes that ended before their save was staged. No other process may use the folder."""
     tier.folder.drop_temporaries()
     found, damaged = read_manifests(tier.folder)
-    if not damaged:  # else what it names may still be of use to somebody
+    if not damaged:  # else the damaged manifest may name these files
         tier.uploader.drop(tier.folder.orphans({name for manifest in found for name in manifest.names}))
 
 
-def resume_alone(handle: SaveContext, tier: StagingTier) -> list[ResumedPut]:
-    """What single processes have left."""
+def resume_alone(context: SaveContext, tier: StagingTier) -> list[ResumedPut]:
+    """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
-    return [_resumed(handle, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    return [_resumed(context, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
 
 
 def resume_here(
-    handle: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
+    context: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
 ) -> list[ResumedPut]:
-    """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with.
+    """The saves that lie on this disk in full, for a process that publishes what no job continues.
 
-    `is_wanted` is asked of the manifests of each snapshot, before the log is told of it.
+    `is_wanted` is called with the manifests of each snapshot, before anything is appended to the log.
     """
     tier.folder.enter(lambda: sweep(tier))
     found: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(tier.folder):
         found.setdefault(manifest.txn, []).append(manifest)
-    return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
+    return [_resumed(context, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
 
 
-def _resumed(handle: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> ResumedPut:
+def _resumed(context: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> ResumedPut:
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
     names = frozenset(name for manifest in manifests for name in manifest.names)
-    handle.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
-    put = PublishStaged(handle, tier, manifests)
+    context.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
+    put = PublishStaged(context, tier, manifests)
     put.announce_soon()
     return ResumedPut(put, first.ref, first.step, 0)
 
 
-def resume_ranks(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedPut]:
-    """What groups of ranks have left; all ranks of `group` call it."""
-    own, _ = handle.groups.of(group)
+def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedPut]:
+    """The saves that groups of ranks left; all ranks of `group` call it."""
+    own, _ = context.groups.of(group)
     title = "the search for what was staged before"
     here: dict[tuple[bytes, int], Manifest] = {}
-    jobs: list[ResumedPut] = []
+    puts: list[ResumedPut] = []
 
-    def hello() -> Body:
-        """Looks at the disk here, so that a disk that fails is told to all."""
+    def propose() -> Body:
+        """Reads the disk here, so that its error is reported to all ranks."""
         here.update(((manifest.txn, manifest.rank), manifest) for manifest in find_manifests(tier.folder) if manifest.ranks > 1)
         return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
-    def compare(hellos: list[Body]) -> Body:
-        handle.engine.log.sync()
-        view = handle.engine.log.view()
-        verdicts = [_verdict(handle.engine, view, txn, finders) for txn, finders in _finders(hellos).items()]
+    def compare(proposals: list[Body]) -> Body:
+        context.engine.log.sync()
+        view = context.engine.log.view()
+        verdicts = [_verdict(context.engine, view, txn, finders) for txn, finders in _finders(proposals).items()]
         return {"found": [verdict for _, verdict in sorted(verdicts, key=lambda each: each[0])]}
 
-    def work(go: Body) -> Body:
-        handle.engine.log.sync()
+    def execute(go: Body) -> Body:
+        context.engine.log.sync()
         for txn, verdict, owners in take(go, "found", list):
             mine = [here[txn, rank] for rank, finder in owners if finder == own.rank]
             others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
-            info = handle.engine.log.view().staged(txn)
+            info = context.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
                 names = frozenset(name for each in mine for name in each.names)
-                handle.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
+                context.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
                 put = PublishStagedGroup(
-                    handle,
-                    handle.groups.publishing(group),
+                    context,
+                    context.groups.publishing(group),
                     Ulid(txn),
                     info.ref,
                     mine,
@@ -131,46 +131,46 @@ def resume_ranks(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", 
                     timeout_seconds=timeout_seconds,
                     on_end=partial(_drop_copies, tier, others),
                 )
-                jobs.append(ResumedPut(put, info.ref, info.step, own.rank))
+                puts.append(ResumedPut(put, info.ref, info.step, own.rank))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
         return {}
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-    attempt.run(Participant(hello, work, None, compare, lambda _: {}))
-    return jobs
+    attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+    return puts
 
 
 def _drop_copies(tier: StagingTier, manifests: Sequence[Manifest]) -> None:
-    """What another rank has brought to its end lies on this disk, too: as a copy for a lost host, or since both share the disk."""
+    """Frees files that another rank published, which lie on this disk too: as copies for a lost host, or because both share the disk."""
     for manifest in manifests:
         clean_up(tier, manifest, published=False)
 
 
 class _Finders(NamedTuple):
-    """Where what the ranks of one put have staged was found."""
+    """Where the manifests of one save were found."""
 
     ranks: int
     owners: dict[int, int]
-    """Rank that staged -> the first rank that sees its manifest."""
+    """Rank that staged -> the first rank that found its manifest."""
 
 
-def _finders(hellos: Sequence[Body]) -> dict[bytes, _Finders]:
+def _finders(proposals: Sequence[Body]) -> dict[bytes, _Finders]:
     found: dict[bytes, _Finders] = {}
-    for finder, said in enumerate(hellos):
+    for finder, said in enumerate(proposals):
         for txn, rank, ranks in take(said, "found", list):
             found.setdefault(txn, _Finders(ranks, {})).owners.setdefault(rank, finder)
     return found
 
 
 def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
-    """What becomes of it: as the log says, where nothing is missing. And the log entry that said so first, for their order."""
+    """What to do with it, by the log and by what is missing; and the number of its log entry, for their order."""
     owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
     if view.snapshot(txn) is not None:
         return 0, [txn, PUBLISHED, owners]
     staged = view.staged(txn)
-    if staged is None:  # its ranks were stopped before all had staged; or another job is at it, beside this one
+    if staged is None:  # its ranks were stopped before all had staged; or another job is staging it now
         is_old = engine.clock() - int.from_bytes(txn[:6], "big") * 1_000_000 > STALE_SECONDS * 1_000_000_000
         is_over = view.outcome(txn) is not None or is_old
         if is_over:
@@ -179,7 +179,7 @@ def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tup
     missing = sorted(set(range(found.ranks)) - found.owners.keys())
     if missing:
         _logger.warning(
-            "a snapshot that %d ranks staged (%s) cannot be published yet: what rank %s had is on none of these hosts; see `tsck staging`",
+            "a snapshot that %d ranks staged (%s) cannot be published yet: no host here has the files of rank %s; see `tsck staging`",
             found.ranks,
             ulid_text(Ulid(txn)),
             ", ".join(map(str, missing[:16])),

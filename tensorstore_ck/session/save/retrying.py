@@ -1,4 +1,4 @@
-"""Calls again what may succeed when it is called again, as its error says; of a put that may have happened the log is asked before."""
+"""Calls a function again after errors that may pass. If a save may have happened, reads the log first."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ T = TypeVar("T")
 LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
-def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
+def retrying(context: SaveContext, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
     """See `Store.retrying`."""
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(f"attempts must be a whole number from 1 on, not {attempts!r}", object_id="attempts")
@@ -25,11 +25,11 @@ def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause
         try:
             return call()
         except UndecidedError as exc:
-            found = _decided(handle, exc, pauses)
+            found = _decided(context, exc, pauses)
             if found is not None:
-                return cast(T, found)  # a put of which an UndecidedError tells returns a Snapshot
+                return cast(T, found)  # a save that raises UndecidedError returns a Snapshot
             if pause is None:
-                gone = "a put was given up after it was not known whether it happened"
+                gone = "a save was given up since it was not known whether it happened"
                 raise SnapshotAbortedError(f"{gone}: {exc}", object_id=exc.object_id) from exc
         except StoreError as exc:
             if exc.retry != "same" or pause is None:
@@ -38,15 +38,15 @@ def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause
     raise AssertionError("unreachable")
 
 
-def _decided(handle: SaveContext, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
-    """The snapshot that a put has published; None: it never will, as the log says from now on.
+def _decided(context: SaveContext, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
+    """The snapshot that a save has published; None: the log says now that it never will.
 
     Raises:
-        UndecidedError: that is still not known.
+        UndecidedError: it is still not known.
     """
-    engine, txn = handle.engine, Ulid(error.txn)
+    engine, txn = context.engine, Ulid(error.txn)
     if not txn or engine.single_writer or engine.tier is not None:
-        raise error  # it was no put; or a late arrival could overwrite what comes after it; or it is staged, and not given up like that
+        raise error  # not a save; or a late write could overwrite later ones; or it is staged, and given up in another way
     for pause in (*pauses, None):
         try:
             engine.log.append(lambda view: [] if view.outcome(txn) is not None else [Op.abort(txn)])
@@ -59,6 +59,6 @@ def _decided(handle: SaveContext, error: UndecidedError, pauses: list[float]) ->
             if info is None:
                 return None
             engine.note_published()
-            handle.seen.note(info.ref, info.root, info.root)
+            context.fence.note(info.ref, info.root, info.root)
             return Snapshot.from_info(info)
     raise AssertionError("unreachable")

@@ -1,9 +1,9 @@
-"""The queue of puts of one store handle: what is captured waits here for the one thread that stores it, in order; and what was stored on
-a staging disk, for the one that has it copied to other hosts, and the one that uploads and publishes it.
+"""The queue of saves of one store handle. One thread stores captured states, in order; of staged saves, a second thread copies the files to
+other hosts, and a third uploads and publishes them.
 
-Memory is the only thing that can run out: whether a put waits for it, is skipped, or takes that of queued ones is decided before anything
-is captured, for many ranks by rank 0 alone (`Put.agree`), so that ranks never drop different snapshots. An error is kept until somebody
-is told: by a wait, or by the next put. The thread lives only while there is work. Knows no torch and no store.
+Only memory can run out. Whether a save waits for memory, is skipped, or replaces queued saves is decided before anything is captured; for
+many ranks by rank 0 (`Put.decide`), so that ranks never drop different snapshots. An error is kept until it is raised: by a wait, or by the
+next save. The threads live only while there is work. Knows no torch and no store.
 """
 
 import logging
@@ -21,32 +21,31 @@ from tensorstore_ck.session.save.capture_budget import CaptureMemory
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.put_protocol import Admission, Put, StagedPut
-from tensorstore_ck.session.save.put_status import PutStatus, Stage
-from tensorstore_ck.session.save.queued_put import QueuedPut
-from tensorstore_ck.session.save.unraised_errors import Untold, take_error
+from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
+from tensorstore_ck.session.save.queued_put import QueuedPut, UnraisedErrors, pop_error
 from tensorstore_ck.session.save.worker import Worker
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena, Slot
 
 OnFull = Literal["block", "skip", "replace"]
-"""What a put does when no memory is left to capture into: wait for it; do not take place; or take that of the oldest queued put."""
+"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 GIVE_UP_SECONDS: Final = 10.0
-"""How long a put that was told to give up is waited for."""
+"""How long to wait for a save that was asked to give up."""
 RAISE_SECONDS: Final = 30.0
-"""How long a rank waits to meet the error that rank 0 has met."""
+"""How long a rank waits for an error that rank 0 has already."""
 EXIT_SECONDS: Final = 600.0
-"""How long a process that ends waits for its puts."""
+"""How long an ending process waits for its saves."""
 
 
 class SaveQueue:
-    """The puts of one store handle. Thread-safe; puts must come from one thread at a time."""
+    """The saves of one store handle. Thread-safe; one thread at a time may save."""
 
     def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers) -> None:
-        """`open_arena` is asked for memory at the first put that needs it."""
+        """`open_arena` allocates memory at the first save that needs it."""
         self._open_arena = open_arena
         self._observers = observers
         self._reset()
@@ -58,125 +57,125 @@ class SaveQueue:
         self._copies: Worker[QueuedPut] = Worker("tsck-copy", self._changed, self._copy, self._broken)
         self._uploads: Worker[QueuedPut] = Worker("tsck-publish", self._changed, self._publish, self._broken)
         self._memory = CaptureMemory(self._open_arena, self._changed)
-        self._untold = Untold()
+        self._unraised = UnraisedErrors()
         self._safe: Snapshot | None = None
 
     def _enter(self) -> None:
-        """A forked child begins anew: its parent's puts are its parent's."""
+        """Resets the queue in a forked child: the saves are its parent's."""
         if os.getpid() != self._pid:
             self._reset()
 
-    # --- puts ---------------------------------------------------------------------------------------------------------
+    # --- saves --------------------------------------------------------------------------------------------------------
 
     def submit(self, make: Callable[[], Put], on_full: OnFull) -> PendingSnapshot:
-        """Captures what `make` makes a put of, and leaves the rest to the thread.
+        """Captures the save that `make` returns; the thread does the rest.
 
         Raises:
-            StoreError: it cannot be captured; or, before that, what an earlier put that nobody waited for failed with.
+            StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
         if on_full not in ("block", "skip", "replace"):
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
         self._enter()
-        self.require_no_lane()
+        self.require_no_worker()
         called = time.monotonic()
-        job = make()
-        item = QueuedPut(job, called, is_beside=True)
-        pending = PendingSnapshot(item.course)
+        put = make()
+        queued = QueuedPut(put, called, is_background=True)
+        pending = PendingSnapshot(queued.status)
         try:
-            turn = job.agree(lambda: self._decide(item, on_full))
+            admission = put.decide(lambda: self._admit(queued, on_full))
         except BaseException:
-            self._let_go(item)
+            self._release(queued)
             raise
-        if turn.failed:
-            job.leave()
-            self._raise_error_of(turn.failed, job)
-        if not turn.goes:
-            job.leave()
-            self._end_dropped(item, "skipped")
+        if admission.failed:
+            put.skip()
+            self._raise_error_of(admission.failed, put)
+        if not admission.admitted:
+            put.skip()
+            self._end_dropped(queued, "skipped")
             return pending
         try:
-            for number in turn.drops:
-                self._drop_before(number)
-            if item.slot is None:
-                item.slot = self._take(item)
-            self._tell_of_stall(item)
-            with item.course.meter.timed("capture", job.needed_bytes):
-                job.hold(item.slot)
-            item.captured = time.monotonic()
-            item.course.on_drop(lambda: self._let_go_if_waiting(item))
-            self._stores.put(item)
+            for number in admission.dropped:
+                self._drop_number(number)
+            if queued.slot is None:
+                queued.slot = self._wait_for_memory(queued)
+            self._report_stall(queued)
+            with queued.status.meter.timed("capture", put.needed_bytes):
+                put.capture_into(queued.slot)
+            queued.captured = time.monotonic()
+            queued.status.on_drop(lambda: self._release_if_waiting(queued))
+            self._stores.put(queued)
         except BaseException as exc:
-            self._let_go(item)
-            job.refuse(exc)
+            self._release(queued)
+            put.fail(exc)
             raise
-        item.course.reach(Stage.CAPTURED)
+        queued.status.reach(PutMilestone.CAPTURED)
         self._emit(
-            item.course,
+            queued.status,
             "captured",
-            capture_seconds=item.course.meter.snapshot().stage_seconds["capture"],
-            stall_seconds=item.stall_seconds,
-            captured_bytes=job.needed_bytes,
-            frozen_bytes=job.frozen_bytes,
+            capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
+            stall_seconds=queued.stall_seconds,
+            captured_bytes=put.needed_bytes,
+            frozen_bytes=put.frozen_bytes,
             **self._in_use(),
         )
         return pending
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
-        """Puts in the caller's thread, after those under way; nothing is copied."""
+        """Saves in the caller's thread, after the saves in progress; copies nothing."""
         self._enter()
-        self.settle()
+        self.wait_idle()
         called = time.monotonic()
-        item = QueuedPut(make(), called, is_beside=False)
-        untold = self._first_untold()
-        if untold is not None:
-            error = take_error(untold)
-            item.job.refuse(error)
+        queued = QueuedPut(make(), called, is_background=False)
+        unraised = self._first_unraised()
+        if unraised is not None:
+            error = pop_error(unraised)
+            queued.put.fail(error)
             raise error
-        self._store(item)
-        if not item.course.has_ended:
-            self._publish(item)
-        item.course.wait(Stage.PUBLISHED, None)
-        assert item.course.snapshot is not None
-        return item.course.snapshot
+        self._store(queued)
+        if not queued.status.has_ended:
+            self._publish(queued)
+        queued.status.wait(PutMilestone.PUBLISHED, None)
+        assert queued.status.snapshot is not None
+        return queued.status.snapshot
 
     def pending(self) -> list[PendingSnapshot]:
-        """The puts under way, oldest first."""
+        """The saves in progress, oldest first."""
         self._enter()
-        return [PendingSnapshot(item.course) for item in self._items()]
+        return [PendingSnapshot(queued.status) for queued in self._queued()]
 
     def is_quiet(self) -> bool:
-        """Whether nothing is under way, and nobody has to be told of an error."""
-        return not self._items() and self._first_untold() is None
+        """Whether no save is in progress and no error is left to raise."""
+        return not self._queued() and self._first_unraised() is None
 
-    def resume(self, job: StagedPut) -> None:
-        """Goes on with what an earlier process staged."""
+    def resume(self, put: StagedPut) -> None:
+        """Continues a save that an earlier process staged."""
         self._enter()
-        item = QueuedPut(cast(Put, job), time.monotonic(), is_beside=True)
-        item.course.is_told = item.is_resumed = True
-        item.course.reach(Stage.STAGED)
-        self._uploads.put(item)
+        queued = QueuedPut(cast(Put, put), time.monotonic(), is_background=True)
+        queued.status.is_raised = queued.is_resumed = True
+        queued.status.reach(PutMilestone.STAGED)
+        self._uploads.put(queued)
 
-    def settle(self, *, uploads: bool = True) -> None:
-        """Waits until no put is under way; not for itself, in a callback of one."""
+    def wait_idle(self, *, uploads: bool = True) -> None:
+        """Waits until no save is in progress; returns at once in a callback of a save."""
         self._enter()
-        if not self._is_on_a_lane():
+        if not self._is_worker():
             with self._changed:
                 self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
 
-    def require_no_lane(self) -> None:
-        """Refuses what would wait for itself.
+    def require_no_worker(self) -> None:
+        """Raises in a callback of a save: a save there might wait for itself.
 
         Raises:
-            InvalidOptionError: it is called in a callback of a put.
+            InvalidOptionError: this thread is a worker of the queue.
         """
-        if self._is_on_a_lane():
+        if self._is_worker():
             raise InvalidOptionError(
-                "a callback of a put cannot put beside the training, or with group=: it might wait for itself; do that in another thread",
+                "a callback of a save cannot save asynchronously, or with group=: it might wait for itself; save in another thread",
                 object_id="put",
             )
 
     def wait_for_upload(self) -> bool:
-        """Waits until one more staged put has ended; False if there is none."""
+        """Waits until one more staged save has ended; False if there are none."""
         with self._changed:
             items = self._uploads.items()
             if items:
@@ -186,120 +185,122 @@ class SaveQueue:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, deadline_seconds: float | None = None, *, give_up_seconds: float = GIVE_UP_SECONDS) -> DrainReport:
-        """Waits for the puts under way; those that are not published by the deadline are given up.
+        """Waits for the saves in progress; asks those that are not published by the deadline to give up.
 
-        Giving up is waited for, too, but no longer than `give_up_seconds`. A callback of a put gets a report at once.
+        Waits for that too, for up to `give_up_seconds`. In a callback of a save it returns a report at once.
         """
         self._enter()
-        items = self._items()
-        if not self._is_on_a_lane():
+        puts = self._queued()
+        if not self._is_worker():
             with self._changed:
                 done = self._changed.wait_for(self._is_done, deadline_seconds)
             if not done:
-                for item in items:
-                    item.course.drop("abandoned")
+                for queued in puts:
+                    queued.status.drop("abandoned")
             with self._changed:
                 self._changed.wait_for(self._is_idle, give_up_seconds)
-        return DrainReport.of([item.course for item in items], self._safe)
+        return DrainReport.of([queued.status for queued in puts], self._safe)
 
     def leave_resumed(self) -> None:
-        """What an earlier process staged is left on the disk, as far as it is not published yet."""
-        for item in self._uploads.items():
-            if item.is_resumed:
-                item.course.drop("abandoned")
+        """Leaves the unpublished saves of earlier processes on the staging disk."""
+        for queued in self._uploads.items():
+            if queued.is_resumed:
+                queued.status.drop("abandoned")
 
     def close(self) -> None:
-        """Finishes what is under way, and frees the memory; idempotent.
+        """Finishes the saves in progress, and frees the memory; idempotent.
 
         Raises:
-            StoreError: what a put failed with that nobody waited for.
+            StoreError: the error of a save for which nobody waited.
         """
         self._enter()
         self.leave_resumed()
         report = self.drain(EXIT_SECONDS)
         if report.staged or report.under_way:
-            _logger.error("the store is closed with puts under way: %s", report)
+            _logger.error("the store is closed with saves in progress: %s", report)
         self._memory.close()
         with self._changed:
-            error = self._untold.take_all()
+            error = self._unraised.take_all()
         if error is not None:
             raise error
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _decide(self, item: QueuedPut, on_full: OnFull) -> Admission:
+    def _admit(self, queued: QueuedPut, on_full: OnFull) -> Admission:
         with self._changed:
-            untold = self._untold.first()
-            if untold is not None:
-                return Admission(goes=False, failed=untold.number)
-            drops: list[int] = []
-            while (slot := self._memory.try_take(item)) is None:
-                queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
+            unraised = self._unraised.first()
+            if unraised is not None:
+                return Admission(admitted=False, failed=unraised.number)
+            dropped: list[int] = []
+            while (slot := self._memory.try_take(queued)) is None:
+                oldest = next((each for each in self._stores.waiting() if not each.status.dropped), None)
                 if on_full == "skip":
-                    return Admission(goes=False)
-                if on_full == "replace" and queued is not None:
-                    queued.course.drop("replaced")
-                    drops.append(queued.number)
+                    return Admission(admitted=False)
+                if on_full == "replace" and oldest is not None:
+                    oldest.status.drop("replaced")
+                    dropped.append(oldest.number)
                 else:
-                    self._memory.wait(item, len(self._items()))
-            item.slot = slot
-            return Admission(True, tuple(drops))
+                    self._memory.wait(queued, len(self._queued()))
+            queued.slot = slot
+            return Admission(True, tuple(dropped))
 
-    def _take(self, item: QueuedPut) -> "Slot":
-        """Memory for a put of which another rank said that it takes place."""
+    def _wait_for_memory(self, queued: QueuedPut) -> "Slot":
+        """Memory for a save that rank 0 has admitted."""
         with self._changed:
-            while (slot := self._memory.try_take(item)) is None:
-                self._memory.wait(item, len(self._items()))
+            while (slot := self._memory.try_take(queued)) is None:
+                self._memory.wait(queued, len(self._queued()))
             return slot
 
-    def _tell_of_stall(self, item: QueuedPut) -> None:
-        if item.waited_seconds:
-            self._emit(item.course, "stalled", stall_seconds=item.waited_seconds, queue_depth=item.waited_for)
+    def _report_stall(self, queued: QueuedPut) -> None:
+        if queued.waited_seconds:
+            self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
 
-    def _drop_before(self, number: int) -> None:
-        """Another rank's put of that number waits, and is given up; here it may be under way already."""
-        for item in self._stores.items():
-            if item.number == number:
-                item.course.drop("replaced")
+    def _drop_number(self, number: int) -> None:
+        """Drops the save of that number, as rank 0 decided; on this rank it may be running already."""
+        for queued in self._stores.items():
+            if queued.number == number:
+                queued.status.drop("replaced")
 
-    def _let_go(self, item: QueuedPut) -> None:
-        item.release()
+    def _release(self, queued: QueuedPut) -> None:
+        queued.release()
         with self._changed:
             self._changed.notify_all()
 
-    def _let_go_if_waiting(self, item: QueuedPut) -> None:
-        """The memory of a put that was dropped is free at once; when its turn comes, all ranks learn that it was."""
+    def _release_if_waiting(self, queued: QueuedPut) -> None:
+        """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
         with self._changed:
-            if any(item is each for each in self._stores.waiting()):
-                self._let_go(item)
+            if any(queued is each for each in self._stores.waiting()):
+                self._release(queued)
 
-    def _end_dropped(self, item: QueuedPut, reason: str) -> None:
-        item.course.drop(reason)
-        item.course.is_ending = True
-        error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.course.ref)
-        item.course.fail(error)
-        self._emit(item.course, "dropped", reason=reason, **self._in_use())
+    def _end_dropped(self, queued: QueuedPut, reason: str) -> None:
+        queued.status.drop(reason)
+        queued.status.is_ending = True
+        error = SnapshotDroppedError(
+            f"the save of {queued.status} was {reason}: no host_memory_bytes are left", object_id=queued.status.ref
+        )
+        queued.status.fail(error)
+        self._emit(queued.status, "dropped", reason=reason, **self._in_use())
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def _first_untold(self) -> QueuedPut | None:
+    def _first_unraised(self) -> QueuedPut | None:
         with self._changed:
-            return self._untold.first()
+            return self._unraised.first()
 
-    def _raise_error_of(self, number: int, job: Put) -> NoReturn:
-        """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
+    def _raise_error_of(self, number: int, put: Put) -> NoReturn:
+        """Raises the error that rank 0 raises, of an earlier save; this rank may not have it yet."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(each.number == number for each in self._items()), RAISE_SECONDS)
-            item = self._untold.numbered(number)
-        if item is not None:
-            raise take_error(item)
+            self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
+            queued = self._unraised.numbered(number)
+        if queued is not None:
+            raise pop_error(queued)
         raise SnapshotAbortedError(
-            f"the put to {job.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=job.ref
+            f"the save to {put.ref!r} was not made: rank 0 raised the error of an earlier save; try again", object_id=put.ref
         )
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- the threads --------------------------------------------------------------------------------------------------
 
-    def _items(self) -> list[QueuedPut]:
+    def _queued(self) -> list[QueuedPut]:
         with self._changed:
             return list(dict.fromkeys((*self._uploads.items(), *self._copies.items(), *self._stores.items())))
 
@@ -307,85 +308,87 @@ class SaveQueue:
         return self._stores.is_idle() and self._copies.is_idle() and self._uploads.is_idle()
 
     def _is_done(self) -> bool:
-        """Whether nothing is under way but what was given up."""
-        return all(item.course.dropped == "abandoned" for item in self._items())
+        """Whether the only saves in progress were asked to give up."""
+        return all(queued.status.dropped == "abandoned" for queued in self._queued())
 
-    def _is_on_a_lane(self) -> bool:
+    def _is_worker(self) -> bool:
         return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
 
-    def _store(self, item: QueuedPut) -> None:
-        item.begun = time.monotonic()
+    def _store(self, queued: QueuedPut) -> None:
+        queued.begun = time.monotonic()
         try:
-            info = item.job.run(item.course)
-        except BaseException as exc:  # noqa: BLE001 - told to whoever waits, or to the next put
-            self._let_go(item)
-            self._fail(item, exc)
+            info = queued.put.run(queued.status)
+        except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
+            self._release(queued)
+            self._fail(queued, exc)
             return
-        self._let_go(item)
+        self._release(queued)
         if info is not None:
-            self._succeed(item, info)
+            self._succeed(queued, info)
             return
-        progress = item.course.meter.snapshot()
-        self._emit(item.course, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
-        item.course.reach(Stage.STAGED)
-        if item.is_beside:
-            self._hand_over(item, self._copies, self._copy)
+        progress = queued.status.meter.snapshot()
+        self._emit(queued.status, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
+        queued.status.reach(PutMilestone.STAGED)
+        if queued.is_background:
+            self._hand_over(queued, self._copies, self._copy)
 
     @staticmethod
-    def _broken(item: QueuedPut, exc: BaseException) -> None:
-        _logger.error("what is done after the put of %s failed", item.course, exc_info=exc)
-        if not item.course.has_ended:
-            item.course.fail(exc)
+    def _broken(queued: QueuedPut, exc: BaseException) -> None:
+        _logger.error("the steps after the save of %s failed", queued.status, exc_info=exc)
+        if not queued.status.has_ended:
+            queued.status.fail(exc)
 
-    def _copy(self, item: QueuedPut) -> None:
+    def _copy(self, queued: QueuedPut) -> None:
         try:
-            item.job.replicate(item.course)
+            queued.put.replicate(queued.status)
         finally:
-            self._hand_over(item, self._uploads, self._publish)
+            self._hand_over(queued, self._uploads, self._publish)
 
     @staticmethod
-    def _hand_over(item: QueuedPut, lane: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
+    def _hand_over(queued: QueuedPut, worker: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
         try:
-            lane.put(item)
-        except RuntimeError:  # no more threads, as while the interpreter ends
-            work(item)
+            worker.put(queued)
+        except RuntimeError:  # no thread can be started, as while the interpreter ends
+            work(queued)
 
-    def _publish(self, item: QueuedPut) -> None:
+    def _publish(self, queued: QueuedPut) -> None:
         try:
-            self._succeed(item, item.job.publish(item.course))
-        except BaseException as exc:  # noqa: BLE001 - likewise
-            self._fail(item, exc)
+            self._succeed(queued, queued.put.publish(queued.status))
+        except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
+            self._fail(queued, exc)
 
-    def _succeed(self, item: QueuedPut, info: SnapshotInfo) -> None:
+    def _succeed(self, queued: QueuedPut, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
-        item.course.is_ending = True
-        item.forget_state()
-        self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **item.sizes(snapshot))
-        item.course.succeed(snapshot)
+        queued.status.is_ending = True
+        queued.forget_state()
+        self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(queued), **queued.sizes(snapshot))
+        queued.status.succeed(snapshot)
 
-    def _fail(self, item: QueuedPut, exc: BaseException) -> None:
-        course = item.course
-        course.is_ending = True
-        item.forget_state(exc)
-        if course.dropped and isinstance(exc, SnapshotAbortedError):
-            self._emit(course, "dropped", reason=course.dropped, **self._in_use())
+    def _fail(self, queued: QueuedPut, exc: BaseException) -> None:
+        status = queued.status
+        status.is_ending = True
+        queued.forget_state(exc)
+        if status.dropped and isinstance(exc, SnapshotAbortedError):
+            self._emit(status, "dropped", reason=status.dropped, **self._in_use())
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
         else:
             kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
-            self._emit(course, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not item.is_beside), **self._totals(item))
-        course.fail(exc)
+            self._emit(
+                status, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not queued.is_background), **self._totals(queued)
+            )
+        status.fail(exc)
         with self._changed:
-            if not course.is_told and item.is_beside:
-                self._untold.add(item)
+            if not status.is_raised and queued.is_background:
+                self._unraised.add(queued)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _emit(self, course: PutStatus, kind: Kind, **fields: int | float | str) -> None:
-        self._observers.emit(Event(kind, course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+    def _emit(self, status: PutStatus, kind: Kind, **fields: int | float | str) -> None:
+        self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        return {"queue_depth": sum(not item.course.is_ending for item in self._items()), "memory_bytes": self._memory.allocated_bytes}
+        return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
 
-    def _totals(self, item: QueuedPut) -> dict[str, int | float]:
-        total, queued = time.monotonic() - item.called, item.begun - item.captured
-        return {"total_seconds": total, "queued_seconds": queued, **item.course.meter.snapshot().seconds_fields(), **self._in_use()}
+    def _totals(self, queued: QueuedPut) -> dict[str, int | float]:
+        total, waited = time.monotonic() - queued.called, queued.begun - queued.captured
+        return {"total_seconds": total, "queued_seconds": waited, **queued.status.meter.snapshot().seconds_fields(), **self._in_use()}

@@ -9,12 +9,12 @@ Item = TypeVar("Item")
 
 
 class Worker(Generic[Item]):
-    """A queue and its thread. Everything is done under `changed`, which is notified at each change, but the work itself."""
+    """A queue and its thread. All but the work itself is done under `changed`, which is notified at each change."""
 
     def __init__(
         self, name: str, changed: threading.Condition, work: Callable[[Item], object], broken: Callable[[Item, BaseException], object]
     ) -> None:
-        """`broken` is told what `work` raised, which it should not."""
+        """`broken` is called with what `work` raised, which it should not."""
         self._name = name
         self._changed = changed
         self._work = work
@@ -27,12 +27,12 @@ class Worker(Generic[Item]):
         """Adds work.
 
         Raises:
-            RuntimeError: the system gives no thread.
+            RuntimeError: no thread can be started.
         """
         with self._changed:
             self._waiting.append(item)
             if self._thread is None:
-                # A daemon, so that a backend that hangs cannot keep the process; `exiting` waits for what is under way.
+                # A daemon: a backend that hangs must not keep the process alive; see `process_end`.
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
@@ -42,12 +42,12 @@ class Worker(Generic[Item]):
                 self._thread = thread
 
     def items(self) -> list[Item]:
-        """What is under way, and then what waits."""
+        """The item in progress, then the waiting ones."""
         with self._changed:
             return [*([] if self._working is None else [self._working]), *self._waiting]
 
     def waiting(self) -> Iterator[Item]:
-        """What waits, oldest first; under the caller's lock."""
+        """The waiting items, oldest first; under the caller's lock."""
         return iter(self._waiting)
 
     def is_idle(self) -> bool:
@@ -55,7 +55,7 @@ class Worker(Generic[Item]):
         return not self._waiting and self._working is None
 
     def is_mine(self) -> bool:
-        """Whether the caller runs on this lane's thread."""
+        """Whether the caller runs on this worker's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -67,7 +67,7 @@ class Worker(Generic[Item]):
                 item = self._working = self._waiting.popleft()
             try:
                 self._work(item)
-            except BaseException as exc:  # noqa: BLE001 - the thread goes on, or all later work would wait for ever
+            except BaseException as exc:  # noqa: BLE001 - the thread must go on: later work needs it
                 self._broken(item, exc)
             with self._changed:
                 self._working = None

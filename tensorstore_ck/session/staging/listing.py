@@ -1,4 +1,4 @@
-"""What is staged and not published: by the manifests on one disk, and by the log. For people who look, resume and drop; changes nothing."""
+"""Lists what is staged and not published, by the manifests on one disk and by the log. Changes nothing."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ MAX_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class StagedPutInfo:
-    """A put that was staged."""
+    """A save that was staged."""
 
     txn: str
-    """Names it; the snapshot's ULID."""
+    """The transaction; the snapshot's ULID."""
     ref: str | None
-    """None where only a damaged manifest tells of it."""
+    """None if only a damaged manifest is known."""
     step: int | None
     root: str | None
     state: State
@@ -35,19 +35,19 @@ class StagedPutInfo:
     here: tuple[int, ...]
     """The ranks that have a manifest on this disk."""
     size_bytes: int
-    """Of what the store must have of those in the end; some of it may be other staged puts', too."""
+    """Bytes of their objects; some of these may belong to other staged saves, too."""
     sent_bytes: int
-    """Of these, what it has."""
+    """Bytes of these that the store has."""
     time_ns: int
-    """Since 1970, when it was staged."""
+    """When it was staged, since 1970."""
     problems: tuple[str, ...]
     """Why it cannot be published from this disk."""
     is_here: bool
-    """Whether anything of it is on this disk, be it a damaged manifest."""
+    """Whether any manifest of it, even a damaged one, is on this disk."""
 
 
 def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutInfo]:
-    """What the disk has, and what the log says is staged, oldest first."""
+    """What is staged on the disk and by the log, oldest first."""
     engine.log.sync()
     view = engine.log.view()
     found: dict[Ulid, list[Manifest]] = {}
@@ -132,7 +132,7 @@ def _some(items: Sequence[object]) -> str:
 
 
 def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, int] | None:
-    """The size of an object, and how much of it is in the store; None if it is nowhere."""
+    """The size of an object, and how much of it is in the store; None if it does not exist."""
     store = engine.tier.backend.store if engine.tier is not None else engine.backend
     try:
         size_bytes = folder.unsent.size(name)

@@ -1,6 +1,6 @@
-"""What lies beside staged objects, so that whoever finds them can upload and publish them: one manifest per rank.
+"""Manifests of staged objects, one per rank, by which any process can upload and publish them.
 
-The rank that commits (rank 0) has a `PublishingLead` in its own: everything that the publishing entry needs.
+That of the rank that commits (rank 0) has a `PublishingLead`: everything that the publishing log entry needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
 
 Accepts = tuple[Digest | None, ...] | AnyHead
-"""Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
+"""The roots at which the ref may be when a staged save is published; None among them: it may not exist."""
 
 STAGED_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
-"""Where all that is staged lies."""
+"""The folders of staged objects."""
 VERSION: Final = 1
 _CONTEXT: Final = "staging manifest"
 
 
 class PublishingLead(NamedTuple):
-    """What the publishing entry needs."""
+    """What the publishing log entry needs."""
 
     record: bytes
     """The sealed record."""
@@ -33,9 +33,9 @@ class PublishingLead(NamedTuple):
     """Of all ranks, in order."""
     accepts: Accepts
     pinned: Ulid | None
-    """The published snapshot whose blocks it shares, which is pinned until then."""
+    """The published snapshot whose blocks it shares, pinned until then."""
     after: Sequence[Ulid]
-    """Snapshots that were staged on the ref before it, whose blocks it may share: once they are published, they are pinned as well."""
+    """Snapshots that were staged on the ref before it, whose blocks it may share: once published, they are pinned too."""
     mark: tuple[str, str] | None
     """A mark for the snapshot, and the reason."""
 
@@ -44,7 +44,7 @@ class Manifest(NamedTuple):
     """What one rank has staged."""
 
     txn: Ulid
-    """Of the staging; and the snapshot's ULID."""
+    """The transaction of the staging; the snapshot's ULID."""
     ref: str
     step: int | None
     rank: int
@@ -52,16 +52,16 @@ class Manifest(NamedTuple):
     names: Sequence[str]
     """The objects that must be in the store before it is published; some may be there already."""
     size_bytes: int
-    """Of those that this rank wrote."""
+    """Bytes of the objects that this rank wrote."""
     lead: PublishingLead | None
 
     @property
     def key(self) -> str:
-        """Names it in the staging folder."""
+        """Its name in the staging folder."""
         return manifest_key(self.txn, self.rank)
 
     def encode(self) -> bytes:
-        """``msgpack body | its hash``: like everything on a staging disk, for the build that wrote it, and no part of a store's format."""
+        """``msgpack body | its hash``; not part of the store's format: only the build that wrote a staging disk reads it."""
         packed = pack_body(
             {
                 "version": VERSION,
@@ -79,7 +79,7 @@ class Manifest(NamedTuple):
 
 
 def manifest_key(txn: Ulid, rank: int) -> str:
-    """Names a manifest in the staging folder."""
+    """The name of a manifest in the staging folder."""
     return f"{ulid_text(txn)}-{rank}"
 
 
@@ -87,7 +87,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
     """What `Manifest.encode` made.
 
     Raises:
-        CorruptObjectError: it is none.
+        CorruptObjectError: it is not a manifest.
     """
     packed = memoryview(data)[:-DIGEST_BYTES]
     if derived_hash(_CONTEXT, packed) != data[-DIGEST_BYTES:]:
@@ -98,9 +98,9 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
             raise ValueError(f"it is of version {body['version']!r}")
         names = take(body, "names", list)
         if not all(type(each) is str for each in names):
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not a string")
         if not all(check_name(each).startswith(STAGED_FOLDERS) for each in names):
-            raise ValueError("a name is none of a pack, part or record")
+            raise ValueError("a name is not that of a pack, part or record")
         return Manifest(
             _ulid(take(body, "txn", bytes)),
             take(body, "ref", str),
@@ -116,7 +116,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 
 
 def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, StoreError]]:
-    """What lies in a folder, in the order in which it was staged; and what cannot be read, by key."""
+    """The manifests in a folder, in the order in which they were staged; and errors of damaged ones, by key."""
     found, damaged = [], {}
     for key in folder.list_manifests():
         try:
@@ -134,7 +134,7 @@ def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, Sto
 
 
 def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ulid, int]:
-    """By time, but each after those that it was staged after: a host's clock may have been set back in between."""
+    """By time, but each after those that it was staged after: a host's clock may have been set back."""
     order: dict[Ulid, int] = {}
     while by_time:
         ready = next((txn for txn in by_time if not set(by_time).intersection(after.get(txn, ()))), by_time[0])
@@ -144,7 +144,7 @@ def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ul
 
 
 def encode_lead(lead: PublishingLead) -> Body:
-    """As it travels."""
+    """As it is stored and sent."""
     return {
         "record": lead.record,
         "parts": [each.record() for each in lead.parts],
@@ -159,7 +159,7 @@ def decode_lead(body: Body) -> PublishingLead:
     """What `encode_lead` made.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: it is malformed.
     """
     accepts, mark = body["accepts"], body["mark"]
     return PublishingLead(

@@ -1,7 +1,7 @@
-"""The second step of a staged put: its objects are brought into the store, and then one log entry publishes it.
+"""The second step of a staged save: after its objects are uploaded, one log entry publishes it.
 
-Nothing is lost by trying again: uploads go on where they were, and of several entries that would publish one staged snapshot the first
-counts. Passing faults are waited out. What can never be published any more is given up, which the log says.
+It may be tried again: uploads continue, and of several entries that publish one staged snapshot the first counts. A save that can never be
+published is given up, in the log.
 """
 
 from collections.abc import Iterable
@@ -19,19 +19,19 @@ from tensorstore_ck.session.staging.stage import check_accepted, owner_of, pin_f
 
 
 def publish_staged(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
-    """Publishes a staged snapshot whose objects are in the store; if another process did, returns that.
+    """Publishes a staged snapshot whose objects are in the store; if another process has published it, returns that.
 
     Args:
         engine: The store.
         lead: What was staged.
-        txn: Under which transaction.
-        attempt: The transaction of this try: one that was given up never publishes.
+        txn: The transaction of the staging.
+        attempt: The transaction of this attempt: one that was aborted never publishes.
         ref: The branch.
 
     Raises:
-        ConflictError: the ref is nowhere where it may be.
-        SnapshotAbortedError: this try, or the staged snapshot itself, was given up.
-        SnapshotExpiredError: gc freed something that it relies on.
+        ConflictError: the ref is not where it may be.
+        SnapshotAbortedError: this attempt, or the staged snapshot itself, was given up.
+        SnapshotExpiredError: gc freed blocks that it relies on.
     """
     record = decode_record(lead.record, record_name(txn))
 
@@ -57,7 +57,7 @@ def publish_staged(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Uli
 
 
 def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
-    """Has the log say that a staged snapshot will not be published; unless it was, which is returned."""
+    """Notes in the log that a staged snapshot will not be published; returns the snapshot if it already was."""
 
     def build(view: RefTable) -> list[Op]:
         if view.snapshot(txn) is not None or view.outcome(txn) is not None:
@@ -68,7 +68,7 @@ def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
 
 
 def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
-    """Lets go of what was staged: what the store has becomes a copy, what nobody needs any more is deleted.
+    """Frees a staging disk: published objects become copies, unneeded ones and the manifest are deleted.
 
     `needed`: the objects that other staged snapshots name.
     """
@@ -81,7 +81,7 @@ def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: 
 
 
 def drop(engine: Engine, tier: StagingTier | None, txn: Ulid) -> SnapshotInfo | None:
-    """Gives a staged snapshot up, and frees what this disk has of it; unless it was published, which is returned."""
+    """Gives a staged snapshot up, and frees this disk; returns the snapshot if it was published."""
     published = give_up(engine, txn)
     if tier is not None:
         manifests, damaged = read_manifests(tier.folder)

@@ -1,7 +1,7 @@
-"""The first step of a staged put: packs, parts and record become durable on the staging disks, and nothing is visible yet.
+"""The first step of a staged save: packs, parts and record become durable on the staging disks, and nothing is visible yet.
 
-What a put shares with published snapshots is looked for in one of them alone, the base, which the log's ``staged`` entry pins: so all
-that it needs is on the disks, or stays in the store, however long the upload takes (docs/decisions/010-staged-snapshots-pin-one-base.md).
+Blocks that a save shares with published snapshots are looked for in one of them alone, the base, which the log's ``staged`` entry pins: so
+all blocks are on the disks or stay in the store, however long the upload takes (docs/decisions/010-staged-snapshots-pin-one-base.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ SMALL_BYTES: Final = 16 << 20
 
 
 class StagedResult(NamedTuple):
-    """What the first step leaves to the second."""
+    """The result of the first step."""
 
     info: SnapshotInfo
     manifest: Manifest
@@ -49,27 +49,27 @@ def check_accepted(engine: Engine, view: RefTable, ref: str, accepts: Accepts) -
     """The precondition of a staged put.
 
     Raises:
-        ConflictError: the ref is nowhere where it may be.
+        ConflictError: the ref is not where it may be.
     """
     branch, roots = view.branch(ref), (accepts,) if isinstance(accepts, AnyHead) else accepts
     check_expected(engine, view, ref, next((root for root in roots if is_expected(branch, root)), roots[-1]))
 
 
 def owner_of(txn: Ulid) -> str:
-    """Whose the pin on the base is."""
+    """The owner of the pin on the base."""
     return f"staged:{ulid_text(txn)}"
 
 
 def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
-    """Holds what a staged snapshot shares blocks with."""
+    """Pins a snapshot with which a staged one shares blocks."""
     return Op.pin(root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)
 
 
 def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int | None:
-    """Has the log say that it is staged, with pins on what it shares: the number of that entry; None if it says already how it ended.
+    """Appends to the log that it is staged, with pins on what it shares; returns that entry's number, None if the log has its outcome.
 
     Raises:
-        SnapshotExpiredError: gc has freed something that it shares.
+        SnapshotExpiredError: gc has freed blocks that it shares.
     """
     record = decode_record(lead.record, record_name(txn))
 
@@ -110,7 +110,7 @@ class StagingDestination:
         stop: Callable[[], None] | None = None,
         is_offline: bool = False,
     ) -> None:
-        """`links`: what was borrowed of `chain`. `stop`, of ranks: called while parts are uploaded; its error ends the save."""
+        """`links`: borrowed from `chain`. `stop` is called during the upload of parts; its error gives the save up."""
         self.is_offline = is_offline
         self._store = engine
         self._tier = tier
@@ -122,12 +122,12 @@ class StagingDestination:
         self._accepts: Accepts = ()
         self._base: SnapshotInfo | None = None
         self.manifest: Manifest | None = None
-        """Once it is on the disk: from there on a crash loses nothing."""
+        """Set once it is on the disk: from then on a crash loses nothing."""
         self.engine = replace(engine, backend=cast(Backend, self._writes), put_ids=None)
-        """Writes to the staging disk. What lies there outlives this process, so gc must not take it for what a dead process left."""
+        """Writes to the staging disk. Its objects outlive this process, so gc must not take them for leftovers of a dead process."""
 
     def admit(self, request: PutRequest) -> None:
-        """Where the ref may be is rank 0's to say: others may not know yet what has become of the saves before.
+        """On rank 0, checks where the ref is: others may not know yet what became of earlier saves.
 
         Raises:
             ConflictError: the ref is not where it may be.
@@ -137,7 +137,7 @@ class StagingDestination:
             check_accepted(self._store, self._store.log.view(), request.ref, self._accepts)
 
     def begin(self, request: PutRequest) -> None:
-        """Finds the base, which all ranks find alike."""
+        """Finds the base; all ranks find the same one."""
         if self._stop is not None:
             self._store.log.sync()
         self._base = None if self.is_offline else base_of(self._store.log.view(), request)
@@ -150,7 +150,7 @@ class StagingDestination:
         return self._known[-1]
 
     def wrote(self, request: PutRequest) -> None:
-        """What others need to open the snapshot goes to the store at once: it is small."""
+        """Uploads at once what other ranks need to open the snapshot; it is small."""
         assert self._stop is not None
         self._tier.uploader.upload(self._small(), stop=self._stop)
         self._write_manifest(request, None)
@@ -158,11 +158,11 @@ class StagingDestination:
     def commit(
         self, request: PutRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
     ) -> SnapshotInfo:
-        """Has the log say that it is staged, where it shares blocks with others or other ranks wait for that.
+        """Appends to the log that it is staged, if it shares blocks with others or has several ranks.
 
         Raises:
             SnapshotAbortedError: another rank has given it up.
-            SnapshotExpiredError: gc has freed something that it shares.
+            SnapshotExpiredError: gc has freed blocks that it shares.
         """
         sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._stop is None
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
@@ -171,10 +171,10 @@ class StagingDestination:
         info = staged_info(txn, record)
         if is_alone and base is None:
             return info
-        n = announce(self._store, lead, txn, request.ref)  # before it is acknowledged: gc could free what it shares
+        n = announce(self._store, lead, txn, request.ref)  # before it is acknowledged: gc could free shared blocks
         if n is None and not is_alone:
             raise SnapshotAbortedError(
-                f"the put to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
+                f"the save to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
             )
         return info._replace(n=n or 0)
 
@@ -193,7 +193,7 @@ class StagingDestination:
 
     @property
     def _names(self) -> list[str]:
-        """All objects that must be in the store in the end, small ones first."""
+        """All objects that must be in the store before publishing, small ones first."""
         packs = [name for name in self._writes.names if name.startswith("packs/")]
         others = [name for name in self._writes.names if not name.startswith("packs/")]
         relied = sorted(set().union(*(known.packs for known in self._known)))
@@ -225,20 +225,20 @@ def stage(
 ) -> StagedResult:
     """The first step of one process.
 
-    `ask` says what is saved, and whether the store does not answer: then it is not asked for anything, and nothing of it relied on. Nor
-    where the log cannot be told in time of what is relied on.
+    `ask` returns the request, and whether the store does not answer. Then, or if the log entry cannot be appended in time, nothing is read
+    from the store, and no block in it is relied on.
 
     Raises:
         ConflictError: the ref is not where it may be.
-        StoreError: it cannot be written; nothing of it stays.
+        StoreError: it cannot be written; nothing stays.
     """
-    txn, links = engine.new_id(), chain.borrow()  # before it looks where the ref is
+    txn, links = engine.new_id(), chain.borrow()  # before the ref is looked up
     try:
         request, is_offline = ask()
         if not is_offline:
             with suppress(BackendUnavailableError, UndecidedError, SnapshotExpiredError):
                 return _stage(StagingDestination(engine, tier, chain, links, txn), captured, request, txn, meter)
-        # under the same transaction: the log may still come to say that it was staged
+        # under the same transaction: a late log entry may still say that it was staged
         return _stage(StagingDestination(engine, tier, chain, links, txn, is_offline=True), captured, request, txn, meter)
     finally:
         chain.give_back(links)
@@ -256,7 +256,7 @@ def _stage(destination: StagingDestination, captured: CapturedState, request: Pu
 
 
 def base_of(view: RefTable, request: PutRequest) -> SnapshotInfo | None:
-    """The published snapshot that a put most likely shares blocks with."""
+    """The published snapshot with which a save most likely shares blocks."""
     branch = view.branch(request.ref)
     for root in (request.nearest, branch.root if branch is not None else None):
         info = view.by_root(root) if root is not None else None

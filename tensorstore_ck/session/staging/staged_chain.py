@@ -1,7 +1,7 @@
-"""What one store handle has staged on a ref and not published yet, oldest first: the next put builds on it. Thread-safe.
+"""What one store handle has staged on a ref and not published yet, oldest first: the next save builds on it. Thread-safe.
 
-Whoever stages borrows what is there, before it looks where the ref is: so what is published meanwhile is in one of the two; and what is
-given up meanwhile keeps its files.
+A save borrows the chain before it looks up the ref: so a snapshot that is published meanwhile is in one of the two, and one that is given
+up meanwhile keeps its files.
 """
 
 import threading
@@ -20,22 +20,22 @@ from tensorstore_ck.session.staging.manifest import Accepts
 
 
 class StagedLink(NamedTuple):
-    """A staged put."""
+    """A staged save."""
 
     txn: Ulid
     root: Digest
     added: Mapping[Digest, Location]
-    """Where the blocks lie that it brought."""
+    """Where its new blocks lie."""
     names: frozenset[str]
     accepts: tuple[Digest | None, ...] | None
-    """Where it may find the ref; None if an earlier process staged it."""
+    """Where the ref may be; None if an earlier process staged it."""
 
 
 class StagedLinks:
-    """Staged puts, oldest first."""
+    """Staged saves, oldest first."""
 
     def __init__(self, links: Iterable[StagedLink], restored: Digest | None = None) -> None:
-        """`restored`: what this process last restored or staged on the ref, if it did."""
+        """`restored`: what this process last restored or staged on the ref."""
         self._links = tuple(links)
         self._restored = restored
 
@@ -46,13 +46,13 @@ class StagedLinks:
 
     @property
     def names(self) -> frozenset[str]:
-        """The objects that they name."""
+        """Their objects."""
         return frozenset().union(*(link.names for link in self._links))
 
     def accepts(self, expect: Expected) -> Accepts:
-        """Where the ref may be when the next one is published: each of these may be published by then, or given up.
+        """Where the ref may be when the next one is published: each of these may be published or given up by then.
 
-        What an earlier process staged is accepted only if this one has restored it.
+        A save of an earlier process counts only if this process has restored it.
         """
         if isinstance(expect, AnyHead):
             return expect
@@ -62,12 +62,12 @@ class StagedLinks:
         return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
 
     def location(self, block: Digest) -> Location | None:
-        """Where a block of any of them lies."""
+        """Where a block of one of them lies."""
         return next((link.added[block] for link in self._links if block in link.added), None)
 
 
 class StagedChain:
-    """The staged puts of one ref."""
+    """The staged saves of one ref."""
 
     def __init__(self, restored: Callable[[], Digest | None] = lambda: None) -> None:
         """`restored`: see `StagedLinks`."""
@@ -77,35 +77,35 @@ class StagedChain:
         self._borrowed: list[StagedLinks] = []
 
     def add(self, link: StagedLink) -> None:
-        """Another one was staged, or found."""
+        """Adds a save that was staged, or found."""
         with self._lock:
             self._links.append(link)
 
     def remove(self, txn: Ulid) -> None:
-        """It is published, or given up."""
+        """Removes a save that is published or given up."""
         with self._lock:
             self._links = [link for link in self._links if link.txn != txn]
 
     def borrow(self) -> StagedLinks:
-        """What the next one builds on, until it gives it back."""
+        """What the next save builds on; see `give_back`."""
         with self._lock:
             self._borrowed.append(StagedLinks(self._links, self._restored()))
             return self._borrowed[-1]
 
     def give_back(self, links: StagedLinks) -> None:
-        """The next one is staged itself, or never will be; idempotent."""
+        """Ends a `borrow`: that save is staged, or failed. Idempotent."""
         with self._lock:
             self._borrowed = [each for each in self._borrowed if each is not links]
 
     def needed(self, but: Ulid) -> frozenset[str]:
-        """The objects that the others name, or may come to name."""
+        """The objects that other saves need, or may come to need."""
         with self._lock:
             others = StagedLinks(link for link in self._links if link.txn != but)
             return others.names.union(*(links.names for links in self._borrowed))
 
 
 class ChainedBlocks:
-    """Where blocks lie already: among what is staged on this host, else as `known` says; and which staged packs that relies on."""
+    """Looks blocks up in what is staged on this host, then in `known`; collects the staged packs that are relied on."""
 
     def __init__(self, links: StagedLinks, known: BlockLookup | None) -> None:
         self._links = links
@@ -122,6 +122,6 @@ class ChainedBlocks:
         found = self._links.location(block)
         if found is None:
             return self._known(block) if self._known is not None else None
-        # What it is encoded against may lie in packs of the base that all of them share; those are in the store.
+        # Its delta bases may lie in packs of the shared base snapshot; those are in the store.
         self.packs |= {pack_name(place.pack) for place in chain_of(found)} & self._links.names
         return found

@@ -1,6 +1,6 @@
-"""Is what another user staged what its root says, and may it be brought into the store under the names that it has there?
+"""Verifies what another user staged, before it is uploaded: its content against the root, and its names against the store.
 
-What a process stages it trusts; root, who publishes for somebody else, does not.
+A process trusts what it staged itself; root, who publishes for another user, does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ _PIECE_BYTES: Final = 4 << 20
 def verify_staged(
     engine: Engine, tier: StagingTier, manifests: Sequence[Manifest], require_intact: Callable[[Engine, SnapshotInfo], None]
 ) -> None:
-    """Reads everything that was staged of a snapshot, by `manifests` of all its ranks. Its uploads start from the beginning.
+    """Reads everything that was staged of a snapshot, by `manifests` of all its ranks. Its uploads start again.
 
     `require_intact` checks the structure of the snapshot, as `maintenance.fsck.require_intact`.
 
     Raises:
-        StoreError: it is not what its root says, or the store has something else under one of its names.
+        StoreError: it does not match its root, or the store has another object under one of its names.
     """
     first = manifests[0]
     assert first.lead is not None
@@ -62,24 +62,24 @@ def verify_staged(
         wanted = wanted_blocks(source, range(part.block_count), 0, _Nowhere())
         read_unpublished(engine, [block for block in wanted if pack_name(block.pack) in names])
     for name in sorted(names):
-        _begin_anew(tier.folder, tier.backend.store, name)
+        _restart_upload(tier.folder, tier.backend.store, name)
 
 
 class _Nowhere:
-    """A `ByteTarget` for bytes that only had to be verified."""
+    """A `ByteTarget` that drops verified bytes."""
 
     def memory(self) -> None:
-        """There is none."""
+        """None."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Forgets them."""
+        """Does nothing."""
 
 
-def _begin_anew(folder: StagingFolder, store: Backend, name: str) -> None:
-    """An upload goes on with what was sent before, and deletes what is torn: neither is done on another user's word."""
+def _restart_upload(folder: StagingFolder, store: Backend, name: str) -> None:
+    """Forgets the upload journal of an object, which another user wrote: uploads continue by it, and delete torn objects."""
     try:
         size_bytes, stored_bytes = folder.unsent.size(name), store.size(name)
-    except MissingObjectError:  # it is in one of the two
+    except MissingObjectError:  # it is in one of them only
         folder.journal.delete([name])
         return
     pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))

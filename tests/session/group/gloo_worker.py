@@ -48,18 +48,18 @@ BUSY_FACTOR: Final = 4
 
 POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
     "before its put": (Group, "begin", "", "before"),
-    "before hello": (Channel, "put", "hello/", "before"),
+    "before proposal": (Channel, "put", "proposal/", "before"),
     "in capture": (group_put, "capture", "", "before"),
-    "after hello": (Channel, "put", "hello/", "after"),
+    "after proposal": (Channel, "put", "proposal/", "after"),
     "before go": (Channel, "put", "go", "before"),
     "after go": (Channel, "put", "go", "after"),
-    "before its work": (RankPut, "work", "", "before"),
+    "before its work": (RankPut, "execute", "", "before"),
     "in packs": (PackWriter, "add", "", "after"),
     "before packs are durable": (PackWriter, "close", "", "before"),
     "before its part": (LocalBackend, "put", "parts/", "before"),
     "after its part": (LocalBackend, "put", "parts/", "after"),
-    "before done": (Channel, "put", "done/", "before"),
-    "after done": (Channel, "put", "done/", "after"),
+    "before result": (Channel, "put", "result/", "before"),
+    "after result": (Channel, "put", "result/", "after"),
     "before commit": (RankPut, "commit", "", "before"),
     "before the record": (LocalBackend, "put", "snapshots/", "before"),
     "after the record": (LocalBackend, "put", "snapshots/", "after"),
@@ -84,7 +84,7 @@ class Play:
     storage_options: dict[str, Any]
     folder: str
     timeout_seconds: float
-    """Of the second put; more when the first one took long."""
+    """Of the second save; more when the first one took long."""
     dead_after_seconds: float = 60.0
 
 
@@ -144,7 +144,7 @@ def _await(folder: str, who: str) -> Any:
 
 
 class Trap:
-    """Strikes this process at a point of a put, once it is armed."""
+    """Strikes this process at a point of a save, once it is armed."""
 
     def __init__(self, play: Play) -> None:
         self.armed = False

@@ -1,6 +1,6 @@
-"""Ranks of a simulation that put with the real code, over one backend in memory: every call to it or to the channel is a step.
+"""Ranks of a simulation that save with the real code, over one backend in memory: every call to it or to the channel is a step.
 
-A rank opens its store once and puts one thing after the other, as a training process does; each put follows what this rank knows.
+A rank opens its store once and puts one thing after the other, as a training process does; each save follows what this rank knows.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -38,7 +38,7 @@ from tests.session.group.states import Spreading, captured, sharded, whole
 START: Final = 2_000_000_000
 """When simulations begin, in seconds since 1970."""
 BEFORE: Final = -(1 << 60)
-"""The number of the first step, so that the put to which faults belong can begin at step 0."""
+"""The number of the first step, so that the save to which faults belong can begin at step 0."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Put:
 
 
 class Ending(NamedTuple):
-    """How one put ended for one rank."""
+    """How one save ended for one rank."""
 
     info: SnapshotInfo | None
     error: BaseException | None
@@ -98,7 +98,7 @@ class SteppedFaults(Faults):
 
 
 class PutRank:
-    """A rank, and how its puts ended."""
+    """A rank, and how its saves ended."""
 
     def __init__(
         self, simulation: Simulation, backend: Backend, rank: int, ranks: int, puts: Sequence[Put], *, faulty: int, timeout: float
@@ -108,7 +108,7 @@ class PutRank:
         self.faults = SteppedFaults()
         self.start = 0.0
         self.steps_of_faulty = 1 << 60
-        """How many steps the put took that faults belong to; more than it ever takes, as long as it has not ended."""
+        """How many steps the save took that faults belong to; more than it ever takes, as long as it has not ended."""
         self.rank = rank
         self._ranks = ranks
         self._backend = backend

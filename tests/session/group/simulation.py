@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from tensorstore_ck.common.ids import Ulid, new_ulid
 from tensorstore_ck.errors import InputError, SnapshotAbortedError
 from tensorstore_ck.format.sealed import Body
-from tensorstore_ck.session.group import Group, KeyValue, Participant, Round, disagreements
+from tensorstore_ck.session.group import Group, KeyValue, Participant, Round, mismatches
 
 T = TypeVar("T")
 
@@ -288,7 +288,7 @@ class Rank:
         self._dead_after = dead_after
         self.starts: dict[int, float] = {}
         """Number of an attempt, from 0 -> when it is begun, if the one before has ended."""
-        self.hello: dict[str, Any] = {"step": 1000}
+        self.proposal: dict[str, Any] = {"step": 1000}
         self.work_error: BaseException | None = None
         self.work_seconds = 0.0
         self.log_error: Exception | None = None
@@ -304,20 +304,20 @@ class Rank:
                 actor.sleep(self.starts[number] - actor.clock())
             started = actor.clock()
             try:
-                attempt = group.begin("the put to 'main'", object_id="main", timeout=self._timeout, grace=self._grace)
+                attempt = group.begin("the save to 'main'", object_id="main", timeout=self._timeout, grace=self._grace)
             except SnapshotAbortedError as exc:
                 self.endings.append(Ending(Ulid(b""), None, exc, actor.clock() - started))
                 continue
             put, error = None, None
             try:
-                put = attempt.run(self._duties(actor, attempt))
+                put = attempt.run(self._participant(actor, attempt))
             except DiedError:
                 raise
             except BaseException as exc:  # noqa: BLE001 - tests look at it
                 error = exc
             self.endings.append(Ending(attempt.txn, put, error, actor.clock() - started))
 
-    def _duties(self, actor: Actor, attempt: Round) -> Participant:
+    def _participant(self, actor: Actor, attempt: Round) -> Participant:
         log, txn = actor.simulation.log, attempt.txn
 
         def effect(action: Callable[[], T]) -> T:
@@ -328,7 +328,7 @@ class Rank:
                 raise self.log_error
             return effect(lambda: log.setdefault(txn, record))
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             self.works.append(go)
             effect(lambda: None)
             if self.work_seconds:
@@ -337,21 +337,21 @@ class Rank:
                 raise self.work_error
             return {"part": actor.rank, "go": go}
 
-        def settle(reason: str) -> Body | None:
+        def resolve(reason: str) -> Body | None:
             return judge(None)
 
-        def compare(hellos: list[Body]) -> Body | str:
-            return disagreements(hellos, ["step"]) or {"ranks": len(hellos)}
+        def compare(proposals: list[Body]) -> Body | str:
+            return mismatches(proposals, ["step"]) or {"ranks": len(proposals)}
 
-        def commit(dones: list[Body]) -> Body:
-            assert [done["part"] for done in dones] == list(range(self._ranks))
-            assert all(done["go"] == {"ranks": self._ranks} for done in dones)
+        def commit(results: list[Body]) -> Body:
+            assert [result["part"] for result in results] == list(range(self._ranks))
+            assert all(result["go"] == {"ranks": self._ranks} for result in results)
             outcome = {"root": txn}
             if self._with_log and judge(outcome) is None:
                 raise SnapshotAbortedError("another rank gave up first")
             return outcome
 
-        return Participant(lambda: dict(self.hello), work, settle if self._with_log else None, compare, commit)
+        return Participant(lambda: dict(self.proposal), execute, resolve if self._with_log else None, compare, commit)
 
 
 def random_simulation(seed: int, ranks: int, *, faults: int, stall: float, max_delay: float = 3.0) -> Simulation:

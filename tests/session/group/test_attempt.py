@@ -20,7 +20,7 @@ from tensorstore_ck.errors import (
     UndecidedError,
     UnsupportedValueError,
 )
-from tensorstore_ck.session.group import Group, Participant, disagreements, named_ranks
+from tensorstore_ck.session.group import Group, Participant, mismatches, named_ranks
 from tensorstore_ck.session.group.channel import decode_record, encode_record
 from tests.session.group.simulation import (
     GRACE,
@@ -117,7 +117,7 @@ def test_random_faults_delays_and_duplicates_in_64_ranks(seed: int) -> None:
 def test_ranks_that_differ_are_named_with_their_values() -> None:
     simulation = Simulation()
     group = group_of(simulation, 8)
-    group[3].hello["step"] = 900
+    group[3].proposal["step"] = 900
     simulation.run()
     assert {type(rank.endings[0].error) for rank in group} == {MismatchError}
     (reason,) = reasons(group)
@@ -248,9 +248,9 @@ def test_keys_of_an_attempt_stay_while_a_rank_is_in_it() -> None:
         attempt = group.begin("the put", object_id="main", timeout=1.0)
         (nonce_key,) = (key for key in store.values if "/nonce/" in key)
         prefix = f"tsck/s/{ulid_text(decode_record(store.values[nonce_key], 'nonce')['nonce'])}/"
-        store.set(f"{prefix}{n}/hello/1", encode_record({"record": {}, "oldest": oldest}, "hello"))
-        store.set(f"{prefix}{n}/done/1", encode_record({"record": {}}, "done"))
-        attempt.run(Participant(dict, lambda go: {}, lambda reason: None, lambda hellos: {}, lambda dones: {}))
+        store.set(f"{prefix}{n}/proposal/1", encode_record({"record": {}, "oldest": oldest}, "proposal"))
+        store.set(f"{prefix}{n}/result/1", encode_record({"record": {}}, "result"))
+        attempt.run(Participant(dict, lambda go: {}, lambda reason: None, lambda proposals: {}, lambda results: {}))
         kept.append([attempt for attempt in (1, 2, 3) if f"{prefix}{attempt}/outcome" in store.values])
     assert kept == [[1], [1, 2], [3]]
 
@@ -270,8 +270,8 @@ def test_names_of_ranks_stay_short() -> None:
     assert named_ranks([0, 1, 2, 7, 9, 10]) == "ranks 0-2, 7, 9-10"
     assert named_ranks(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (2048 in all)"
     everyone = [{"step": rank} for rank in range(4096)]
-    assert len(disagreements(everyone, ["step"])) < 400
-    assert disagreements(everyone, ["ref"]) == ""
+    assert len(mismatches(everyone, ["step"])) < 400
+    assert mismatches(everyone, ["ref"]) == ""
 
 
 # --- classes of errors --------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_all_ranks_raise_the_same_class(errors: dict[int, Exception], expected: 
 
 
 def test_what_a_put_relied_on_and_gc_freed_is_no_damage() -> None:
-    """The next put relies on something else; a restore finds nothing where that was."""
+    """The next save relies on something else; a restore finds nothing where that was."""
     for with_log, expected in ((True, SnapshotAbortedError), (False, SnapshotExpiredError)):
         group = with_errors({2: SnapshotExpiredError("gone")}, with_log=with_log)
         assert {type(rank.endings[0].error) for rank in group} == {expected}

@@ -88,7 +88,7 @@ def test_waiting_ends_when_the_record_comes_and_at_the_deadline(store: Any, cloc
 
 def test_all_are_collected_whenever_they_come(store: Any, clock: Clock) -> None:
     channel = channel_of(store, clock)
-    keys = [f"hello/{rank}" for rank in range(2 * BATCH + 10)]
+    keys = [f"proposal/{rank}" for rank in range(2 * BATCH + 10)]
     rest = keys[::3]
 
     def more() -> None:
@@ -101,14 +101,14 @@ def test_all_are_collected_whenever_they_come(store: Any, clock: Clock) -> None:
             channel.put(key, {"rank": number}, 1.0)
     found, alarm, _ = channel.collect(dict.fromkeys(keys, 1), 10_000.0, alarm="failed")
     assert list(found) == keys
-    assert found["hello/7"] == pack_body({"rank": 7})
+    assert found["proposal/7"] == pack_body({"rank": 7})
     assert alarm is None
 
 
 @pytest.mark.parametrize("missing", [[0], [300], [0, 1, 255, 256, 521], list(range(522))])
 def test_at_the_deadline_what_is_there_is_collected(store: Any, clock: Clock, missing: list[int]) -> None:
     channel = channel_of(store, clock)
-    keys = [f"hello/{rank}" for rank in range(522)]
+    keys = [f"proposal/{rank}" for rank in range(522)]
     there = [key for number, key in enumerate(keys) if number not in missing]
     for key in there:
         channel.put(key, {}, 1.0)
@@ -120,10 +120,10 @@ def test_at_the_deadline_what_is_there_is_collected(store: Any, clock: Clock, mi
 
 def test_an_alarm_ends_the_wait(store: Any, clock: Clock) -> None:
     channel = channel_of(store, clock)
-    channel.put("hello/1", {}, 1.0)
+    channel.put("proposal/1", {}, 1.0)
     clock.at(3.0, lambda: channel.put("failed", {"rank": 2}, 1.0))
-    found, alarm, _ = channel.collect({"hello/0": 0, "hello/1": 1}, 100.0, alarm="failed")
-    assert list(found) == ["hello/1"]
+    found, alarm, _ = channel.collect({"proposal/0": 0, "proposal/1": 1}, 100.0, alarm="failed")
+    assert list(found) == ["proposal/1"]
     assert alarm == pack_body({"rank": 2})
     assert clock.now < 4.0
 
@@ -131,7 +131,7 @@ def test_an_alarm_ends_the_wait(store: Any, clock: Clock) -> None:
 def test_polls_for_thousands_of_ranks_are_few_and_small(clock: Clock) -> None:
     fake = FakeStore()
     channel = channel_of(fake, clock, ranks=4096)
-    keys = [f"hello/{rank}" for rank in range(4096)]
+    keys = [f"proposal/{rank}" for rank in range(4096)]
     for key in keys[:-1]:
         channel.put(key, {}, 1.0)
     fake.calls = 0
@@ -341,16 +341,16 @@ def test_an_attempt_leaves_the_store_of_the_training_thread_alone(tcp: Any) -> N
 
 
 def duties_of(log: dict[bytes, Body | None], txn: bytes, rank: int, ranks: int, *, fails: bool) -> Participant:
-    def work(go: Body) -> Body:
+    def execute(go: Body) -> Body:
         if fails:
             raise ValueError("no")
         return {"rank": rank}
 
-    def commit(dones: list[Body]) -> Body:
-        assert [done["rank"] for done in dones] == list(range(ranks))
+    def commit(results: list[Body]) -> Body:
+        assert [result["rank"] for result in results] == list(range(ranks))
         return log.setdefault(txn, {"root": txn}) or {}
 
-    return Participant(lambda: {"step": 7}, work, lambda reason: log.setdefault(txn, None), lambda hellos: {}, commit)
+    return Participant(lambda: {"step": 7}, execute, lambda reason: log.setdefault(txn, None), lambda proposals: {}, commit)
 
 
 def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> list[list[Any]]:
@@ -362,9 +362,9 @@ def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> li
         group = Group(StoreThread(dist.PrefixStore("default_pg", tcp)), rank=rank, ranks=ranks, scope="s")
         for number in range(attempts):
             attempt = group.begin("the put", object_id="main", timeout=PATIENCE_SECONDS)
-            duties = duties_of(log, attempt.txn, rank, ranks, fails=rank == fails and number == 0)
+            participant = duties_of(log, attempt.txn, rank, ranks, fails=rank == fails and number == 0)
             try:
-                endings[rank].append(attempt.run(duties))
+                endings[rank].append(attempt.run(participant))
             except SnapshotAbortedError as exc:
                 endings[rank].append(str(exc))
 
@@ -394,6 +394,6 @@ def test_a_process_group() -> None:
         process_group = dist.group.WORLD
         assert process_group is not None
         attempt = open_group(process_group, "s").begin("the put", object_id="main", timeout=PATIENCE_SECONDS)
-        assert attempt.run(Participant(dict, dict, None, lambda hellos: {}, lambda dones: {"ranks": len(dones)})) == {"ranks": 1}
+        assert attempt.run(Participant(dict, dict, None, lambda proposals: {}, lambda results: {"ranks": len(results)})) == {"ranks": 1}
     finally:
         dist.destroy_process_group()

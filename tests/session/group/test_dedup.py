@@ -9,7 +9,7 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.dedup import alike_parts
+from tensorstore_ck.engine.write.dedup import matching_parts
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 from tests.session.group.states import Spreading, captured, sharded, whole
@@ -35,12 +35,12 @@ def test_other_ranks_on_other_hosts(tmp_path: Path, before: int, after: int) -> 
 def test_each_part_is_read_about_once() -> None:
     for ranks_before in range(1, 9):
         for ranks in range(1, 9):
-            read = [alike_parts(ranks_before, ranks_before, rank, ranks) for rank in range(ranks)]
+            read = [matching_parts(ranks_before, ranks_before, rank, ranks) for rank in range(ranks)]
             assert {part for parts in read for part in parts} == set(range(ranks_before))
             assert sum(map(len, read)) <= ranks_before + ranks
-            own = [alike_parts(2 * ranks_before, ranks_before, ranks + rank, ranks) for rank in range(ranks)]
+            own = [matching_parts(2 * ranks_before, ranks_before, ranks + rank, ranks) for rank in range(ranks)]
             assert {part for parts in own for part in parts} == set(range(ranks_before, 2 * ranks_before))
-            assert not any(alike_parts(ranks_before, ranks_before, ranks + rank, ranks) for rank in range(ranks)), "no own states"
+            assert not any(matching_parts(ranks_before, ranks_before, ranks + rank, ranks) for rank in range(ranks)), "no own states"
 
 
 def put_to_a_new_ref(folder: str, staged: bool) -> tuple[str | None, int]:

@@ -1,4 +1,4 @@
-"""Replicas that part after the first put: found in rotation, both copies kept, the snapshot marked."""
+"""Replicas that part after the first save: found in rotation, both copies kept, the snapshot marked."""
 
 import threading
 import warnings
@@ -106,7 +106,7 @@ def kept(store: Store) -> dict[str, Any]:
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("element", [0, 19_999])
 def test_every_replica_is_seen_in_turn(job: Job, rank: int, element: int) -> None:
-    """Of each block, each rank is the one that writes it, or is looked at in one of the puts that follow."""
+    """Of each block, each rank is the one that writes it, or is looked at in one of the saves that follow."""
     first = job.put(replicated)
     found = []
     for _ in range(RANKS - 1):

@@ -208,7 +208,7 @@ def test_a_forgotten_group(pool: Pool, folder: Path, in_rank_state: bool) -> Non
 
 
 def check(folder: str, odd: str) -> tuple[bool, list[str], int, str]:
-    """Of a state of which rank 1 has something odd; and how the put of it ends."""
+    """Of a state of which rank 1 has something odd; and how the save of it ends."""
     state: dict[str, Any] = {"w": sharded(whole(), SIZE), "norm": torch.ones(2000), "lr": 0.1}
     own: dict[str, Any] = {"rank": dist.get_rank()}
     if dist.get_rank() == 1:
@@ -227,7 +227,7 @@ def check(folder: str, odd: str) -> tuple[bool, list[str], int, str]:
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        ("value", "the ranks cannot put 'lr' together: rank 0: 0.1; rank 1: 0.2"),
+        ("value", "the ranks cannot save 'lr' together: rank 0: 0.1; rank 1: 0.2"),
         ("tensor", "rank 0 and rank 1 differ in 'norm'"),
         ("type", "lr"),
         ("own", "loader"),
@@ -249,7 +249,7 @@ def test_check_of_what_can_be_put(pool: Pool, folder: Path) -> None:
     told = pool.run(check, str(folder), "", ranks=SIZE)
     size = whole().nbytes + 2000 * 4
     assert [(ok, problems, found) for ok, problems, found, _ in told] == [(True, [], size)] * SIZE
-    assert len(set(os.listdir(folder / "store" / "snapshots")) - names) == 1, "of the put alone"
+    assert len(set(os.listdir(folder / "store" / "snapshots")) - names) == 1, "of the save alone"
 
 
 # --- retrying ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Eight real processes over gloo put together, and one of them is killed or stopped at each point of the protocol.
 
-Nothing of the put becomes visible, or all others return the same root; they go on as a new group at once, without cleaning up; and what
+Nothing of the save becomes visible, or all others return the same root; they go on as a new group at once, without cleaning up; and what
 was left behind is gc's. A rank that was stopped and goes on long after learns what the others know, and harms nothing.
 """
 
@@ -42,7 +42,7 @@ OF_RANK_0 = {
 OF_RANK_0 |= {"before outcome", "after outcome"}
 PUBLISHED = {"after the log entry", "before outcome", "after outcome"}
 """Where rank 0 has published: all others say so."""
-OF_OTHERS = {"before hello", "after hello", "before done", "after done"}
+OF_OTHERS = {"before proposal", "after proposal", "before result", "after result"}
 VICTIM = 3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIFE_SECONDS)]
@@ -98,13 +98,13 @@ def errors(play: Play) -> str:
 
 
 def said(play: Play, step: int) -> dict[int, dict[str, Any]]:
-    """Rank -> how its put of a step ended."""
+    """Rank -> how its save of a step ended."""
     lines = {rank: [line for line in heard(play.folder, f"rank-{rank}") if line["step"] == step] for rank in range(RANKS)}
     return {rank: found[0] for rank, found in lines.items() if found}
 
 
 def require_one_outcome(play: Play) -> bool:
-    """Whether the second put was published."""
+    """Whether the second save was published."""
     survivors = set(range(RANKS)) - {play.victim}
     for step in (1, 3):
         endings = said(play, step)
@@ -146,9 +146,9 @@ def require(nursery: Nursery, play: Play) -> None:
     """Plays it, and looks at what came of it."""
     perform(nursery, play)
     published = require_one_outcome(play)
-    if play.point in PUBLISHED or (play.point == "after done" and not play.url.startswith("s3:")):
+    if play.point in PUBLISHED or (play.point == "after result" and not play.url.startswith("s3:")):
         assert published
-    elif play.point != "after done":
+    elif play.point != "after result":
         assert not published
         if play.victim:
             assert all(f"rank {play.victim}" in ending["message"] for rank, ending in said(play, 2).items() if rank != play.victim)
@@ -186,7 +186,7 @@ def test_local_files(nursery: Nursery, tmp_path: Path, point: str) -> None:
 
 
 def test_a_rank_that_is_gone_before_its_put_is_noticed_long_before_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
-    """Nothing but its silence can end the second put within the test's time."""
+    """Nothing but its silence can end the second save within the test's time."""
     plays = [
         Play("before its put", victim, strike, "agent", f"{tmp_path}/store-{n}", {}, f"{tmp_path}/play-{n}", 600.0, 6.0)
         for n, (victim, strike) in enumerate(product((0, VICTIM), (signal.SIGKILL, signal.SIGSTOP)))

@@ -172,7 +172,7 @@ def questions(ranks: int, missing: Sequence[int], seconds: float, watch: Livenes
     """What rank 0 asks of a store while it waits for missing ranks in vain, and what another rank asks while it waits for rank 0."""
     fake, clock = FakeStore(), Clock()
     for rank in set(range(ranks)) - set(missing):
-        fake.set(f"p/hello/{rank}", b"")
+        fake.set(f"p/proposal/{rank}", b"")
 
     counters = [f"alive/{rank}" for rank in range(ranks)]
 
@@ -183,7 +183,7 @@ def questions(ranks: int, missing: Sequence[int], seconds: float, watch: Livenes
     clock.on_sleep = beat
     channel = Channel(lambda action, _: action(fake), "p/", ranks=ranks, watch=watch, clock=clock, sleep=clock.sleep)
     fake.calls = 0
-    channel.collect({f"hello/{rank}": rank for rank in range(ranks)}, seconds, alarm="failed")
+    channel.collect({f"proposal/{rank}": rank for rank in range(ranks)}, seconds, alarm="failed")
     of_rank_0, fake.calls = fake.calls, 0
     with pytest.raises(LateError):
         channel.wait(["go"], clock.now + seconds, writer=0)

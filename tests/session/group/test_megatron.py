@@ -41,7 +41,7 @@ class ShardedTensor:
 
 
 def boxes_of(sharded: Iterable[ShardedTensor]) -> dict[str, tsck.Boxes]:
-    """By key: a rank may hold several boxes of one tensor. Which replica a box is of does not matter: all put theirs."""
+    """By key: a rank may hold several boxes of one tensor. Which replica a box is of does not matter: all save theirs."""
     found: dict[str, list[tsck.Box]] = {}
     for each in sharded:
         local = each.data[(None,) * each.prepend_axis_num]

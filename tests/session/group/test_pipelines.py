@@ -224,12 +224,12 @@ def put_cut(folder: str, is_same: bool) -> str:
         full[59, 39] += 1e-5
     mesh = DeviceMesh("cpu", torch.tensor([1, 2]), _init_backend=False)
     state = {"first": 1, "w": full} if rank == 0 else {"second": 1, "w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}
-    state[f"is_same={is_same}"] = True  # replicas are compared with the first put of a layout
+    state[f"is_same={is_same}"] = True  # replicas are compared with the first save of a layout
     return opened(folder, 3).put_snapshot(state, ref=f"cut-{is_same}", group=GROUPS[3], timeout_seconds=TIMEOUT_SECONDS).root
 
 
 def put_unchecked(folder: str, ref: str, parts: list[Any], step: int) -> str:
-    """As builds did that compared values with the first put only."""
+    """As builds did that compared values with the first save only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning_round, "values_of", lambda united, kinds: ([], []))
         return put_each(folder, ref, parts, step)

@@ -1,4 +1,4 @@
-"""Ranks that come with something else than the others: all are told at once who came with what, and the next put works."""
+"""Ranks that come with something else than the others: all are told at once who came with what, and the next save works."""
 
 from collections.abc import Callable
 from typing import Any

@@ -12,6 +12,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.state import rank_shares
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
@@ -39,8 +40,8 @@ class FakeProcessGroup:
     [{"step": "one"}, {"step": -1}, {"metadata": {"a": object()}}, {"metrics": {"a": "b"}}, {"expect": "no root"}, {"ref": "a b"}, {}],
 )
 def test_it_is_with_the_others_again(wrong: dict[str, Any], odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has begun the attempt as all others have, or the group would never count alike again. Without `wrong` it cannot read the log."""
-    monkeypatch.setattr("tensorstore_ck.state.rank_shares.describer_of", lambda group: None)
+    """It begins the round as the others do, or ranks would count differently from then on. Without `wrong` it cannot read the log."""
+    monkeypatch.setattr(rank_shares, "describer_of", lambda group: None)
     dist: Any = torch.distributed
     store, backend = dist.HashStore(), MemoryBackend()
     init_store(backend)

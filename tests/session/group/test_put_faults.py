@@ -1,4 +1,4 @@
-"""Whatever befalls one rank of a put: all learn one outcome, nothing of an aborted put is visible, and the next one works.
+"""Whatever befalls one rank of a save: all learn one outcome, nothing of an aborted save is visible, and the next one works.
 
 Three ranks, real code above a backend in memory, in simulated time: at every call of every rank to the backend or the channel.
 """
@@ -198,7 +198,7 @@ def test_a_fault_at_every_step(rank: int, kind: str, are_alike: bool) -> None:
             was_told = all(other.endings[SECOND].seconds < TIMEOUT for other in world.group)
             assert was_told or (rank == 0 and 2 in steps), "only rank 0 can lose what the others wait for"
             if was_told:
-                assert all(other.endings[2].info is not None for other in world.group), "the next put works"
+                assert all(other.endings[2].info is not None for other in world.group), "the next save works"
         else:
             restarted = restart(world, 2)
             assert all(other.endings[0].info is not None for other in restarted), [other.endings[0].error for other in restarted]
@@ -222,7 +222,7 @@ def restart(world: World, ranks: int) -> list[PutRank]:
 
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_gc_at_every_call_frees_what_the_put_relies_on(rank: int) -> None:
-    """The parent is forgotten, and freed at once, while the ranks write: the put is right, or starts anew, or is aborted."""
+    """The parent is forgotten, and freed at once, while the ranks write: the save is right, or starts anew, or is aborted."""
     outcomes = set()
     for at in range(1, MAX_CALLS):
         world = World(seed=at)

@@ -317,7 +317,7 @@ def covered(reads: list[tuple[str, int, int]]) -> int:
     ],
 )
 def test_what_is_needed_is_read_once(pool: Pool, tmp_path: Path, name: str) -> None:
-    """By each rank hardly more than it needs when the ranks are those that put; else whole blocks, each of them by one rank of a host."""
+    """By each rank hardly more than it needs when the ranks are those that save; else whole blocks, each of them by one rank of a host."""
     make_store(tmp_path, 2 * MAX_GAP_BYTES)
     ranks, _ = WAYS[name]
     pool.run(count_reads, True)

@@ -177,7 +177,7 @@ def test_parts_and_records_from_another_store(is_copy: bool) -> None:
 
 
 def test_parts_of_the_same_content_in_this_store() -> None:
-    """The layouts and most of the tensors are the same; what a part says is made anew from another put of the same."""
+    """The layouts and most of the tensors are the same; what a part says is made anew from another save of the same."""
     backend = copy(OBJECTS)
     put_all(backend, RANKS, shared(1), rank_state, ref="again", step=1)
     for name in PARTS:

@@ -288,7 +288,7 @@ def test_what_cannot_be_right(pool: Pool, folder: Path, name: str) -> None:
 
 def put_unequal(folder: str, name: str) -> str:
     rank = torch.distributed.get_rank()
-    state = {**STATES[name](rank), "another": "layout"}  # replicas are compared with the first put of one
+    state = {**STATES[name](rank), "another": "layout"}  # replicas are compared with the first save of one
     if rank == 3:
         found = state["w" if name == "flat_on_several" else "norm"]
         local = found.local if isinstance(found, tsck.FlatShard) else found.to_local() if isinstance(found, DTensor) else found
@@ -303,7 +303,7 @@ def test_what_should_be_equal_and_is_not(pool: Pool, folder: Path, name: str) ->
 
 
 def put_what_drifts(folder: str, name: str) -> list[str]:
-    """Equal once, and later not: with each put some of it is compared, here all."""
+    """Equal once, and later not: with each save some of it is compared, here all."""
     rank = torch.distributed.get_rank()
     state = {**STATES[name](rank), "another": "layout, too"}
     found = state["w" if name == "flat_on_several" else "embed"]

@@ -1,4 +1,4 @@
-"""A store and three ranks that put to it, in simulated time; and what must be true of it afterwards."""
+"""A store and three ranks that save to it, in simulated time; and what must be true of it afterwards."""
 
 from typing import Any, Final
 
@@ -23,14 +23,14 @@ from tests.session.group.states import Spreading
 RANKS: Final = 3
 STEPS: Final = (1, 2, 3)
 SECOND: Final = 1
-"""The put that goes wrong: what it relies on is there, and one more comes after it."""
+"""The save that goes wrong: what it relies on is there, and one more comes after it."""
 AGAIN: Final = 10
 """The step that those who are left put as a new group."""
 ROWS: Final = 4 * RANKS - 1
 
 
 class World:
-    """A store, and a group of ranks that put to it."""
+    """A store, and a group of ranks that save to it."""
 
     def __init__(self, *, faults: tuple[Fault, ...] = (), seed: int = 0, **options: Any) -> None:
         self.backend = new_backend()
@@ -49,15 +49,15 @@ class World:
         return engine
 
     def reasons(self, number: int = SECOND) -> set[str]:
-        """Why a put failed, in the words of all ranks."""
+        """Why a save failed, in the words of all ranks."""
         return {str(error) for error in self.errors(SnapshotAbortedError, number)}
 
     def refusals(self, kind: type[StoreError], number: int = SECOND) -> set[str]:
-        """Likewise, of a put that one class of error ended on all ranks."""
+        """Likewise, of a save that one class of error ended on all ranks."""
         return {str(error) for error in self.errors(kind, number)}
 
     def errors(self, kind: type[StoreError], number: int = SECOND) -> list[BaseException | None]:
-        """How a put ended, on all ranks with this very class."""
+        """How a save ended, on all ranks with this very class."""
         errors = [rank.endings[number].error for rank in self.group]
         assert {type(error) for error in errors} == {kind}, errors
         return errors

@@ -69,7 +69,7 @@ class Side:
     sent_bytes: int = 0
 
     def stage(self, sizes: Sequence[int] = SIZES, first: int = 0) -> list[str]:
-        """Writes objects as a put would."""
+        """Writes objects as a save would."""
         names = [name_of(self.rank, first + number) for number in range(len(sizes))]
         for name, size in zip(names, sizes, strict=True):
             self.folder.unsent.put(name, bytes_of(name, size))

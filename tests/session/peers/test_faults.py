@@ -125,7 +125,7 @@ def test_no_peer_overwrites_what_is_there(pool: Pool, tmp_path: Path) -> None:
 
 
 def _stopped(base: str, rank: int, after: int) -> tuple[str, list[str]]:
-    """On one rank the put is dropped after some questions; the next one is not."""
+    """On one rank the save is dropped after some questions; the next one is not."""
     own = side(base, (0, 1, 2), 1)
     asked = 0
 

@@ -183,7 +183,7 @@ def test_a_hostile_rank_costs_a_copy_and_nothing_of_it_is_kept(pool: Pool, tmp_p
 
 
 def _replayed(base: str) -> tuple[str, list[str]]:
-    """Rank 0 is honest in the first put; then somebody sends the same again, all of it."""
+    """Rank 0 is honest in the first save; then somebody sends the same again, all of it."""
     if dist.get_rank() == 1:
         return _victim(base, (1, 1))
     link = _hostile_link(base)

@@ -50,7 +50,7 @@ def job(rank: int, folder: str, port: int, phase: str) -> None:
 
 
 def stop_uploads_of_packs() -> None:
-    """Parts go to the store while a put is staged; what is staged then stays on the disks."""
+    """Parts go to the store while a save is staged; what is staged then stays on the disks."""
     upload = Uploader.upload
 
     def stopped(self: Uploader, names: Any, **options: Any) -> None:

@@ -143,7 +143,7 @@ def state_of(step: int, size_bytes: int = SIZE) -> dict[str, Any]:
 
 
 def spoil(state: dict[str, Any]) -> None:
-    """What an optimizer does to a state once the put has returned."""
+    """What an optimizer does to a state once the save has returned."""
     state["w"].fill_(NEVER)
     state["step"] = -1
 

@@ -25,7 +25,7 @@ COPY = 2 * MIB
 
 
 class Side:
-    """This rank's handle, and the puts that it has begun."""
+    """This rank's handle, and the saves that it has begun."""
 
     def __init__(self, folder: str, ranks: int, copies: int | None) -> None:
         self.gate = Gate()
@@ -234,7 +234,7 @@ def wait(step: int, only: int | None = None) -> Ending | None:
 
 def settle() -> None:
     """Until nothing is under way; nobody is told anything."""
-    SIDES[-1].store.session.queue.settle()
+    SIDES[-1].store.session.queue.wait_idle()
 
 
 def await_work_on(step: int, only: int) -> None:
@@ -242,7 +242,7 @@ def await_work_on(step: int, only: int) -> None:
     if mine(only):
         with side.store.session.queue._changed:
             assert side.store.session.queue._changed.wait_for(
-                lambda: getattr(side.store.session.queue._stores._working, "course", None) is side.puts[step]._course, SECONDS
+                lambda: getattr(side.store.session.queue._stores._working, "status", None) is side.puts[step]._status, SECONDS
             )
 
 

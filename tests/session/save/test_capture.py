@@ -241,7 +241,7 @@ def test_a_restore_waits_for_what_was_put_before_it() -> None:
 
 
 def test_a_restore_into_a_state_that_is_in_flight() -> None:
-    """The memory that is filled is what the put has captured: it was copied."""
+    """The memory that is filled is what the save has captured: it was copied."""
     with scene() as place:
         put_beside(place.store, 1).wait()
         state = state_of(2)

@@ -40,7 +40,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def during_put(place: Scene, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Has a thread do something in the middle of the next put that is waited for: its blocks are read, and not yet durable."""
+    """Has a thread do something in the middle of the next save that is waited for: its blocks are read, and not yet durable."""
 
     def arrange(work: Callable[[], object]) -> None:
         real = place.gate.call

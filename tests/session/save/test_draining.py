@@ -42,7 +42,7 @@ class Draining(threading.Thread):
         self._place = place
         self._looked = threading.Event()
         self._report: DrainReport | None = None
-        found = place.store.session.queue._items
+        found = place.store.session.queue._queued
 
         def look() -> Any:
             items = found()
@@ -50,7 +50,7 @@ class Draining(threading.Thread):
             return items
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place.store.session.queue, "_items", look)
+            patch.setattr(place.store.session.queue, "_queued", look)
             self.start()
             assert self._looked.wait(SECONDS)
 
@@ -111,7 +111,7 @@ def test_a_backend_that_hangs_is_given_up() -> None:
 def test_what_gives_up_in_time_is_reported_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(save_queue.SaveQueue.drain.__kwdefaults__ or {}, "give_up_seconds", SECONDS)
     with hanging() as (place, stop, (second, third)):
-        second._course.on_drop(stop.let_go)
+        second._status.on_drop(stop.let_go)
         report = place.store.drain(0)
         assert [pending.step for pending in report.dropped] == [2, 3]
         assert not report.under_way

@@ -1,4 +1,4 @@
-"""An error is told once: by the next wait, or else by the next put, or else by close. It never kills what comes after it."""
+"""An error is told once: by the next wait, or else by the next save, or else by close. It never kills what comes after it."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def broken() -> BackendUnavailableError:
 
 
 def fail(place: Scene, step: int, error: BaseException | None = None) -> tsck.PendingSnapshot:
-    """A put that fails beside the training, before anybody waits for it."""
+    """A save that fails beside the training, before anybody waits for it."""
     place.gate.fail("put parts/", error or broken())
     pending = put_beside(place.store, step)
     settle(place)
@@ -31,11 +31,11 @@ def fail(place: Scene, step: int, error: BaseException | None = None) -> tsck.Pe
 
 def settle(place: Scene) -> None:
     """Until nothing is under way, and nobody was told anything."""
-    place.store.session.queue.settle()
+    place.store.session.queue.wait_idle()
 
 
 def require_silence(place: Scene, step: int) -> None:
-    """A put takes place, and the end says nothing."""
+    """A save takes place, and the end says nothing."""
     put_beside(place.store, step).wait()
     assert place.steps()[-1] == step
     check(place.store, step)
@@ -300,7 +300,7 @@ def test_callbacks_that_fail_disturb_nobody(caplog: pytest.LogCaptureFixture) ->
         settle(place)
         assert told == [pending]
         pending.published.on_settled(lambda _: 1 // 0)  # at once
-        assert sum("a callback of a put failed" in record.getMessage() for record in caplog.records) == 2
+        assert sum("a callback of a save failed" in record.getMessage() for record in caplog.records) == 2
         assert sum("raised on the event" in record.getMessage() for record in caplog.records) == 1
         require_silence(place, 2)
 
@@ -342,7 +342,7 @@ def test_a_callback_may_use_the_store() -> None:
 
 
 def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the limit of processes: told where it happens, and the next put tries again."""
+    """As at the limit of processes: told where it happens, and the next save tries again."""
     with scene() as place:
         with monkeypatch.context() as patch:
             plain = threading.Thread.start

@@ -112,8 +112,10 @@ def test_a_change_is_found_and_nothing_is_published() -> None:
             put(place, state, step).wait()
         before = state["base"]["w"].clone()
         state["base"]["w"][BASE // 2] ^= 1
-        for step in (10, 11):  # not once: at each put, as long as it is said to be frozen
-            with pytest.raises(FrozenChangedError, match=r"base\.w was put as frozen, but has changed .* the 9 snapshots since") as raised:
+        for step in (10, 11):  # not once: at each save, as long as it is said to be frozen
+            with pytest.raises(
+                FrozenChangedError, match=r"base\.w was declared frozen, but has changed .* the 9 snapshots since"
+            ) as raised:
                 put(place, state, step).wait()
             assert raised.value.object_id == "base.w"
         assert place.steps() == list(range(VERIFY_EVERY))
@@ -130,7 +132,7 @@ def test_a_change_that_nobody_waits_for_is_raised_by_the_next_put() -> None:
         state["base"]["w"][0] ^= 1
         place.store.drain()
         put(place, state, 10)
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         with pytest.raises(FrozenChangedError):
             put(place, state, 11)
         put(place, state, 12, frozen=[]).wait()

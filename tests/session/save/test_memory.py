@@ -31,7 +31,7 @@ def stalled_backend(copies: int) -> Iterator[tuple[Scene, Stop, tsck.PendingSnap
 
 
 class Put(threading.Thread):
-    """A put on a thread of its own: it may have to wait."""
+    """A save on a thread of its own: it may have to wait."""
 
     def __init__(self, store: tsck.Store, step: int, **options: Any) -> None:
         super().__init__(daemon=True)
@@ -50,7 +50,7 @@ class Put(threading.Thread):
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a put begins to wait for memory: the lock is held from there until it waits, so no change is missed."""
+    """Set when a save begins to wait for memory: the lock is held from there until it waits, so no change is missed."""
     event, plain = threading.Event(), CaptureMemory.wait
 
     def wait(self: CaptureMemory, item: Any, under_way: int) -> None:
@@ -217,7 +217,7 @@ def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event)
 
 
 def test_memory_is_free_before_anybody_is_told(waits: threading.Event) -> None:
-    """Who waits for it does not wait for the callbacks of the put that had it."""
+    """Who waits for it does not wait for the callbacks of the save that had it."""
     with scene(host_memory_bytes=COPY) as place:
         holds, goes = threading.Event(), threading.Event()
 
@@ -315,11 +315,11 @@ def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch:
     with scene(host_memory_bytes=COPY) as place:
         with monkeypatch.context() as patch:
 
-            def agree(self: SinglePut, decide: Callable[[], Admission]) -> Admission:
-                assert decide().goes
+            def decide(self: SinglePut, admit: Callable[[], Admission]) -> Admission:
+                assert admit().admitted
                 raise KeyboardInterrupt
 
-            patch.setattr(SinglePut, "agree", agree)
+            patch.setattr(SinglePut, "decide", decide)
             with pytest.raises(KeyboardInterrupt):
                 put_beside(place.store, 1, size_bytes=COPY)
         assert place.in_use_bytes == 0

@@ -1,7 +1,7 @@
 """Any order of calls on one handle, beside a simple model of it: what is acknowledged is there, in order and byte-equal; what was dropped
 is not; each error is told once.
 
-The worker is either idle, or held in the middle of one put: so it is known at each step what is under way.
+The worker is either idle, or held in the middle of one save: so it is known at each step what is under way.
 """
 
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
             for put in self.queue:
                 self.run(put)
             self.held, self.stop, self.queue = None, None, []
-        self.place.store.session.queue.settle()
+        self.place.store.session.queue.wait_idle()
 
     def memory(self) -> list[Put]:
         return [put for put in (self.held, *self.queue) if put is not None and (put is self.held or not put.dropped)]
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         elif self.held is not None:
             self.queue.append(put)
         else:
-            self.place.store.session.queue.settle()
+            self.place.store.session.queue.wait_idle()
             self.run(put)
         return put
 
@@ -193,7 +193,7 @@ class Machine(RuleBasedStateMachine):
         self.published.append(step)
         self.is_fenced = True
 
-    # --- what is held of a put ------------------------------------------------------------------------------------------
+    # --- what is held of a save ------------------------------------------------------------------------------------------
 
     @rule(put=puts)
     def wait(self, put: Put) -> None:
@@ -278,7 +278,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_is_told_by_events(self) -> None:
         ended = [event for event in self.place.events if event.kind in ("published", "failed", "dropped") and event.put]
-        assert len({event.put for event in ended}) == len(ended), "a put ended twice"
+        assert len({event.put for event in ended}) == len(ended), "a save ended twice"
         seen = [event.step for event in ended if event.kind == "published"]
         assert seen == [step for step in self.published if step in seen]
 

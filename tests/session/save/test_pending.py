@@ -1,4 +1,4 @@
-"""What users hold of a put under way: its milestones, its progress, and giving it up in each phase."""
+"""What users hold of a save under way: its milestones, its progress, and giving it up in each phase."""
 
 import gc
 import threading
@@ -14,7 +14,7 @@ from tensorstore_ck.session.save.put import SinglePut
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside, scene
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
-"""Calls of a put that come before its last look at whether it was given up."""
+"""Calls of a save that come before its last look at whether it was given up."""
 
 
 # --- cancel -----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_cancel_between_the_blocks_of_a_state() -> None:
 
 
 def test_cancel_that_comes_too_late() -> None:
-    """Once the entry may be in the log, a put is published whatever was asked: `wait` says so, and so do all others."""
+    """Once the entry may be in the log, a save is published whatever was asked: `wait` says so, and so do all others."""
     with scene() as place:
         stop = place.gate.stop("create log/")
         pending = put_beside(place.store, 1)
@@ -117,7 +117,9 @@ def test_a_wait_that_is_too_short(wait: Callable[[tsck.PendingSnapshot, float], 
         stop = place.gate.stop("put parts/")
         pending = put_beside(place.store, 1)
         for _ in range(2):
-            with pytest.raises(WaitTimeoutError, match=rf"job@1 is not (published|staged) after {seconds:g} s; it goes on") as raised:
+            with pytest.raises(
+                WaitTimeoutError, match=rf"job@1 is not (published|staged) after {seconds:g} s; the save continues"
+            ) as raised:
                 wait(pending, seconds)
         assert raised.value.object_id == "job"
         assert not pending.done()
@@ -214,7 +216,7 @@ def test_callbacks_before_and_after_each_milestone(error: Exception | None) -> N
             getattr(pending, name).on_settled(note("before", name))
         assert told == [("before", "captured", False, True)]  # which it has passed
         stop.let_go(error)
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         assert told[1:] == [("before", "staged", True, False), ("before", "published", True, False)]
         for name in ("captured", "staged", "published"):
             getattr(pending, name).on_settled(note("after", name))
@@ -249,11 +251,11 @@ def test_what_is_held_of_a_put_does_not_hold_its_state() -> None:
         assert jobs() == before + 4
         place.gate.fail("put snapshots/", BackendUnavailableError("injected"))
         stop.let_go()
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         with pytest.raises(BackendUnavailableError):
             puts[0].wait()
         put_beside(place.store, 5).wait()
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         assert [pending.done() for pending in puts] == [True] * 4
         assert jobs() <= before
 

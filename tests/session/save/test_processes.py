@@ -67,13 +67,13 @@ def test_what_cannot_be_finished_is_said(nursery: Nursery, tmp_path: Path) -> No
     assert nursery.run(worker.in_flight, tmp_path, "fails") == 0
     assert steps_of(tmp_path) == [2, 3]
     assert "saving job@1 failed" in stderr(tmp_path)
-    assert "the process ends with puts under way: job@3" in stderr(tmp_path)
+    assert "the process ends with saves in progress: job@3" in stderr(tmp_path)
 
 
 def test_a_backend_that_hangs_does_not_keep_the_process(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(worker.in_flight, tmp_path, "hangs") == 0
     assert steps_of(tmp_path) == []
-    assert "the process ends with puts under way: nothing was published; given up: job@1, job@2, job@3" in stderr(tmp_path)
+    assert "the process ends with saves in progress: nothing was published; given up: job@1, job@2, job@3" in stderr(tmp_path)
 
 
 # --- SIGKILL ------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_child_that_is_forked_in_the_middle_of_a_put(nursery: Nursery, tmp_pat
     assert nursery.run(worker.forked, tmp_path, at) == 0, stderr(tmp_path)
     waited, child, parent = heard(tmp_path)
     assert waited["waited"] != "WaitTimeoutError"
-    assert "process that this one was forked from" in waited["message"]
+    assert "process from which this one was forked" in waited["message"]
     assert child["pending"] == 0
     assert child["restored"] == 1
     assert child["steps"] == [1]

@@ -116,7 +116,7 @@ def test_frozen_tensors_of_many_ranks(begin: Callable[..., Ask], tmp_path: Path)
         ask(rank_side.keep, step, step == 11)
     endings = ask(rank_side.wait, 11)
     assert kinds(endings) == ["FrozenChangedError"] * 2
-    assert all("model.w was put as frozen, but has changed" in text for _, text in endings), endings
+    assert all("model.w was declared frozen, but has changed" in text for _, text in endings), endings
     hashed = ask(rank_side.told, "published", "hashed_bytes")
     for rank in (0, 1):
         assert [step for step, size in hashed[rank] if size > 100_000] == [1]
@@ -226,7 +226,7 @@ def grow(rank: int) -> None:
 
 def limit(rank: int, limit_bytes: int) -> None:
     side = rank_side.SIDES[-1]
-    side.store.session.queue.settle()
+    side.store.session.queue.wait_idle()
     arena = side.store.session.queue._memory.arena
     assert arena is not None
     if rank_side.mine(rank):
@@ -256,7 +256,7 @@ def test_what_one_rank_cannot_store(begin: Callable[..., Ask], tmp_path: Path) -
 
 
 def let_go_soon() -> None:
-    """As soon as the next put of this rank is refused or captured: it may have to wait for those before."""
+    """As soon as the next save of this rank is refused or captured: it may have to wait for those before."""
     import threading
 
     threading.Timer(0.1, rank_side.let_go).start()
@@ -284,7 +284,7 @@ def test_an_error_that_nobody_waited_for_is_raised_on_all_ranks_by_the_next_put(
 @pytest.mark.parametrize("told", [0, 1], ids=lambda rank: f"rank {rank} knows")
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "waited for"])
 def test_ranks_of_which_one_was_told_already_stay_together(begin: Callable[..., Ask], tmp_path: Path, told: int, beside: bool) -> None:
-    """Whoever raises, all ranks take the same step: the next put but one takes place at the latest."""
+    """Whoever raises, all ranks take the same step: the next save but one takes place at the latest."""
     ask = begin(4, 4)
     again = (lambda step: put(ask, step)) if beside else (lambda step: ask(rank_side.put_now, step))
     put(ask, 1)

@@ -1,4 +1,4 @@
-"""`Store.retrying`: again what may pass, never what comes again; and of a put that may have happened the log is asked before."""
+"""`Store.retrying`: again what may pass, never what comes again; and of a save that may have happened the log is asked before."""
 
 import threading
 from typing import Any

@@ -423,7 +423,7 @@ def test_ranks_judge_together(pool: Pool, tmp_path: Path) -> None:
     ended, told = put(8, [], unchanged="error")
     assert not told
     assert len(ended) == 1  # all ranks raise the same
-    assert "SuspiciousSaveError the put to 'job' was refused: nothing was published to 'job': no floating tensor" in ended.pop()
+    assert "SuspiciousSaveError the save to 'job' was refused: nothing was published to 'job': no floating tensor" in ended.pop()
     assert put(10, [0]) == ({"published"}, [])
     pool.run(rank_side.end, ranks=2)
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:

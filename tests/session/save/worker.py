@@ -19,7 +19,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.group import Group
-from tensorstore_ck.session.save import at_exit
+from tensorstore_ck.session.save import process_end
 from tensorstore_ck.session.save.save_queue import SaveQueue
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.save.nursery import DEADLINE_SECONDS, say, serve, watch
@@ -78,7 +78,7 @@ def in_flight(folder: str, how: str) -> None:
             time.sleep(3600)
 
     if how == "hangs":
-        vars(at_exit)["EXIT_SECONDS"] = 0.2
+        vars(process_end)["EXIT_SECONDS"] = 0.2
         assert SaveQueue.drain.__kwdefaults__ is not None
         SaveQueue.drain.__kwdefaults__["give_up_seconds"] = 0.2
     store = open_store(folder, Trap("put parts/", 1, hold))
@@ -158,7 +158,7 @@ def preempted_child(folder: str) -> None:
 
 
 def forked(folder: str, at: str) -> None:
-    """A put is in the middle of something when the process forks; the child uses what it has inherited."""
+    """A save is in the middle of something when the process forks; the child uses what it has inherited."""
     reached, goes = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -223,7 +223,7 @@ def loading(folder: str) -> None:
 
 
 def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> None:
-    """One of them is killed in its second put, with a third in flight; the others learn of it, and go on as a new group."""
+    """One of them is killed in its second save, with a third in flight; the others learn of it, and go on as a new group."""
     assert Group.begin.__kwdefaults__ is not None
     Group.begin.__kwdefaults__["grace"] = 1.0
     server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS))
@@ -264,7 +264,7 @@ def peak_over(action: Callable[[], object]) -> int:
 
 
 def memory(folder: str) -> None:
-    """The peak of puts under a budget of one copy; and of one that follows a smaller one that failed and is still held."""
+    """The peak of saves under a budget of one copy; and of one that follows a smaller one that failed and is still held."""
     size = 48 * MIB
     with open_store(folder, host_memory_bytes=size, no_sync=True) as store:
         state = {"w": torch.ones(size // 4)}
@@ -292,7 +292,7 @@ def memory(folder: str) -> None:
 
 
 def many(folder: str, puts: int) -> None:
-    """Threads, descriptors and resident bytes, after a tenth of the puts and after all."""
+    """Threads, descriptors and resident bytes, after a tenth of the saves and after all."""
     store, threads = open_store(folder, host_memory_bytes=8 * MIB, no_sync=True), threading.active_count()
     state: dict[str, Any] = {"w": torch.zeros(3000), "b": [bytearray(100)]}
     pendings = []

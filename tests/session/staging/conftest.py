@@ -1,4 +1,4 @@
-"""Fixtures for tests of staged puts."""
+"""Fixtures for tests of staged saves."""
 
 import pytest
 

@@ -130,7 +130,7 @@ def resume(
 
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:
-    """One rank cancels a staged put; then all put another one."""
+    """One rank cancels a staged save; then all save another one."""
     with Job(folder, ranks, disks, stagger_seconds=0.5) as job:
         job.restore("job")
         pending = job.put(1)
@@ -146,7 +146,7 @@ def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> t
 
 
 def fail_all_tries(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[str, list[int | None]]:
-    """One rank's upload is refused at each try of one put; then all put another one: the first error, and what is published."""
+    """One rank's upload is refused at each try of one save; then all save another one: the first error, and what is published."""
     real, left = Uploader.upload, [1] * publish_staged_group.TRIES if dist.get_rank() == failing else []
 
     def upload(self: Uploader, names: Any, **options: Any) -> None:
@@ -204,39 +204,39 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
 
     from tensorstore_ck.session.group.rank_put import RankPut
 
-    real = stage.announce, stage.StagingDestination.give_up, RankPut.settle
+    real = stage.announce, stage.StagingDestination.give_up, RankPut.resolve
     stage.announce = die  # type: ignore[assignment]
     stage.StagingDestination.give_up = lambda self: None  # type: ignore[method-assign]
-    RankPut.settle = lambda self, reason: None  # type: ignore[method-assign]
+    RankPut.resolve = lambda self, reason: None  # type: ignore[method-assign]
     try:
         with Job(folder, ranks, disks) as job:
             job.restore("job")
             with suppress(BaseException):
                 job.put(1).wait(SECONDS)
     finally:
-        stage.announce, stage.StagingDestination.give_up, RankPut.settle = real  # type: ignore[method-assign]
+        stage.announce, stage.StagingDestination.give_up, RankPut.resolve = real  # type: ignore[method-assign]
 
 
 def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
-    """Rank 1 stages its side, learns no outcome and cannot ask the log: what that put raises."""
-    from tensorstore_ck.session.group.attempt import Round
+    """Rank 1 stages its side, learns no outcome and cannot ask the log: what that save raises."""
     from tensorstore_ck.session.group.channel import ChannelError
     from tensorstore_ck.session.group.rank_put import RankPut
+    from tensorstore_ck.session.group.round import Round
 
-    real = Round._wait_for_outcome, RankPut.settle
+    real = Round._wait_for_outcome, RankPut.resolve
 
     def lose(self: Round) -> Any:
-        if not self._title.startswith("the put"):
+        if not self._title.startswith("the save"):
             return real[0](self)
         real[0](self)
         self._grace = 0.0
         raise ChannelError("the connection is lost")
 
-    def settle(*_: object) -> Any:
+    def resolve(*_: object) -> Any:
         raise BackendUnavailableError("no answer")
 
     if dist.get_rank() == 1:
-        Round._wait_for_outcome, RankPut.settle = lose, settle  # type: ignore[method-assign, assignment]
+        Round._wait_for_outcome, RankPut.resolve = lose, resolve  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks, stagger_seconds=DAY_SECONDS) as job:
             job.restore("job")
@@ -247,11 +247,11 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
                 return type(exc).__name__
             return ""
     finally:
-        Round._wait_for_outcome, RankPut.settle = real  # type: ignore[method-assign]
+        Round._wait_for_outcome, RankPut.resolve = real  # type: ignore[method-assign]
 
 
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
-    """Rank 1 does not find in the log what rank 0 published: what that put raises."""
+    """Rank 1 does not find in the log what rank 0 published: what that save raises."""
     real = publish_staged_group.PublishStagedGroup._end
 
     def end(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:

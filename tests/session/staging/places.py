@@ -248,7 +248,7 @@ def check(store: Store, step: int, address: str | None = None) -> None:
 
 
 def leftovers(folder: StagingFolder) -> list[str]:
-    """What is there of puts that are over, copies apart."""
+    """What is there of saves that are over, copies apart."""
     found = [info.name for info in (*LocalBackend(folder.path).list(""), *LocalBackend(folder.path).list_uploads())]
     return [name for name in found if name != "users" and not name.startswith("copies/")]
 

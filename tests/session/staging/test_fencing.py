@@ -1,4 +1,4 @@
-"""Several processes and one staged put: it is published once or given up, and never on top of somebody else's work."""
+"""Several processes and one staged save: it is published once or given up, and never on top of somebody else's work."""
 
 import threading
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_one_of_a_chain_is_dropped_while_nobody_runs(tmp_path: Path) -> None:
 
 
 def test_gc_and_forget_between(tmp_path: Path) -> None:
-    """What a staged put shares with published ones is held, whatever becomes of their branch."""
+    """What a staged save shares with published ones is held, whatever becomes of their branch."""
     server, path, connection = PieceStore(), tmp_path / "stage", Server()
     with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
         job.put(0).wait(SECONDS)

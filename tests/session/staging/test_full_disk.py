@@ -68,7 +68,7 @@ def test_full_from_each_write_on(tmp_path: Path) -> None:
 
 
 def test_full_for_each_write(tmp_path: Path) -> None:
-    """One write fails; the puts that follow in the same process publish what it left."""
+    """One write fails; the saves that follow in the same process publish what it left."""
     for at in range(1, 1000):
         server, path, told, full = PieceStore(), tmp_path / str(at) / "stage", Acknowledged(), Full("no-space")
         with process(server, path, disk_faults=full) as job:
@@ -78,7 +78,7 @@ def test_full_for_each_write(tmp_path: Path) -> None:
             full.at = 0
             told.put(job, 3)
             assert 3 in told.published
-            assert told.staged <= {snapshot.step for snapshot in job.store.log("job")}, f"left behind by a put that followed: {full.struck}"
+            assert told.staged <= {snapshot.step for snapshot in job.store.log("job")}, f"left by a later save: {full.struck}"
         require_nothing_lost(server, path, told)
         if not full.struck:
             return
@@ -86,7 +86,7 @@ def test_full_for_each_write(tmp_path: Path) -> None:
 
 
 def refused_put(job: Process, step: int, monkeypatch: pytest.MonkeyPatch) -> tsck.PendingSnapshot:
-    """A put that is staged, and whose upload the store refuses for now."""
+    """A save that is staged, and whose upload the store refuses for now."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionDeniedError("the token has expired")
@@ -129,7 +129,7 @@ def test_a_put_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_room_that_a_failed_put_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next put does not fit beside it, so it is published first."""
+    """The next save does not fit beside it, so it is published first."""
     server, path = PieceStore(), tmp_path / "stage"
     with process(server, path, capacity_bytes=450 * KIB) as job:
         refused_put(job, 0, monkeypatch)
@@ -138,7 +138,7 @@ def test_room_that_a_failed_put_holds(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_can_never_be_published_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Its files are gone meanwhile: the next put says so, and goes on."""
+    """Its files are gone meanwhile: the next save says so, and goes on."""
     server, path = PieceStore(), tmp_path / "stage"
     with process(server, path) as job:
         job.put(0).wait(SECONDS)

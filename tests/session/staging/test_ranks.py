@@ -1,4 +1,4 @@
-"""Staged puts of many ranks, by real processes: found again by the same ranks, fewer or more, as far as their disks are there."""
+"""Staged saves of many ranks, by real processes: found again by the same ranks, fewer or more, as far as their disks are there."""
 
 import json
 from pathlib import Path

@@ -31,7 +31,7 @@ def test_what_is_staged_is_restored_before_it_is_published(tmp_path: Path) -> No
 
 
 def test_published_while_its_state_is_trained_on(tmp_path: Path) -> None:
-    """By this very process, after it was restored: the next put is on top of it."""
+    """By this very process, after it was restored: the next save is on top of it."""
     server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
     leave_staged(server, path, 1, 2)
     with process(server, path, store_faults=connection) as job:

@@ -1,4 +1,4 @@
-"""Staged puts to an S3 server through a proxy that does what networks do: published once, and every byte is right."""
+"""Staged saves to an S3 server through a proxy that does what networks do: published once, and every byte is right."""
 
 import random
 import uuid

@@ -60,7 +60,7 @@ class Job:
             warnings.simplefilter("always")
             self.ckpt.step(self.step)
             if self.store.engine.tier is None:
-                self.store.session.queue.settle()
+                self.store.session.queue.wait_idle()
         return [str(each.message) for each in caught]
 
     def steps(self) -> list[int | None]:

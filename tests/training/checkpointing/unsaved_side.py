@@ -66,7 +66,7 @@ def run(folder: str, trouble: str, asynchronous: bool, ranks: int) -> tuple[int,
                 is_slow = trouble == "two saves are slow" and step in (8, 20)
                 ckpt.step(step + is_ahead)
                 if asynchronous and (step in (10, 22) or (step % 4 == 0 and not is_slow)):
-                    store.session.queue.settle()  # what came of it is known by the next step
+                    store.session.queue.wait_idle()  # what came of it is known by the next step
             ckpt.close()
         except tsck.StoreError as exc:
             error = exc

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 from torch.distributed.fsdp import fully_shard
 
 import tensorstore_ck as tsck
+from tests.session.group.pool import TIMEOUT_SECONDS
 from tests.training.recipes.dense import Block, adamw
-from tests.training.recipes.harness import FLAT, TIMEOUT_SECONDS, Worlds, difference, gathered, mesh_of, opened, state_of, step, united
+from tests.training.recipes.harness import FLAT, Worlds, difference, gathered, mesh_of, opened, state_of, step, united
 
 pytestmark = pytest.mark.slow
 

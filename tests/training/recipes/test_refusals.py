@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import tensorstore_ck as tsck
-from tests.training.recipes.harness import TIMEOUT_SECONDS, Worlds, mesh_of, opened
+from tests.session.group.pool import TIMEOUT_SECONDS
+from tests.training.recipes.harness import Worlds, mesh_of, opened
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,399 @@
+"""One round of a group: all ranks do one thing together, a save or a restore, and learn the same outcome.
+
+    admit            rank 0's decision whether the round takes place, where it decides that before anybody prepares
+    proposal/<rank>  what each rank is about to do; rank 0 waits for all of them and compares
+    go               what rank 0 answers, after which each rank does its work
+    <name>/<rank>    what some ranks report to rank 0 during that work; <name> is rank 0's answer: see `Round.ask`, `Round.answer`
+    result/<rank>    what a rank did; rank 0 waits for all of them and commits, which decides the outcome
+    failed           a rank failed: rank 0 stops waiting
+    outcome          what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
+
+The log decides, through `Participant.resolve`: a rank that gives up appends "abort" to the log unless it says "put" already. The channel
+only spreads what the log says, so a rank that dies or stalls, or a channel that breaks, costs time and an attempt, never agreement. A
+restore leaves nothing in the log; there the first outcome in the channel counts. A reported error carries its class (`FailureReason`), so
+that all ranks raise the same one. Knows no torch, no formats and no backend.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    InputError,
+    MismatchError,
+    NoSpaceError,
+    PermissionDeniedError,
+    SnapshotExpiredError,
+    StoreError,
+    UndecidedError,
+)
+from tensorstore_ck.format.sealed import Body, take, take_count
+from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, RoundLedger, SilentError, decode_record, encode_record
+from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
+from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
+
+GRACE_SECONDS: Final = 10.0
+"""How long after the deadline the other ranks leave it to rank 0 to end the round."""
+ADMIT, GO, OUTCOME, FAILED = "admit", "go", "outcome", "failed"
+
+
+class Participant(NamedTuple):
+    """What the caller does in a round. Records are small maps of msgpack types; an error in any of these ends the round."""
+
+    propose: Callable[[], Body]
+    """What this rank is about to do."""
+    execute: Callable[[Body], Body]
+    """Does this rank's part, durably; gets the record of `compare`, returns the result."""
+    resolve: Callable[[str], Body | None] | None
+    """Appends "abort" to the log, with a reason for people, unless it says "put" already; the outcome's record if put, None if aborted.
+    None for rounds that leave nothing in the log."""
+    compare: Callable[[list[Body]], Body | str]
+    """On rank 0, with the proposals of all ranks in order: the answer to all; or, as text, why their states do not fit together. All ranks
+    raise an input error that it raises."""
+    commit: Callable[[list[Body]], Body]
+    """On rank 0, with the results of all ranks, in order: appends the save to the log; returns the outcome's record."""
+
+
+class Round:
+    """One rank's side of one round."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        ledger: RoundLedger,
+        *,
+        n: int,
+        txn: Ulid,
+        rank: int,
+        ranks: int,
+        title: str,
+        object_id: str,
+        timeout: float,
+        grace: float,
+        misfit: str = "",
+        in_job: Sequence[int] | None = None,
+    ) -> None:
+        """`title` is for messages, like "the save to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
+
+        `misfit`: why this rank does not belong to the group: it reports that, and takes no outcome as its own. `in_job`: see `named_ranks`.
+        """
+        self.n = n
+        """Its number in the group, from 1."""
+        self.txn = txn
+        """Names this round in the log; the same on all ranks, and never used twice."""
+        self._channel, self._ledger = channel, ledger
+        self._rank, self._ranks = rank, ranks
+        self._title, self._object_id = title, object_id
+        self._timeout, self._grace = timeout, grace
+        self._misfit, self._in_job = misfit, in_job
+        self._deadline = channel.clock() + timeout
+        self._stage = "proposal"
+        self._is_counted = False
+        """Whether this rank may have reported its result: if not, the outcome is not its own."""
+        self._is_cut_off = False
+
+    def decide(self, choose: Callable[[], Body]) -> Body:
+        """What rank 0 decides about this round before it is run; the others wait for it.
+
+        Raises:
+            SnapshotAbortedError: rank 0 did not decide in time.
+        """
+        try:
+            if self._rank == 0:
+                decided = _plain(choose())
+                self._put(ADMIT, decided)
+                return decided
+            if self._misfit:
+                raise LateError(self._misfit)
+            key, reported = self._channel.wait([OUTCOME, ADMIT], self._patience(), writer=0)
+            if key == ADMIT:
+                return reported
+            reason = FailureReason.of_outcome(reported) or FailureReason(f"{self._named(0)} could not begin it")
+        except ChannelError as exc:
+            self.skip()
+            who = f"{self._named(self._rank)} waited for {self._named(0)}"
+            raise self._error(FailureReason(f"{who} to say whether it takes place: {exc}")) from exc
+        self.skip()
+        raise self._error(reason)
+
+    def skip(self) -> None:
+        """Ends the round without running it; all ranks know that."""
+        self._ledger.end(self.n, self._channel)
+
+    def run(self, participant: Participant) -> Body:
+        """Takes part, and returns the outcome's record; once only.
+
+        Ends by the deadline, which is the timeout from now, when rank 0 is gone by twice the grace later, and when the store hangs some
+        seconds after that; apart from the time that `participant` takes. From rank 0's answer on, its deadline is that of all.
+
+        Raises:
+            InputError, DamageError, ConflictError: raised on a rank, or on rank 0 by `compare`; all ranks raise the same class.
+            SnapshotAbortedError: the outcome is "abort" for another reason, on all ranks. The cause is this rank's own error if it had one.
+            UndecidedError: `Participant.resolve` failed: the log did not say what the outcome is.
+        """
+        self._deadline = self._channel.clock() + self._timeout
+        try:
+            return self._lead(participant) if self._rank == 0 else self._follow(participant)
+        finally:
+            self._ledger.end(self.n, self._channel)
+
+    def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
+        """What some `ranks` report to rank 0 during their work; rank 0's own report is empty. Returns nothing on other ranks.
+
+        Called by these ranks, and by rank 0, in their `Participant.execute`.
+        """
+        others = [rank for rank in ranks if rank]
+        if self._rank:
+            if self._rank in others:
+                self._channel.put_large(f"{name}/{self._rank}", tell(), self._deadline + self._grace)
+            return {}
+        records = self._gather(name, others)
+        reported = {rank: self._channel.whole(f"{name}/{rank}", record, self._deadline + self._grace) for rank, record in records.items()}
+        return {0: b""} | reported if 0 in ranks else reported
+
+    def answer(self, name: str, data: bytes | None) -> bytes:
+        """What rank 0 answers all during their work; the others wait for it.
+
+        Raises:
+            RankRefusedError: the round was given up meanwhile.
+        """
+        if self._rank == 0:
+            assert data is not None
+            self._channel.put_large(name, data, self._deadline + self._grace)
+            return data
+        key, record = self._channel.wait([OUTCOME, name], self._patience(), writer=0)
+        if key == OUTCOME:
+            raise RankRefusedError(FailureReason.of_outcome(record) or FailureReason("the round was given up"))
+        return self._channel.whole(name, record, self._deadline + self._grace)
+
+    # --- rank 0 -------------------------------------------------------------------------------------------------------
+
+    def _lead(self, participant: Participant) -> Body:
+        try:
+            proposals = self._collect(_plain(participant.propose()))
+            answer = _plain(self._judged(lambda: participant.compare([take(proposal, "record", dict) for proposal in proposals])))
+            oldest = min(take_count(proposal, "oldest") for proposal in proposals)
+            self._put(GO, {"record": answer, "left": max(0.0, self._deadline - self._channel.clock()), "oldest": oldest})
+            self._forget(oldest)
+            self._stage = "result"
+            results = self._collect(_plain(participant.execute(answer)))
+            outcome = _plain(self._judged(lambda: participant.commit([take(result, "record", dict) for result in results])))
+        except BaseException as exc:
+            reason = (
+                exc.reason if isinstance(exc, RankRefusedError) else FailureReason.of_ranks({0: _reason_of(exc, participant)}, self._in_job)
+            )
+            resolved = self._resolve(participant, reason)
+            if not isinstance(exc, Exception):
+                raise  # the others know; this rank was asked to stop
+            if isinstance(resolved, FailureReason):
+                raise self._error(resolved) from (exc.__cause__ if isinstance(exc, RankRefusedError) else exc)
+            return resolved
+        reported = self._spread({"put": outcome})
+        if participant.resolve is None and "put" not in reported:
+            raise self._error(FailureReason.of_outcome(reported) or FailureReason("the other ranks cannot be reached"))
+        return outcome
+
+    def _judged(self, judge: Callable[[], Body | str]) -> Body:
+        """What rank 0 concludes from the records of all ranks.
+
+        Raises:
+            RankRefusedError: they do not fit together, which is no rank's own error.
+        """
+        try:
+            answer = judge()
+        except (NoSpaceError, PermissionDeniedError):
+            raise  # errors of rank 0 itself
+        except (InputError, ConflictError) as exc:
+            raise RankRefusedError(FailureReason.of_error(exc, by_name=False)) from exc
+        if isinstance(answer, str):
+            raise RankRefusedError(FailureReason(answer, MismatchError.kind, self._object_id))
+        return answer
+
+    def _collect(self, own: Body) -> list[Body]:
+        """The records of all ranks in this stage: see `_gather`."""
+        stage = self._stage
+        return [{"record": own, "oldest": self._ledger.oldest()}, *self._gather(stage, range(1, self._ranks)).values()]
+
+    def _gather(self, stage: str, ranks: Sequence[int]) -> dict[int, Body]:
+        """The records of other ranks in a stage.
+
+        Raises:
+            RankRefusedError: names the ranks that failed, sent nothing by the deadline, or are silent.
+        """
+        keys = {f"{stage}/{rank}": rank for rank in ranks}
+        found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
+        said: dict[int, Body] = {}
+        errors: dict[int, FailureReason] = {}
+        missing = []
+        if alarm is not None:
+            with suppress(CorruptObjectError, TypeError, ValueError):
+                record = decode_record(alarm, FAILED)
+                errors[take_count(record, "rank")] = FailureReason.of_record(take(record, "error", dict))
+        for key, rank in keys.items():
+            if key not in found:
+                missing.append(rank)
+                continue
+            try:
+                said[rank] = decode_record(found[key], key)
+                _check_said(said[rank], stage)
+            except RankRefusedError as exc:
+                errors[rank] = exc.reason
+            except (CorruptObjectError, TypeError, ValueError) as exc:
+                errors[rank] = FailureReason(f"sent a damaged {stage}: {exc}")
+        if errors:
+            raise RankRefusedError(FailureReason.of_ranks(errors, self._in_job))
+        if alarm is not None:
+            raise RankRefusedError(FailureReason("a rank failed"))
+        if silent:
+            raise RankRefusedError(FailureReason(unheard(silent, self._channel.watch.limit, self._in_job)))
+        if missing:
+            what = "did not come to it" if stage == "proposal" else "came to it but did not finish"
+            raise RankRefusedError(
+                FailureReason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s")
+            )
+        return said
+
+    # --- all others ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, participant: Participant) -> Body:
+        own: Exception | None = None
+        try:
+            if self._misfit:
+                raise RankRefusedError(FailureReason(self._misfit))
+            self._put(f"proposal/{self._rank}", {"record": participant.propose(), "oldest": self._ledger.oldest()})
+            key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
+            if key == GO:
+                result = {"record": participant.execute(self._enter(answer))}
+                self._is_counted = True
+                self._put(f"result/{self._rank}", result)
+            outcome = self._wait_for_outcome()
+        except ChannelError as exc:
+            return self._give_up(participant, exc)
+        except BaseException as exc:
+            self._report(_reason_of(exc, participant))
+            if not isinstance(exc, Exception):
+                raise
+            own = exc
+            try:
+                outcome = self._wait_for_outcome()
+            except ChannelError as late:
+                return self._give_up(participant, late, own)
+        if type(outcome.get("put")) is dict:
+            return self._own(take(outcome, "put", dict))
+        reason = FailureReason.of_outcome(outcome)
+        if reason is not None:
+            raise self._error(reason) from (None if isinstance(own, RankRefusedError) else own)
+        return self._give_up(participant, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
+
+    def _enter(self, go: Body) -> Body:
+        """Rank 0 answered: the deadline is rank 0's, and the records of rounds that all ranks have ended can be deleted."""
+        record = take(go, "record", dict)
+        self._deadline = self._channel.clock() + min(max(0.0, take(go, "left", float)), self._timeout)
+        self._stage = "result"
+        self._forget(take_count(go, "oldest"))
+        return record
+
+    def _wait_for_outcome(self) -> Body:
+        return self._channel.wait([OUTCOME], self._patience(), writer=0)[1]
+
+    def _patience(self) -> float:
+        """When this rank gives up on rank 0: one after the other, so that the first one informs all and reads the log once."""
+        return self._deadline + self._grace * (1 + self._rank / self._ranks)
+
+    def _report(self, reason: FailureReason) -> None:
+        """Reports an error to rank 0."""
+        if self._is_cut_off:
+            return
+        with suppress(ChannelError):
+            self._put(f"{self._stage}/{self._rank}", {"error": reason.record()})
+            self._put(FAILED, {"rank": self._rank, "error": reason.record()})
+
+    def _give_up(self, participant: Participant, trouble: ChannelError, own: Exception | None = None) -> Body:
+        """Rank 0 or the channel is gone: the log decides."""
+        text = f"gave up on {self._named(0)}: {trouble}"
+        reason = FailureReason(f"{self._named(self._rank)} {text}")
+        if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
+            self._channel.sleep(self._grace * self._rank / self._ranks)  # so that not all ranks read the log at once
+        resolved = self._resolve(participant, reason)
+        if isinstance(resolved, FailureReason):
+            self._report(FailureReason(text))
+            raise self._error(resolved) from (own or trouble)
+        return self._own(resolved)
+
+    def _own(self, put: Body) -> Body:
+        """The outcome, if this rank has a part in it."""
+        if not self._is_counted:
+            raise self._error(FailureReason(self._misfit or "the process group's store holds records of another group"))
+        return put
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _resolve(self, participant: Participant, reason: FailureReason) -> Body | FailureReason:
+        """The outcome by the log, spread to all ranks that can be reached: the record, or why nothing was put."""
+        if participant.resolve is None:
+            reported = self._spread({"abort": reason.record()})
+            put = reported.get("put")
+            return put if type(put) is dict else FailureReason.of_outcome(reported) or reason
+        try:
+            resolved = participant.resolve(reason.text)
+        except BaseException as exc:
+            if self._rank == 0:
+                self._spread({"ask": reason.text})
+            if isinstance(exc, StoreError):
+                what = f"whether {self._title} happened is not known here, since the log could not be read"
+                raise UndecidedError(f"{what}: {error_text(exc)}", object_id=self._object_id, txn=self.txn) from exc
+            raise
+        if resolved is not None:
+            self._spread({"put": resolved})
+            return resolved
+        return FailureReason.of_outcome(self._spread({"abort": reason.record()})) or reason
+
+    def _spread(self, outcome: Body) -> Body:
+        """Sends the outcome to all, unless another rank was faster; returns what they get: nothing if the channel is gone."""
+        try:
+            return self._channel.put_first(OUTCOME, outcome, self._deadline + self._grace)
+        except ChannelError:
+            self._is_cut_off = True
+            return {}  # ranks without an outcome read the log
+
+    def _put(self, key: str, record: Body) -> None:
+        self._channel.put(key, record, self._deadline + self._grace)
+
+    def _forget(self, oldest: int) -> None:
+        """Deletes what this rank wrote in rounds that all ranks have ended."""
+        for channel in self._ledger.take_before(oldest):
+            channel.delete(channel.written, self._deadline)
+
+    def _error(self, reason: FailureReason) -> StoreError:
+        return reason.error(self._title, self._object_id)
+
+    def _named(self, rank: int) -> str:
+        return named_ranks([rank], self._in_job)
+
+
+def _plain(record: Body) -> Body:
+    """The record as other ranks read it."""
+    return decode_record(encode_record(record, "of rank 0"), "of rank 0")
+
+
+def _reason_of(exc: BaseException, participant: Participant) -> FailureReason:
+    """An error as it is reported to the other ranks."""
+    if isinstance(exc, RankRefusedError):
+        return exc.reason
+    if isinstance(exc, SnapshotExpiredError) and participant.resolve is not None:
+        return FailureReason(error_text(exc))  # gc freed blocks that the save relied on: the next one relies on others
+    return FailureReason.of_error(exc)
+
+
+def _check_said(record: Body, stage: str) -> Body:
+    """The record of a rank, if it fits this stage."""
+    if "error" in record:
+        raise RankRefusedError(FailureReason.of_record(take(record, "error", dict)))
+    if stage in ("proposal", "result"):
+        take(record, "record", dict)
+    if stage == "proposal":
+        take_count(record, "oldest")
+    return record
