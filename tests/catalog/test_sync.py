@@ -84,7 +84,7 @@ def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, n
 
 
 def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=60), threading.local(), create_tables.has_tables
+    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=PATIENCE_SECONDS), threading.local(), create_tables.has_tables
 
     def look(connection: Connection, shown: str) -> bool:
         found = is_made(connection, shown)

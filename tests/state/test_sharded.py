@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, TensorSpread, group_ranks
+from tests.effort import PATIENCE_SECONDS
+from tests.session.group.pool import rank_process
 
 
 @contextmanager
@@ -278,13 +280,12 @@ def test_fsdp2_over_tp() -> None:
 
 @pytest.mark.slow
 def test_four_real_processes(tmp_path: Path) -> None:
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store")]) for rank in range(4)]
-    try:
-        assert [process.wait(120) for process in ranks] == [0, 0, 0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    ranks = [rank_process(one_real_process, rank, str(tmp_path / "store"), daemon=True) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(PATIENCE_SECONDS)
+    assert [process.exitcode for process in ranks] == [0, 0, 0, 0]
 
 
 def one_real_process(rank: int, store: str) -> None:
@@ -313,7 +314,3 @@ def one_real_process(rank: int, store: str) -> None:
     assert type(piece) is torch.Tensor
     assert torch.equal(piece, whole(8, 2))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    one_real_process(int(sys.argv[1]), sys.argv[2])

@@ -8,11 +8,14 @@ import pytest
 
 import tensorstore_ck
 import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
 
 
 def test_importing_the_package_loads_little() -> None:
     code = "import sys, tensorstore_ck; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    ).stdout.split()
     assert len([name for name in loaded if name.startswith("tensorstore_ck")]) < 60
     assert not {"torch", "numpy", "fsspec", "click", "rich"} & set(loaded)
 

@@ -105,7 +105,7 @@ def test_its_thread_draws_and_says_what_ended_and_ends_with_it() -> None:
     line = ProgressLine(store, terminal)
     with line:
         for _ in range(2):
-            assert store.asked.acquire(timeout=60)
+            assert store.asked.acquire(timeout=PATIENCE_SECONDS)
         store.observers.emit(dropped("runs/gpt"))
     assert terminal.getvalue().startswith(CLEAR + "gpt@1  hash")
     assert SAID in terminal.getvalue()

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,13 @@ class RemoteError(Exception):
     """A rank raised; the message has its traceback."""
 
 
+def rank_process(function: Callable[..., object], *args: Any, daemon: bool | None = None) -> ForkServerProcess:
+    """One that is not started yet: it will be forked from a server that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context.Process(target=function, args=args, daemon=daemon)
+
+
 class Pool:
     """The ranks; a context manager."""
 
@@ -47,14 +55,12 @@ class Pool:
         self._ranks = ranks
 
     def __enter__(self) -> "Pool":
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self._ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._ranks, self._store.port, there), daemon=True)
+            here, there = multiprocessing.Pipe()
+            process = rank_process(_serve, rank, self._ranks, self._store.port, there, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

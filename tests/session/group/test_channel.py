@@ -323,7 +323,7 @@ def test_an_attempt_leaves_the_store_of_the_training_thread_alone(tcp: Any) -> N
     endings: list[Body] = []
 
     def put(run: StoreThread, rank: int) -> None:
-        attempt = Group(run, rank=rank, ranks=2, scope="s").begin("the put", object_id="main", timeout=60.0)
+        attempt = Group(run, rank=rank, ranks=2, scope="s").begin("the put", object_id="main", timeout=PATIENCE_SECONDS)
         endings.append(attempt.run(duties_of(log, attempt.txn, rank, 2, fails=False)))
 
     first = threading.Thread(target=put, args=(StoreThread(watched), 0))

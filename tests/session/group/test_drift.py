@@ -24,6 +24,7 @@ from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import open_store
 from tests.session.group.states import Spreading, captured, sharded, whole
 
@@ -59,7 +60,12 @@ class Job:
             states = RankStates(state(rank), None)
             try:
                 done[rank] = put_ranks(
-                    engine, self._groups[rank], lambda: PreparedPut(request, states), ref=request.ref, timeout=60, memory=self._memory[rank]
+                    engine,
+                    self._groups[rank],
+                    lambda: PreparedPut(request, states),
+                    ref=request.ref,
+                    timeout=PATIENCE_SECONDS,
+                    memory=self._memory[rank],
                 )
             except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
                 done[rank] = exc

@@ -17,6 +17,7 @@ from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import contents, open_store
 
 TENSORS = 12
@@ -66,7 +67,9 @@ class Host:
     def __init__(self, base: Path, backend: Any, ranks: int, *, window_bytes: int = 5_000_000) -> None:
         self.base = base
         self.ranks = ranks
-        self.hosts = [HostSharedReads("restore", rank, base=base, window_bytes=window_bytes, timeout=60) for rank in range(ranks)]
+        self.hosts = [
+            HostSharedReads("restore", rank, base=base, window_bytes=window_bytes, timeout=PATIENCE_SECONDS) for rank in range(ranks)
+        ]
         self.backends = [backend] * ranks
         self.got: dict[int, dict[int, bytes]] = {}
         self.errors: dict[int, BaseException] = {}
@@ -155,7 +158,7 @@ def test_a_rank_dies_anywhere(tmp_path: Path, backend: Reads, at: int) -> None:
     """The others read for themselves what it should have passed on."""
     host = Host(tmp_path, backend, 3)
     host.hosts[1].close()
-    dying = Dying("restore", 1, base=tmp_path, window_bytes=5_000_000, timeout=60)
+    dying = Dying("restore", 1, base=tmp_path, window_bytes=5_000_000, timeout=PATIENCE_SECONDS)
     dying.left = at
     host.hosts[1] = dying
     host.run([ALL] * 3)

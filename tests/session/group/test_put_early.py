@@ -55,7 +55,7 @@ def test_it_is_with_the_others_again(wrong: dict[str, Any], odd: int, monkeypatc
         group: Any = FakeProcessGroup(store, rank, 2)
         with Store(make_engine(faulty, config, MemoryTable(), sleep=lambda _: None)) as mine:
             for step in range(2):
-                arguments: dict[str, Any] = {"ref": "job", "step": step, "group": group, "timeout_seconds": 20.0}
+                arguments: dict[str, Any] = {"ref": "job", "step": step, "group": group, "timeout_seconds": PATIENCE_SECONDS / 2}
                 if step == 0 and rank == odd:
                     arguments |= wrong
                     faults.mode, faults.at, faults.persistent = "unavailable", 0 if wrong else faults.calls + 1, True

@@ -19,7 +19,7 @@ from tensorstore_ck.session.peers import connect, host_of_folder
 from tensorstore_ck.session.peers.link import BACK, FORTH
 from tensorstore_ck.session.staging.manifest import manifest_key
 from tests.effort import PATIENCE_SECONDS
-from tests.session.group.pool import GROUPS, IMPORTED, TIMEOUT_SECONDS, Pool
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, rank_process
 from tests.session.peers.sides import (
     PIECE_BYTES,
     SIZES,
@@ -298,10 +298,9 @@ def _until_killed(base: str, rank: int, port: int, ends: "Queue[tuple[int, str]]
 def test_a_rank_that_is_killed_ends_it_in_its_block_and_half_a_copy_does_not_count(tmp_path: Path) -> None:
     """The blocks are 0 and 1; and 2, 3 and 4."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ends: Queue[tuple[int, str]] = context.Queue()
-    processes = [context.Process(target=_until_killed, args=(str(tmp_path), rank, store.port, ends)) for rank in range(RANKS)]
+    processes = [rank_process(_until_killed, str(tmp_path), rank, store.port, ends) for rank in range(RANKS)]
     for process in processes:
         process.start()
     said = dict(ends.get(timeout=PATIENCE_SECONDS) for _ in range(RANKS - 1))

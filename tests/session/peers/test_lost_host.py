@@ -1,6 +1,5 @@
 """Every process of a job is killed, and one host's disk is gone: the restarted job has what all of them had staged."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging import Uploader
 from tests.effort import PATIENCE_SECONDS
+from tests.session.group.pool import rank_process
 
 RANKS: Final = 3
 SECONDS: Final = PATIENCE_SECONDS
@@ -74,8 +74,7 @@ def run(folder: Path, phase: str) -> list[int | None]:
     listener = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     port = listener.port
     del listener
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=job, args=(rank, str(folder), port, phase)) for rank in range(RANKS)]
+    processes = [rank_process(job, rank, str(folder), port, phase) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes:

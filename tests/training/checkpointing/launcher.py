@@ -1,6 +1,5 @@
 """Starts a job of several processes, kills all of them when one is killed, and starts the job again, as launchers do."""
 
-import multiprocessing
 import random
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tests.effort import PATIENCE_SECONDS
-from tests.session.group.pool import IMPORTED
+from tests.session.group.pool import rank_process
 from tests.training.checkpointing.killed_side import DONE, REF, Fault, Rank
 
 
@@ -33,10 +32,8 @@ def exit_codes(function: Callable[..., object], folder: Path, world: World, faul
     for notes in folder.glob("notes-*"):
         notes.unlink()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     sides = [Rank(number, world.ranks, store.port, str(folder), faults.get(number, Fault())) for number in range(world.ranks)]
-    ranks = [context.Process(target=function, args=(side, *world.options)) for side in sides]
+    ranks = [rank_process(function, side, *world.options) for side in sides]
     for each in ranks:
         each.start()
     alive = list(ranks)
