@@ -147,6 +147,8 @@ def collect(job: Job, store: tsck.Store, chance: random.Random) -> None:
     """Frees whatever it may, again and again: one of them at once, tombstones included, another one with a grace period."""
     greedy = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.6, tombstone_seconds=0)
     options = greedy if job.number == 0 else replace(greedy, grace_seconds=0.5, tombstone_seconds=86_400)
+    while not store.branches():  # of a store with records and an empty log gc frees nothing
+        time.sleep(0.05)
     while True:
         try:
             report = store.gc(options)

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.log import Log
 from tensorstore_ck.session.group import Channel, Group
 from tensorstore_ck.session.group.rank_put import RankPut
-from tensorstore_ck.session.save import group_put
 from tests.effort import PATIENCE_SECONDS
 
 dist: Any = torch.distributed
@@ -49,7 +49,7 @@ BUSY_FACTOR: Final = 4
 POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
     "before its put": (Group, "begin", "", "before"),
     "before proposal": (Channel, "put", "proposal/", "before"),
-    "in capture": (group_put, "capture", "", "before"),
+    "in capture": (import_module("tensorstore_ck.state.capture"), "capture", "", "before"),
     "after proposal": (Channel, "put", "proposal/", "after"),
     "before go": (Channel, "put", "go", "before"),
     "after go": (Channel, "put", "go", "after"),
