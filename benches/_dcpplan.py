@@ -11,12 +11,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from benches._model import make_layout
-from tensorstore_ck.format.block_assignment import regions
+from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout
 
 
 def _chunks(layout: Layout, rank: int, ranks: int) -> Iterator[tuple[str, tuple[int, ...], ChunkStorageMetadata]]:
-    for region in regions(layout, rank, tuple(range(ranks))):
+    for region in regions_of_rank(layout, rank, tuple(range(ranks))):
         spec = layout.tensors[region.tensor]
         yield spec.name, spec.shape, ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
 

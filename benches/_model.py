@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
 from tensorstore_ck.engine.read import block_reader
 from tensorstore_ck.engine.write import pack_writer
-from tensorstore_ck.format.block_assignment import overlap, regions
+from tensorstore_ck.format.block_assignment import overlap, regions_of_rank
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
@@ -76,7 +76,7 @@ def captured(layout: Layout, step: int, rank: int) -> CapturedState:
 
 def wanted(target: Layout, rank: int, ranks: int) -> list[WantedBox]:
     """What a rank of another run, or of the same, restores."""
-    held = regions(target, rank, tuple(range(ranks)))
+    held = regions_of_rank(target, rank, tuple(range(ranks)))
     return [WantedBox(region.tensor, BoxBounds(region.offsets, region.sizes), _Counter()) for region in held]
 
 

@@ -1,7 +1,7 @@
 """Ways to save beside the training, all to a store that takes so many bytes a second: what the bench `loop` compares.
 
 Each is what its library offers for this. `save` returns when the state may change, `wait` when all is durable. Peers write through `Paced`
-files, at the rate that tsck is given as `max_bytes_per_second`; all of them fsync.
+files, at the rate that tsck is given as `rate_limit`; all of them fsync.
 """
 
 import threading
@@ -35,9 +35,7 @@ class Saver(Protocol):
 class TsckSaver:
     def __init__(self, folder: Path, rate: float, budget_bytes: int, on_full: Any = "block") -> None:
         self._on_full = on_full
-        self._store = tsck.open(
-            folder / "store", create=True, cache_dir=folder / "cache", host_memory_bytes=budget_bytes, max_bytes_per_second=rate
-        )
+        self._store = tsck.open(folder / "store", create=True, cache_dir=folder / "cache", host_memory_bytes=budget_bytes, rate_limit=rate)
 
     def save(self, state: State, step: int) -> None:
         self._pending = self._store.put_snapshot_async(state, ref="bench", step=step, on_full=self._on_full)

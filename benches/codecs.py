@@ -60,7 +60,7 @@ def speeds() -> Iterator[tuple[str, float, float, float]]:
         encoding, decoding = [], []
         for _ in range(7):
             began = time.perf_counter()
-            made = [encoder.numbers(block, elements) for block in blocks]
+            made = [encoder.encode_tensor(block, elements) for block in blocks]
             encoding.append(time.perf_counter() - began)
             stored = [memoryview(b"".join(each.pieces)) for each in made]
             began = time.perf_counter()

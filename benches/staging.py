@@ -73,7 +73,7 @@ def opened(server: S3Server, folder: Path, *, requests: int = 4, rate: float | N
         storage_options=server.storage_options,
         cache_dir=folder / "cache",
         staging=Staging(folder / "stage", max_parallel_requests=requests) if is_staged else None,
-        max_bytes_per_second=rate,
+        rate_limit=rate,
     ) as store:
         yield store
 

@@ -233,10 +233,10 @@ class Year:
 
     def look_after(self, day: int) -> None:
         with self.timings.of("retain"):
-            self.store.retain()
+            self.store.apply_policies()
         if day % 7 == 0:
             with self.timings.of("tier"):
-                self.store.tier()
+                self.store.migrate_tiers()
         with self.timings.of("gc"):
             self.store.gc()
         used, bound = self.used_bytes(), self.bound_bytes()

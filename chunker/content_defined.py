@@ -1,7 +1,7 @@
-"""Cuts of opaque bytes (pickles of data loaders, tokenizers, long strings), whose content may shift between snapshots.
+"""Cuts opaque bytes (pickles of data loaders, tokenizers, long strings), whose content may shift between snapshots.
 
 FastCDC 2020 (Xia et al., "The Design of Fast Content-Defined Chunking for Data Deduplication Based Storage Systems"), from a library.
-The lengths are written into the part, so another version of the library, cutting elsewhere, costs dedup and nothing else.
+The part records the lengths, so a version of the library that cuts elsewhere only costs deduplication.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ OPAQUE_MAX_BYTES: Final = 1 << 22
 
 
 def cut_opaque(data: bytes | memoryview) -> list[int]:
-    """Lengths of the blocks of `data`; one block up to 1 MiB, content-defined above."""
+    """The block lengths of `data` in bytes: one block up to 1 MiB; larger data is cut by content."""
     if not data:
         return []
     if len(data) <= OPAQUE_AVERAGE_BYTES:

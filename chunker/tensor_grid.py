@@ -1,8 +1,8 @@
-"""The canonical grid: cuts of a tensor's region in *global* coordinates.
+"""Cuts a region of a tensor at a grid in *global* coordinates.
 
-Two ranks, jobs or layouts that hold the same rows in the same way cut them in the same places, so their blocks dedup. All
-functions return the lengths in bytes of the blocks of one region, in the row-major order of the region's own memory: every
-block is one contiguous run of it. No state, no I/O. The rule is FORMAT.md's, "The grid".
+Ranks, jobs or layouts that hold the same rows in the same way cut them at the same positions, so their blocks are deduplicated.
+Each function returns the block lengths of one region in bytes, in row-major order; every block is one contiguous run of the
+region. No state, no I/O. Source: FORMAT.md, "The grid".
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ Lengths = npt.NDArray[np.int64]
 
 
 def cut_box(offset: Sequence[int], size: Sequence[int], item_bytes: int, target_bytes: int) -> Lengths:
-    """Cuts the box [offset, offset + size) of a global tensor.
+    """Cuts the box [offset, offset + size) of a global tensor; offsets and sizes are elements along each dim.
 
-    Along dim 0 a block spans the largest power of two of rows that fits in `target_bytes`, at multiples of it in global
-    coordinates; when one row is too long, each row is cut along the next dim in the same way. The first and last blocks are
+    A block spans R rows along dim 0: R is the largest power of two of rows that fits in `target_bytes`, and cuts lie at global
+    multiples of R. A row longer than `target_bytes` is cut along the next dim by the same rule. The first and last blocks are
     clipped to the box.
     """
     if 0 in size:

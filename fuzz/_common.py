@@ -36,7 +36,7 @@ Mutator = Callable[[bytes, int, int], bytes]
 
 PEAK_BYTES = 32 << 20
 PEAK_BYTES_PER_BYTE = 2048
-"""As `envelope.BYTES_PER_STORED`."""
+"""As `sealed.BYTES_PER_STORED`."""
 SECONDS = 5.0
 """Of the processor, on a busy machine; an input of a few KB takes milliseconds."""
 

@@ -1,4 +1,4 @@
-"""Catalogs: a database that somebody else made, and conditions. An input is the file; its last line is a condition."""
+"""Catalogs: a database of unknown origin, and conditions, also of triggers. An input is the file; its last line is a condition."""
 
 import tempfile
 from contextlib import suppress
@@ -10,6 +10,7 @@ from _common import fuzz
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.catalog import Catalog
     from tensorstore_ck.errors import StoreError
+    from tensorstore_ck.training.checkpointing.metric_condition import condition as metric_condition
 
 FILE = Path(tempfile.mkdtemp(prefix="fuzz-catalog-")) / "catalog.db"
 
@@ -19,6 +20,8 @@ def target(data: bytes) -> None:
         left.unlink()
     FILE.write_bytes(data)
     condition = data.rpartition(b"\n")[2].decode(errors="replace")
+    with suppress(StoreError):
+        metric_condition(condition)({"step": 1.0})
     with suppress(StoreError), Catalog(FILE) as catalog:
         with suppress(StoreError):
             catalog.stores()

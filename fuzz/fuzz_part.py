@@ -18,7 +18,7 @@ def read(data: bytes) -> None:
         values.describe(encoded)
         values.key_text(encoded)
         values.decode(encoded)
-    values.parsed_blobs(decode_values(part, "a part"), "a part")
+    values.msgpack_blobs(decode_values(part, "a part"), "a part")
 
 
 if __name__ == "__main__":

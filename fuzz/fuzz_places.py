@@ -5,7 +5,7 @@ from _common import fuzz_sealed
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.errors import CorruptObjectError
-    from tensorstore_ck.format.relocation import decode_moved
+    from tensorstore_ck.format.relocation import decode_relocation
     from tensorstore_ck.log import RefTable
     from tensorstore_ck.log.cache import MemoryTable
     from tensorstore_ck.log.entry import decode_entry
@@ -17,13 +17,13 @@ def read(data: bytes) -> None:
     with MemoryTable().batch() as batch:
         fold(entry, batch)
         view = RefTable(batch)
-        for pack, url in view.places().items():
-            assert view.place_of(pack) == url
+        for pack, url in view.locations().items():
+            assert view.location_of(pack) == url
         for op in entry.ops:
             moved = op.fields.get("pack")
             for relocation in view.relocations(moved) if type(moved) is bytes and len(moved) == 16 else ():
                 try:
-                    decode_moved(data, "a moved object", relocation.hash)
+                    decode_relocation(data, "a moved object", relocation.hash)
                 except CorruptObjectError:
                     continue
                 raise AssertionError("an entry is no moved object")

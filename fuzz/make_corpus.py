@@ -49,7 +49,7 @@ def seeds() -> Iterator[tuple[str, bytes]]:
         yield "config", config.encode()
     for ops in (
         [Op.relocate(samples.ULID, samples.ULID, samples.ROOT, [samples.ULID])],
-        [Op.place([samples.ULID], "s3://bucket/cold/uuid")],
+        [Op.set_location([samples.ULID], "s3://bucket/cold/uuid")],
     ):
         yield "places", body(seal_entry(1, genesis_hash(bytes(16)), ops, write_id=bytes(16), time_ns=0, actor="")[0])
     yield "manifest", Manifest(samples.ULID, "runs/a", 3, 0, 1, ["parts/aa/b"], 17, None).encode()[:-DIGEST_BYTES]
@@ -79,13 +79,13 @@ def codecs() -> Iterator[tuple[str, bytes]]:
     dense = memoryview((np.frombuffer(noise, "<u4") + near).tobytes())
     halves = memoryview(np.zeros(256, "<u2").tobytes())
     blocks = [
-        (encoder.numbers(memoryview(near.tobytes()), floats), len(noise), 0),
-        (encoder.numbers(memoryview(bytes(64)), Elements(8, is_float=False)), 64, 0),
-        (encoder.delta(moved, base, floats), len(noise), 1),
-        (encoder.delta(dense, base, floats), len(noise), 1),
-        (encoder.delta(dense, base, Elements(4, is_float=False)), len(noise), 1),
-        (encoder.cast(halves, [memoryview(bytes(1024))], "bfloat16"), len(halves), 1),
-        (encoder.opaque(b"text" * 99), 396, 0),
+        (encoder.encode_tensor(memoryview(near.tobytes()), floats), len(noise), 0),
+        (encoder.encode_tensor(memoryview(bytes(64)), Elements(8, is_float=False)), 64, 0),
+        (encoder.encode_delta(moved, base, floats), len(noise), 1),
+        (encoder.encode_delta(dense, base, floats), len(noise), 1),
+        (encoder.encode_delta(dense, base, Elements(4, is_float=False)), len(noise), 1),
+        (encoder.encode_cast(halves, [memoryview(bytes(1024))], "bfloat16"), len(halves), 1),
+        (encoder.encode_opaque(b"text" * 99), 396, 0),
     ]
     for encoded, raw_bytes, count in blocks:
         assert encoded is not None

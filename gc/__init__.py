@@ -1,17 +1,27 @@
-"""What is kept and what goes. The protocol and why it is safe: PROTOCOL.md.
+"""Which objects are needed, and which gc frees. PROTOCOL.md has the protocol and the proof that it is safe.
 
-roots.py, reach.py            what is needed: snapshots, and all that they need
-mark.py, summary.py           as bits per pack; what is kept of a part that was read
-usage.py, tally.py            who uses how many bytes
-increments.py                 what some snapshots take beyond others
-listing.py, packcounts.py     what lies in the backend
-compact.py                    live entries of sparse packs, copied
-plan.py, writers.py           what a run of gc would free, and later ones; what ended processes left behind
-run.py, report.py             a run of gc
-recode.py                     blocks of cold snapshots, encoded anew
+collect.py          one run of gc: ends undo windows and dated pins, condemns, sweeps, deletes
+plan.py             what a run of gc would free now, and what later runs would
+options.py          GcOptions
+report.py           GcReport, Freeable, progress
+roots.py            the snapshots that are held, and by what
+live_set.py         LiveSet: everything that the roots need
+mark.py             LiveBits: a bit for each entry of each pack
+part_summary.py     the entries that a part refers to, cached on this host
+listing.py          the objects in the backend
+pack_counts.py      how many entries each pack has, cached on this host
+writers.py          writer records: which processes have ended
+compact.py          copies live entries of sparse packs into new packs
+repack.py           rewrites packs smaller, or at another location
+recode.py           encodes the packs of chosen snapshots smaller
+tiering.py          re-encodes and moves packs as retention policies ask
+usage.py            bytes per ref, job, snapshot and pack
+byte_sums.py        sums of bytes per set of holders
+exclusive_bytes.py  bytes that each snapshot adds to those before it
 """
 
 from tensorstore_ck.gc.collect import run_gc
-from tensorstore_ck.gc.report import GcOptions, GcReport
+from tensorstore_ck.gc.options import GcOptions
+from tensorstore_ck.gc.report import GcReport
 
 __all__ = ["GcOptions", "GcReport", "run_gc"]

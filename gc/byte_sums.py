@@ -1,8 +1,8 @@
-"""Sums of bytes by who holds them. Pure arithmetic: knows what a block takes, not what a holder is.
+"""Sums of bytes per holder. Pure arithmetic: a holder is a number or a name.
 
-`ByteSums`: each block is marked with the number of the set of holders that reach it; sets are numbered as they turn up and bytes summed per
-set, so that a block costs one byte of memory while there are fewer than 256 of them. `OwnerBytes`: for holders so many that their
-sets would be too many, which block has one holder alone. Both count a block once however often it is added. Not thread-safe.
+`ByteSums` marks each block with the number of its set of holders, and sums bytes per set; a block costs one byte of memory while there
+are fewer than 256 sets. `OwnerBytes` is for many holders: it tracks only which blocks have a single holder. Both count a block once
+however often it is added. Not thread-safe.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -25,14 +25,14 @@ class BlockSet(NamedTuple):
 
     packs: list[Ulid]
     counts: Array
-    """How many blocks in each pack."""
+    """Number of blocks per pack."""
     entries: Array
     stored: Array
     raw: Array
     codecs: Array
 
     def positions(self, array: PackArray) -> Array:
-        """Where they are in an array."""
+        """Their positions in an array."""
         last = self.entries[np.cumsum(self.counts) - 1] if self.packs else self.entries
         return np.repeat(array.starts(self.packs, last + 1), self.counts) + self.entries
 
@@ -55,7 +55,7 @@ def distinct_blocks(packs: Sequence[Ulid], extents: Extents) -> BlockSet:
 
 
 class HolderBytes(NamedTuple):
-    """What some holders have."""
+    """Sums for some holders."""
 
     snapshots: int
     logical_bytes: int
@@ -74,29 +74,29 @@ class ByteSums:
         self._columns: list[list[int]] = [[0] for _ in HolderBytes._fields]
         self._objects: dict[Hashable, int] = {}
         self.blocks = 0
-        """Distinct ones."""
+        """Number of distinct blocks."""
         self.live: dict[Ulid, tuple[int, int]] = {}
-        """Pack -> its blocks, and what they take."""
+        """Pack -> (blocks, stored bytes)."""
         self.codecs: dict[int, tuple[int, int, int]] = {}
-        """Codec -> the distinct blocks that it encodes, their raw bytes, and what they take."""
+        """Codec -> (distinct blocks, raw bytes, stored bytes)."""
 
     def mask(self, holders: Collection[str]) -> int:
-        """A set of holders."""
+        """The bit mask of some holders."""
         return sum(self._bit[holder] for holder in holders)
 
     def sums(self, chosen: Callable[[int], bool | int]) -> HolderBytes:
-        """Over all sets that `chosen` says yes to."""
+        """Sums over all sets of holders for which `chosen` is true."""
         numbers = [number for number, mask in enumerate(self._sets) if number and chosen(mask)]
         return HolderBytes(*(sum(map(column.__getitem__, numbers)) for column in self._columns))
 
     def add_snapshot(self, mask: int, logical_bytes: int) -> None:
-        """A snapshot, once."""
+        """Adds a snapshot; once each."""
         number = self._number(mask)
         self._columns[0][number] += 1
         self._columns[1][number] += logical_bytes
 
     def add_object(self, mask: int, key: Hashable, stored_bytes: int, raw_bytes: int = 0) -> None:
-        """A small object."""
+        """Adds a small object."""
         before = self._objects.get(key, 0)
         after = self._objects[key] = self._number(self._sets[before] | mask)
         for column, size in ((self._columns[2], raw_bytes), (self._columns[3], stored_bytes)):
@@ -104,7 +104,7 @@ class ByteSums:
             column[after] += size
 
     def add_blocks(self, mask: int, blocks: BlockSet) -> None:
-        """What a part refers to."""
+        """Adds the blocks of a part."""
         at = blocks.positions(self._numbers)
         before = self._numbers.values[at]
         joined = np.arange(len(self._sets))
@@ -156,17 +156,17 @@ def _total(sizes: Array) -> int:
 
 
 class OwnerBytes:
-    """What each of many holders has, and has alone; holders are numbered from 0. A block costs four bytes of memory."""
+    """Total and exclusive bytes of many holders, numbered from 0. A block costs four bytes of memory."""
 
     def __init__(self, holders: int) -> None:
         self._owner = PackArray(np.uint32)
-        """Of each block: 0 nobody, `SHARED`, or a holder's number and 1."""
+        """Per block: 0 (nobody), `SHARED`, or the holder's number + 1."""
         self._objects: dict[Hashable, int] = {}
         self.stored_bytes = np.zeros(holders, np.int64)
         self.exclusive_bytes = np.zeros(holders, np.int64)
 
     def add_object(self, holder: int, key: Hashable, stored_bytes: int) -> None:
-        """A small object; once per holder."""
+        """Adds a small object; once per holder."""
         self.stored_bytes[holder] += stored_bytes
         owner = self._objects.get(key, 0)
         if not owner:
@@ -176,7 +176,7 @@ class OwnerBytes:
         self._objects[key] = SHARED if owner else holder + 1
 
     def add_blocks(self, holder: int, blocks: BlockSet, seen: PackArray) -> None:
-        """What a part refers to; `seen` (of bool) is the holder's own, so that what two of its parts refer to counts once."""
+        """Adds the blocks of a part; `seen` (bool, one per holder) makes blocks of several parts count once."""
         at = blocks.positions(seen)
         new = np.flatnonzero(~seen.values[at])
         seen.values[at] = True

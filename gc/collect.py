@@ -1,8 +1,8 @@
-"""One run of gc: mark, plan, end what has run out, compact, condemn, sweep, delete, settle. PROTOCOL.md says why that is safe.
+"""One run of gc: mark, plan, end undo windows and pins that ran out, compact, condemn, sweep, delete, truncate tombstones.
 
-Any number of hosts may run it at once, beside writers and readers, and it may be killed anywhere: the lists belong to the log,
-so that the next run, of anybody, goes on with them. Clocks decide only when something is begun. A run that refuses has changed
-nothing: marks and plan are made as if what has run out had ended, and only an accepted plan is carried out.
+PROTOCOL.md says why that is safe. Several hosts may run gc at once, alongside writers and readers, and a run may be killed anywhere:
+the lists are in the log, so the next run continues with them. Clocks decide only when something begins. A run that refuses has
+changed nothing: only an accepted plan is carried out.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,14 +13,15 @@ from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Compacted, CompactedPack, SparsePack, compact, live_bytes, put_in_force
+from tensorstore_ck.gc.compact import Compacted, CompactedPack, SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.listing import ListedObject
+from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
-from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
+from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable, pieces
 
 OBJECTS_AN_ENTRY: Final = 40_000
-"""16 bytes each: well below the megabyte that an entry may have."""
+"""16 bytes each: well below the limit of 1 MB per entry."""
 DELETE_BATCH: Final = 1000
 ENDINGS_AN_ENTRY: Final = 2000
 THREADS: Final = 8
@@ -28,16 +29,16 @@ MAX_CLOCK_SECONDS: Final = 300
 
 
 def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress | None = None) -> GcReport:
-    """Frees what nothing holds; with `dry_run` only says what it would do.
+    """Frees what nothing holds; with `dry_run` only reports it.
 
     Raises:
-        UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
-        GcRefusedError: more would go than `options.max_delete`, or the backend's clock is too far from ours.
-        UnsafeBackendError: the backend does not keep what gc's safety rests on.
-        InvalidOptionError: `options.max_bytes_per_second` is no rate.
+        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
+        GcRefusedError: more than `options.max_delete` would be deleted, or the backend's clock is too far from this host's.
+        UnsafeBackendError: the backend does not create objects exclusively.
+        InvalidOptionError: `options.rate_limit` is not a rate.
     """
     options = options or GcOptions()
-    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress or ignore_progress).run()
+    return _Gc(engine.limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
 
 
 class _Gc:
@@ -60,61 +61,61 @@ class _Gc:
             return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
         if refusal is not None:
             raise refusal
-        self._engine.placed.require_own()
-        self._end(plan.ending)
+        self._engine.placed.require_owner()
+        self._end_undo_windows_and_pins(plan.ending)
         copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = self._compact(plan.sparse, copied)
         self._condemn(plan.garbage, compacted.moves)
         self._sweep()
         deleted = self._delete(plan.listed)
-        self._settle(plan.listed, deleted)
+        self._truncate_tombstones(plan.listed, deleted)
         self._engine.backend.delete(plan.useless_records)
-        planner.reach.forget_lost_summaries()
+        planner.live.prune_summaries()
         moved = {move.pack for move in compacted.moves}
         return self._report(plan, deleted, [sparse for sparse in plan.sparse if sparse.pack in moved], compacted.written_bytes)
 
-    # --- what to do ---------------------------------------------------------------------------------------------------
+    # --- check the plan -----------------------------------------------------------------------------------------------
 
     def _refusal(self, plan: GcPlan) -> StoreError | None:
-        """Why the plan must not be carried out."""
+        """Why gc must not carry out the plan."""
         url = self._engine.backend.url
         if not self._engine.config.exclusive_create:
             return UnsafeBackendError(f"{url} does not create objects exclusively: gc needs a total order of commits", object_id=url)
         if self._engine.log.is_changed:
             return GcRefusedError(
-                f"the log of {url} is not what this user has seen of it, so what it does not name may be needed all the same: look at what "
-                "is there, and accept it with `tsck accept-log`"
+                f"the log of {url} differs from what this user has seen of it, so objects that it does not name may still be needed: "
+                "look at the store, and accept the log with `tsck accept-log`"
             )
         if (head := plan.view.head()) is None or head.n == 0:
             records = sum(key.kind == "snapshot" for key in plan.garbage)
             if records:
                 return GcRefusedError(
-                    f"the log of {url} is empty, and {records} snapshot records are there: if the log was lost, `tsck salvage` makes a new "
-                    "one of them; if their puts were cut off before the first one was published, publish one, and gc frees the rest"
+                    f"the log of {url} is empty, but there are {records} snapshot records: if the log was lost, `tsck salvage` makes a new "
+                    "one from them; if the first saves were interrupted, publish a snapshot, and gc frees the records"
                 )
-        # That writes a probe, so who only looks does without: gc itself will say so.
+        # Comparing clocks writes a probe: a read-only store skips it, as a real run compares them.
         apart = self._clock_gap_seconds() if self._relies_on_clock(plan) and not self._engine.read_only else 0
         if apart > MAX_CLOCK_SECONDS:
             return GcRefusedError(
-                f"the clocks of this host and of {url} are {apart} s apart, so the ages of objects, undo windows and pins are not known: "
+                f"the clocks of this host and of {url} are {apart} s apart, so the ages of objects, undo windows and pins are unknown: "
                 "set this host's clock"
             )
         going = sum(plan.listed[key].size_bytes for key in plan.doomed) - written_bytes(plan.sparse)
         total = sum(listed.size_bytes for listed in plan.listed.values())
         if going > self._options.max_delete * total:
             return GcRefusedError(
-                f"{going} of {total} bytes ({going / total:.0%}) would go, more than {self._options.max_delete:.0%}: "
-                f"see what with a dry run, and allow it with max_delete (`{plan.freeable.command}`)"
+                f"{going} of {total} bytes ({going / total:.0%}) would be deleted, more than {self._options.max_delete:.0%}: "
+                f"look at it with a dry run, and allow it with max_delete (`{plan.freeable.command}`)"
             )
         return None
 
     def _relies_on_clock(self, plan: GcPlan) -> bool:
-        """Whether anything goes because of its age or date; undo windows of no length end at any time."""
+        """Whether an age or a date decides anything. An undo window of zero length ends at any time."""
         dated = any(op.name != "purge" or self._options.undo_window_seconds > 0 for op in plan.ending)
         return dated or self._options.min_age_seconds > 0 or self._options.grace_seconds > 0
 
     def _clock_gap_seconds(self) -> int:
-        """How far the backend's clock is from this host's, by an object written for that."""
+        """Difference between the backend's clock and this host's, measured with a probe object."""
         backend, name = self._engine.backend, f"probe/{ulid_text(self._engine.new_id())}"
         try:
             backend.put(name, b"")
@@ -129,10 +130,10 @@ class _Gc:
             return 0
         return abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
 
-    # --- do it --------------------------------------------------------------------------------------------------------
+    # --- carry it out -------------------------------------------------------------------------------------------------
 
-    def _end(self, planned: Sequence[Op]) -> None:
-        """Ends what the plan has without a hold; of that, what was undone or pinned for longer meanwhile stays."""
+    def _end_undo_windows_and_pins(self, planned: Sequence[Op]) -> None:
+        """Ends the planned undo windows and pins, unless somebody has undone or extended them meanwhile."""
         accepted = {tuple(op.fields.values()) for op in planned}
 
         def build(view: RefTable) -> list[Op]:
@@ -142,8 +143,8 @@ class _Gc:
             pass
 
     def _compact(self, packs: Sequence[SparsePack], copied: ProgressSum) -> Compacted:
-        """Copies what is live of packs, to where each lies."""
-        places = self._engine.placed.places()
+        """Copies the live entries of packs, each within its own location."""
+        places = self._engine.placed.locations()
         done = Compacted([], 0, self._notes)
         for place in sorted({places.get(pack.pack) for pack in packs}, key=str):
             here = [pack for pack in packs if places.get(pack.pack) == place]
@@ -154,16 +155,16 @@ class _Gc:
         return done
 
     def _condemn(self, garbage: list[ObjectKey], moves: list[CompactedPack]) -> None:
-        """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
+        """Condemns the garbage and commits the relocations, both checked at the head that the entry follows."""
 
         def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
-            self._planner.reach.update(view)
-            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._planner.reach.needs(key))
+            self._planner.live.update(view)
+            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._planner.live.needs(key))
             return [Op.condemn(chosen)] if chosen else []
 
         for batch in pieces(garbage, OBJECTS_AN_ENTRY):
             self._engine.log.append(partial(build, batch=batch))
-        put_in_force(self._engine, moves, self._planner.reach, self._planner.anchor)
+        commit_relocations(self._engine, moves, self._planner.live, self._planner.anchor)
 
     def _sweep(self) -> None:
         def build(view: RefTable) -> list[Op]:
@@ -174,7 +175,7 @@ class _Gc:
             pass
 
     def _delete(self, listed: Mapping[ObjectKey, ListedObject]) -> list[ObjectKey]:
-        """Deletes what was swept, whoever swept it."""
+        """Deletes all swept objects, also those that other runs swept."""
         view = self._engine.log.view()
         dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
         deleted = ProgressSum(self._progress, "deleting objects", len(dead))
@@ -186,20 +187,20 @@ class _Gc:
         for_each((dead[at : at + DELETE_BATCH] for at in range(0, len(dead), DELETE_BATCH)), delete, THREADS)
         return dead
 
-    def _settle(self, listed: Mapping[ObjectKey, ListedObject], deleted: Sequence[ObjectKey]) -> None:
-        """Forgets tombstones of long ago, so that their number stays bounded."""
+    def _truncate_tombstones(self, listed: Mapping[ObjectKey, ListedObject], deleted: Sequence[ObjectKey]) -> None:
+        """Forgets old tombstones, so that their number stays bounded."""
         view = self._engine.log.view()
         left = set(listed) - set(deleted)
         entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
-        old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
+        old = [n for n in entries if self._is_older_entry(n, self._options.tombstone_seconds)]
         if old and old[-1] > view.horizon():
-            self._engine.log.append(lambda view: [Op.settle(old[-1])] if old[-1] > view.horizon() else [])
+            self._engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])
 
     def _is_older_entry(self, n: int, seconds: float) -> bool:
         entry = self._engine.log.chain.read(n)
         return entry is not None and self._planner.age_seconds(entry.time_ns) >= seconds
 
-    # --- say it -------------------------------------------------------------------------------------------------------
+    # --- report -------------------------------------------------------------------------------------------------------
 
     def _report(
         self,

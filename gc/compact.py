@@ -1,6 +1,6 @@
-"""Copies the live entries of sparse packs into new packs. What it writes is in force only once a `relocate` operation says so.
+"""Copies the live entries of sparse packs into new packs, which take effect with a `relocate` operation.
 
-Every block is verified on the way. A pack with a block that does not verify is left as it is: `tsck fsck --repair` is for that.
+Every block is verified. A pack with a bad block stays as it is, for `tsck fsck --repair`.
 """
 
 import threading
@@ -12,14 +12,14 @@ import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError, DamageError
-from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
@@ -27,7 +27,6 @@ from tensorstore_ck.log.block_index import Base
 
 RUN_BYTES: Final = 8 << 20
 MAX_OPEN_PACKS: Final = 4
-REMOTE_THREADS: Final = 8
 MOVES_AN_ENTRY: Final = 500
 
 
@@ -36,21 +35,21 @@ class CompactedPack(NamedTuple):
 
     pack: Ulid
     ulid: Ulid
-    """The moved object that says where."""
+    """The relocation map: object under ``moved/``."""
     hash: Digest
     targets: tuple[Ulid, ...]
     entries: Entries
-    """Those that were copied, in order."""
+    """The copied ones, in order."""
     size_bytes: int
-    """Of the moved object."""
+    """Of the relocation map."""
     place: str | None = None
-    """The URL where the targets lie, if not the store's own place."""
+    """URL of the targets; None: the store's own location."""
 
     def operations(self, view: RefTable, needed: Entries) -> list[Op]:
-        """What puts it in force at a head where `needed` entries of the pack are live; nothing where it must not be.
+        """Operations that commit the relocation at a head where `needed` entries of the pack are live; none if that is not allowed.
 
-        See docs/decisions/004-gc-without-leases-and-clocks.md: the pack is not listed, every live entry was copied, and neither the
-        moved object nor a target was swept. The caller answers for the anchor.
+        Conditions (docs/decisions/004-gc-without-leases-and-clocks.md): the pack is unlisted, every live entry was copied, and neither
+        the relocation map nor a target was swept. The caller checks the anchor.
         """
         own = [ObjectKey("moved", self.ulid), *(ObjectKey("pack", target) for target in self.targets)]
         states = {key: view.object_state(key) for key in own}
@@ -62,21 +61,21 @@ class CompactedPack(NamedTuple):
             return []
         condemned = Objects(key for key, state in states.items() if state is not None)
         relocate = Op.relocate(self.pack, self.ulid, self.hash, self.targets)
-        place = [] if self.place is None else [Op.place(self.targets, self.place)]
+        place = [] if self.place is None else [Op.set_location(self.targets, self.place)]
         return [*place, relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
 
 
 class Compacted(NamedTuple):
-    """What was written."""
+    """What `compact` wrote."""
 
     moves: list[CompactedPack]
     written_bytes: int
     problems: list[str]
-    """Packs that could not be read, and why."""
+    """Why packs could not be read."""
 
 
 class SparsePack(NamedTuple):
-    """A pack, and which of its entries are to be copied, in order."""
+    """A pack and the entries to copy from it, in order."""
 
     pack: Ulid
     footer: Footer
@@ -92,7 +91,7 @@ def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
     """
     name = pack_name(pack)
     if size_bytes < HEADER.size + TRAILER.size:
-        raise CorruptObjectError(f"{name} is cut short", object_id=name)
+        raise CorruptObjectError(f"{name} is truncated", object_id=name)
     header, trailer = bytearray(HEADER.size), bytearray(TRAILER.size)
     backend.read_into(name, 0, memoryview(header))
     backend.read_into(name, size_bytes - TRAILER.size, memoryview(trailer))
@@ -115,7 +114,7 @@ def compact(
         packs: What to copy.
         progress: Called with each number of bytes copied.
         read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
-        place: The URL where the copies are to lie, if not the store's own place.
+        place: URL for the copies; None: the store's own location.
     """
     backend = engine.backend if place is None else engine.placed.at(place)
     writer = PackWriter(backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
@@ -152,17 +151,17 @@ def compact(
     except BaseException:
         writer.abort()
         raise
-    moves = [_write_move(engine, writer, source, place) for source in packs if source.pack not in problems]
+    moves = [_write_relocation(engine, writer, source, place) for source in packs if source.pack not in problems]
     return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
 
 
 def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int], memory: memoryview) -> list[StoredBlock]:
-    """Neighbouring entries of a pack, in `memory` as they are stored.
+    """Reads neighbouring entries of a pack into `memory`, encoded as stored.
 
-    Those that cannot be decoded without others are compared with their checks, all others with their ids.
+    Deltas are verified by their checksums, all other blocks by their ids.
 
     Raises:
-        DamageError: the pack is cut short, or holds a block that is not what it was.
+        DamageError: the pack is truncated, or a block is damaged.
     """
     name = pack_name(pack)
     rows = footer.entries[entries]
@@ -171,7 +170,7 @@ def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]
     blocks = []
     for block, offset, check, stored, raw_bytes, codec, _, _ in rows.tolist():
         data = memory[offset - start : offset - start + stored]
-        sound = stored_check(data) == check if codec in BASED else block_id(decode(codec, data, raw_bytes, name)) == block
+        sound = stored_check(data) == check if codec in CODECS_WITH_BASES else block_id(decode(codec, data, raw_bytes, name)) == block
         if not sound:
             raise CorruptObjectError(f"{name} holds a block that does not match its id", object_id=name)
         blocks.append(StoredBlock(Codec(codec), data, raw_bytes))
@@ -179,21 +178,21 @@ def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]
 
 
 def live_bytes(pack: SparsePack) -> int:
-    """What the entries that are to be copied take."""
+    """Stored bytes of the entries to copy."""
     return int(pack.footer.entries["stored"][pack.entries].sum(dtype=np.int64))
 
 
-def put_in_force(engine: Engine, moves: Sequence[CompactedPack], reach: LiveSet, anchor: int) -> set[Ulid]:
-    """Lets moves take effect, as of the very head that the entry follows; `anchor`: the entry at which they were planned.
+def commit_relocations(engine: Engine, moves: Sequence[CompactedPack], live: LiveSet, anchor: int) -> set[Ulid]:
+    """Commits relocations, checked at the head that the entry follows; `anchor`: the entry at which they were planned.
 
-    Returns the packs that were moved: not those that came to be needed in other entries meanwhile, or that somebody else moved.
+    Returns the relocated packs, without those of which more entries are needed by now, or that somebody else relocated.
     """
 
     def build(view: RefTable, batch: Sequence[CompactedPack]) -> list[Op]:
-        reach.update(view)
+        live.update(view)
         if anchor < view.horizon():
             return []
-        return [op for move in batch for op in move.operations(view, reach.live_entries(move.pack))]
+        return [op for move in batch for op in move.operations(view, live.live_entries(move.pack))]
 
     moved: set[Ulid] = set()
     for at in range(0, len(moves), MOVES_AN_ENTRY):
@@ -203,13 +202,13 @@ def put_in_force(engine: Engine, moves: Sequence[CompactedPack], reach: LiveSet,
 
 
 def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:
-    """As it goes into another pack, which may be without the bases that it had."""
-    bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in BASED else ()
+    """The block for a new pack, which may lack the block's bases."""
+    bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in CODECS_WITH_BASES else ()
     return EncodedBlock(_block_id(footer, entry), block.codec, (block.stored,), block.raw_bytes, bases)
 
 
 def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]]]:
-    """Entries that lie side by side, or nearly, in runs that are read at once."""
+    """Runs of (nearly) neighbouring entries, each read at once."""
     for source in sources:
         run: list[int] = []
         start = end = 0
@@ -227,7 +226,7 @@ def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]
             yield source, run
 
 
-def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: str | None) -> CompactedPack:
+def _write_relocation(engine: Engine, writer: PackWriter, source: SparsePack, place: str | None) -> CompactedPack:
     places = [writer.location(_block_id(source.footer, entry)) for entry in source.entries.tolist()]
     targets = sorted({place.pack for place in places})
     numbers = {target: number for number, target in enumerate(targets)}
@@ -236,7 +235,7 @@ def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: s
             (entry, numbers[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0)
             for entry, place in zip(source.entries.tolist(), places, strict=True)
         ],
-        MOVED_DTYPE,
+        RELOCATION_DTYPE,
     )
     ulid, encoded = engine.new_id(), RelocationMap(source.pack, targets, rows, place).encode()
     engine.backend.put(ObjectKey("moved", ulid).name, encoded)

@@ -1,17 +1,17 @@
-"""What snapshots take beyond others: blocks are counted once, with whichever snapshot comes first."""
+"""Bytes that each snapshot adds to the store: a block counts for the first snapshot that has it."""
 
 import numpy as np
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.gc.byte_sums import distinct_blocks
 from tensorstore_ck.gc.mark import PackArray, read_parts
 from tensorstore_ck.log import SnapshotInfo
 
 
 class ExclusiveBytes:
-    """Asked for one snapshot after the other, it says what each adds to those before it. One part at a time is in memory."""
+    """Called for one snapshot after the other: what each adds to those before it. One part at a time is in memory."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -20,7 +20,7 @@ class ExclusiveBytes:
         self._counted: set[Ulid] = set()
 
     def __call__(self, info: SnapshotInfo) -> int:
-        """Stored bytes of its blocks, and those of its parts, that no snapshot before it has; 0 for one that was asked for before.
+        """Stored bytes of its blocks and parts that no earlier snapshot has; 0 if it was counted already.
 
         Raises:
             DamageError: its record or a part cannot be read.
@@ -33,7 +33,7 @@ class ExclusiveBytes:
             if ulid not in self._counted:
                 self._counted.add(ulid)
                 added += size_bytes
-                places = resolve(self._engine, self._view, part)
+                places = locate_blocks(self._engine, self._view, part)
                 blocks = distinct_blocks(places.packs, places.extents)
                 at = blocks.positions(self._seen)
                 added += int(blocks.stored[~self._seen.values[at]].sum(dtype=np.int64))

@@ -1,10 +1,9 @@
-"""What lies in the backend: the objects that gc may free, with their sizes and ages."""
+"""The objects in the backend that gc may free, with their sizes and ages."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import parse_ulid
+from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.log import FOLDERS, ObjectKey
 
 
@@ -16,13 +15,15 @@ class ListedObject(NamedTuple):
 
 
 def list_objects(backend: Backend) -> dict[ObjectKey, ListedObject]:
-    """Every pack, part, record and moved object; what has another name is none, and is left alone."""
-    return {key: listed for kind in FOLDERS for key, listed in _list_kind(backend, kind)}
+    """Every pack, part, record and relocation map; gc ignores all other names."""
+    return {ObjectKey(kind, ulid): listed for kind in FOLDERS for ulid, listed in list_kind(backend, kind).items()}
 
 
-def _list_kind(backend: Backend, kind: str) -> Iterator[tuple[ObjectKey, ListedObject]]:
-    for info in backend.list(f"{FOLDERS[kind]}/"):
-        ulid = parse_ulid(info.name[-26:])
-        key = ObjectKey(kind, ulid) if ulid is not None else None
-        if key is not None and key.name == info.name:
-            yield key, ListedObject(info.size_bytes, info.modified_ns)
+def list_kind(backend: Backend, kind: str) -> dict[Ulid, ListedObject]:
+    """The objects of one kind: a key of `FOLDERS`."""
+    infos = ((parse_ulid(info.name[-26:]), info) for info in backend.list(f"{FOLDERS[kind]}/"))
+    return {
+        ulid: ListedObject(info.size_bytes, info.modified_ns)
+        for ulid, info in infos
+        if ulid is not None and ObjectKey(kind, ulid).name == info.name
+    }

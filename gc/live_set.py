@@ -1,7 +1,7 @@
-"""What the roots need, as of one entry of the log: a mark for each entry of each pack, and the small objects by name.
+"""What the roots need at one log entry: a bit for each entry of each pack, and the small objects by name.
 
-Kept up to date rather than made anew: as long as no relocation begins or ends, what more roots need is added. It may then hold
-more than the roots of the newest view need, which only means that something is freed by the next run.
+While no relocation begins or ends, an update only adds what new roots need. The set may then hold more than the newest roots need,
+so some objects are freed by the next run only.
 """
 
 import threading
@@ -9,25 +9,24 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import Entries, follow
 from tensorstore_ck.errors import DamageError, UnreadableError
 from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
-from tensorstore_ck.gc.roots import how_to_let_go, roots
+from tensorstore_ck.gc.roots import release_commands, roots
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
-REMOTE_THREADS: Final = 8
 TRIES: Final = 3
 
 T = TypeVar("T")
 
 
 def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
-    """What `look` finds, given the newest entry's number and view; where others free what it looks at, it looks again."""
+    """Calls `look` with the newest entry's number and view, and again if others freed what it reads."""
     for attempt in range(TRIES):
-        anchor = engine.log.sync().n  # before any row is read: all that is seen is of this entry or later
+        anchor = engine.log.sync().n  # before any row is read: rows are of this entry or later
         try:
             return look(anchor, engine.log.view())
         except DamageError:
@@ -37,19 +36,19 @@ def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
 
 
 class RootNeeds:
-    """What some roots need."""
+    """Everything that some roots need."""
 
     def __init__(self, marks: LiveBits, objects: set[ObjectKey]) -> None:
         self._marks = marks
         self._objects = objects
-        """Records, parts and moved objects."""
+        """Records, parts and relocation maps."""
 
     def needs(self, key: ObjectKey) -> bool:
         """Whether a root needs an object."""
         return key.ulid in self._marks.packs if key.kind == "pack" else key in self._objects
 
     def live_entries(self, pack: Ulid) -> Entries:
-        """The entries of a pack that are needed, in order."""
+        """The needed entries of a pack, in order."""
         return self._marks.live_entries(pack)
 
 
@@ -59,7 +58,7 @@ class LiveSet(RootNeeds):
     def __init__(
         self, engine: Engine, part_sizes: Mapping[Ulid, int], progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """`part_sizes`: the parts that a listing showed, with their bytes; of others no summary is trusted."""
+        """`part_sizes`: the listed parts and their sizes; cached summaries of other parts are not trusted."""
         self._engine = engine
         self._progress = progress
         self._lock = threading.Lock()
@@ -69,15 +68,15 @@ class LiveSet(RootNeeds):
         self._snapshots: set[Ulid] = set()
         super().__init__(LiveBits(), set())
 
-    def now(self) -> RootNeeds:
-        """What the roots need that were taken in until now, whatever is taken in later. It costs a bit of memory per stored block."""
+    def frozen(self) -> RootNeeds:
+        """A copy that later updates do not change. It costs a bit of memory per stored block."""
         return RootNeeds(self._marks.copy(), set(self._objects))
 
     def update(self, view: RefTable) -> None:
-        """Takes in whatever the roots of `view` need.
+        """Adds what the roots of `view` need.
 
         Raises:
-            UnreadableError: something that a root needs cannot be read, so that nobody knows what else is needed.
+            UnreadableError: an object that a root needs cannot be read, so what else is needed is unknown.
         """
         relocations = frozenset(view.all_relocations())
         if relocations != self._relocations:
@@ -97,10 +96,10 @@ class LiveSet(RootNeeds):
         self._summaries.flush()
 
     def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
-        """The packs where the blocks of a snapshot are now; its parts are read only if their summaries are not at hand.
+        """The packs that hold the blocks of a snapshot now. Reads only parts without a cached summary.
 
         Raises:
-            DamageError: its record, a part or a moved object cannot be read.
+            DamageError: its record, a part or a relocation map cannot be read.
         """
         found: set[Ulid] = set()
         for _, summary in read_summaries(self._engine, info, self._summaries):
@@ -109,8 +108,8 @@ class LiveSet(RootNeeds):
             found |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
         return found
 
-    def forget_lost_summaries(self) -> None:
-        """Drops from the host's cache what it knows of parts that are gone."""
+    def prune_summaries(self) -> None:
+        """Drops the cached summaries of parts that are gone."""
         self._summaries.prune()
 
     def _add(self, view: RefTable, ulid: Ulid) -> None:
@@ -120,12 +119,12 @@ class LiveSet(RootNeeds):
                 self._add_snapshot(view, info)
         except DamageError as exc:
             if not view.is_live(ulid):
-                return  # let go meanwhile
+                return  # released meanwhile
             labels = roots(view).get(ulid, [])
             assert info is not None
             raise UnreadableError(
                 f"cannot tell what snapshot {info.root.hex()[:16]} ({', '.join(labels)}) needs, so nothing may be freed: {exc}. "
-                f"`tsck fsck` says how to repair it; or let it go with {how_to_let_go(view, info)}",
+                f"`tsck fsck` says how to repair it; or release it with {release_commands(view, info)}",
                 object_id=exc.object_id,
             ) from exc
 
@@ -139,7 +138,7 @@ class LiveSet(RootNeeds):
             self._snapshots.add(info.ulid)
 
     def _add_part(self, view: RefTable, summary: PartSummary) -> set[ObjectKey]:
-        """Marks what a part needs; returns the moved objects on the way."""
+        """Marks what a part needs; returns the relocation maps that lead there."""
         moved_objects: set[ObjectKey] = set()
         elsewhere = self._relocated.intersection(summary.packs)
         found = list(follow(self._engine, view, summary.entries(elsewhere)))

@@ -1,8 +1,7 @@
-"""Marking by location: a bit for each entry of each pack that anything refers to; never a set of hashes.
+"""Marking by location: a bit for each entry of each pack that is referred to; never a set of hashes.
 
-Parts are streamed, or their summaries taken from the host's cache, so memory does not grow with the number of references: all packs
-share one array, and a part is marked in a few operations on it. Knows nothing of refs and of relocations: what is to be
-marked, and where it is now, is the caller's.
+Parts are streamed, or their summaries taken from this host's cache, so memory does not grow with the number of references. All packs
+share one array, and a few array operations mark a part. The caller decides what to mark, and follows relocations.
 """
 
 import itertools
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
-from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine, decode_named_part
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.pack import MAX_ENTRIES
-from tensorstore_ck.format.part import Part, decode_part, part_name
+from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache, entries_of, summarize, words_of
@@ -28,7 +27,7 @@ Array = npt.NDArray[Any]
 
 
 class PackArray:
-    """One array with a region for each pack, which begins with zeros and grows when it must. Not thread-safe."""
+    """One array with a zero-initialized region for each pack, which grows on demand. Not thread-safe."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.values: Array = np.zeros(0, dtype)
@@ -43,7 +42,7 @@ class PackArray:
         return self._slots.keys()
 
     def starts(self, packs: Sequence[Ulid], sizes: Array) -> Array:
-        """Where the regions of `packs` begin, each of at least such a size; true until the next call."""
+        """The starts of the regions of `packs`, grown to at least `sizes`; valid until the next call."""
         slots = np.fromiter(map(self._slots.__getitem__, packs), np.int64, len(packs))
         missing = len(self._slots) - len(self._regions)
         if missing > 0:
@@ -61,14 +60,14 @@ class PackArray:
         return self.values[start : start + size]
 
     def copy(self) -> "PackArray":
-        """One of its own with the same values."""
+        """A deep copy."""
         copied = PackArray(self.values.dtype)
         copied.values, copied._regions, copied._end = self.values.copy(), self._regions.copy(), self._end
         copied._slots = defaultdict(itertools.count(len(self._slots)).__next__, self._slots)
         return copied
 
     def _grow(self, slot: int, size: int) -> None:
-        """Gives a pack a new region at the end. It doubles at least, so that what is left behind stays small."""
+        """Moves a pack's region to the end, at least twice as large, so that little space is wasted."""
         start, old_size = self._regions[slot].tolist()
         size = max(size, 2 * old_size)
         if self._end + size > len(self.values):
@@ -81,14 +80,14 @@ class PackArray:
 
 
 class LiveBits:
-    """Which entries of which packs are needed. Not thread-safe."""
+    """The needed entries of each pack. Not thread-safe."""
 
     def __init__(self) -> None:
         self._words = PackArray("<u8")
 
     @property
     def packs(self) -> Collection[Ulid]:
-        """The packs with an entry that is needed."""
+        """The packs with a needed entry."""
         return self._words.packs
 
     @property
@@ -97,13 +96,13 @@ class LiveBits:
         return self._words.values.nbytes
 
     def copy(self) -> "LiveBits":
-        """Marks of their own, that say the same."""
+        """A deep copy."""
         copied = LiveBits()
         copied._words = self._words.copy()
         return copied
 
     def mark(self, summary: PartSummary) -> None:
-        """Marks what a part refers to."""
+        """Marks the entries that a part refers to."""
         if summary.packs:
             last = summary.words[np.cumsum(summary.counts) - 1]
             starts = self._words.starts(summary.packs, last.astype(np.int64) + 1)
@@ -117,7 +116,7 @@ class LiveBits:
             self._words.values[start + words] |= bits
 
     def live_entries(self, pack: Ulid) -> Entries:
-        """The entries of a pack that are needed, in order."""
+        """The needed entries of a pack, in order."""
         bits = self._words.region(pack)
         return entries_of(np.arange(len(bits)), bits)
 
@@ -134,18 +133,18 @@ def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part,
 
 
 def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> Iterator[tuple[Ulid, PartSummary]]:
-    """(name, summary) of each part of a snapshot, one at a time; a part is read, and summarised, when the cache has it not.
+    """(name, summary) of each part of a snapshot, one at a time; reads and summarizes parts that are not cached.
 
     Raises:
-        DamageError: the record is missing or damaged, or a part that the cache has not.
+        DamageError: the record, or a part that is not cached, is missing or damaged.
     """
     record = engine.read_record(info)
     for rank, ulid in enumerate(record.parts):
         summary = cache.get(ulid)
-        if summary is None or (summary.part_id, summary.rank) != (_part_id(record, rank), rank):
+        if summary is None or (summary.part_id, summary.rank) != (record.part_id(rank), rank):
             part, size_bytes = _read_part(engine, record, rank)
-            summary = summarize(part, _part_id(record, rank))
-            del part  # not beside the next one
+            summary = summarize(part, record.part_id(rank))
+            del part  # one part at a time in memory
             cache.put(ulid, size_bytes, summary)
         yield ulid, summary
 
@@ -153,13 +152,7 @@ def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> I
 def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part, int]:
     name = part_name(record.parts[rank])
     data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
-    part = decode_part(data, name)
-    if part.part_id() != _part_id(record, rank) or part.rank != rank:
-        raise CorruptObjectError(f"{name} is not the part that its snapshot names; run `tsck fsck`", object_id=name)
+    part = decode_named_part(data, record, rank)
     if len(part.extents) and int(part.extents["entry"].max()) >= MAX_ENTRIES:
         raise CorruptObjectError(f"{name} names an entry that no pack can have; run `tsck fsck`", object_id=name)
     return part, len(data)
-
-
-def _part_id(record: Record, rank: int) -> Digest:
-    return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])

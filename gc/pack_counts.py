@@ -1,6 +1,6 @@
-"""How many entries each pack has, kept in the host's table: so that of packs that are needed whole no footer is read a second time.
+"""Number of entries per pack, cached in the host's table, so that gc need not read the footers of fully needed packs again.
 
-A pack never changes, and a count that is lost, or wrong, bears only on which packs are looked at. Keys ``e/<pack>``.
+Packs never change. A lost or wrong count affects only which packs gc looks at. Keys ``e/<pack>``.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _COUNT_BYTES: Final = 4
 
 
 class PackCounts:
-    """Pack -> its entries, for the packs that are there. `note` and `get` may be called from several threads."""
+    """Pack -> number of entries, for the listed packs. `note` and `get` are thread-safe."""
 
     def __init__(self, table: Table, packs: Collection[Ulid]) -> None:
         self._table = table
@@ -30,15 +30,15 @@ class PackCounts:
                 self._gone.append(pack)
 
     def get(self, pack: Ulid) -> int | None:
-        """How many entries a pack has, if this host has seen its footer."""
+        """Number of entries, if this host has read the pack's footer."""
         return self._counts.get(pack)
 
     def note(self, pack: Ulid, entries: int) -> None:
-        """Keeps what a footer said; in the table after `flush`."""
+        """Keeps a count; `flush` writes it to the table."""
         self._counts[pack] = self._new[pack] = entries
 
     def flush(self) -> None:
-        """Writes what was noted, and drops what is gone."""
+        """Writes new counts, and drops those of packs that are gone."""
         if self._new or self._gone:
             with contextlib.suppress(TableError), self._table.batch() as batch:
                 for pack, count in self._new.items():

@@ -1,8 +1,7 @@
-"""What gc needs of a part, and no more: which entries of which packs it refers to, as bits; kept in this host's cache.
+"""What gc needs to know of a part: the entries that it refers to, as bits per pack; kept in this host's cache.
 
-A part is immutable and its name is never used twice, so its summary stays true for as long as the part is there. It is a cache:
-used only for a part that a listing shows with the size that it had, and checked against the record like the part itself;
-one that is damaged is none. Knows nothing of relocations: a summary says what the part says.
+A part is immutable and its name is never reused, so its summary stays valid while the part exists. A summary is used only for a listed
+part of the same size, and checked against the record like the part itself; a damaged one is ignored. It does not follow relocations.
 """
 
 import contextlib
@@ -23,33 +22,33 @@ from tensorstore_ck.log.cache import Table, TableError
 PREFIX: Final = b"s/"
 WORD_BITS: Final = 64
 MAX_PENDING_BYTES: Final = 4 << 20
-"""Summaries wait for each other up to so many bytes: every batch of the table is made durable."""
+"""Bytes of summaries that are written in one batch: every batch is synced to disk."""
 
 Array = npt.NDArray[Any]
 
 
 class PartSummary(NamedTuple):
-    """The entries that a part refers to, delta bases included: words of 64 entries each, less those that are empty."""
+    """The entries that a part refers to, delta bases included: the nonempty words of 64 entries each."""
 
     part_id: Digest
     rank: int
     packs: list[Ulid]
-    """Those that the part does refer to."""
+    """The packs that the part refers to."""
     counts: Array
-    """How many words each pack has."""
+    """Number of words per pack."""
     words: Array
     """The number of each word in its pack, in order."""
     bits: Array
     """Bit i of word w: entry 64 w + i."""
 
     def entries(self, packs: Container[Ulid]) -> dict[Ulid, Entries]:
-        """The entries of those of the `packs` that it refers to, in order."""
+        """The entries in those of the given `packs` that the part refers to, in order."""
         ends = np.cumsum(self.counts).tolist()
         chosen = ((pack, slice(start, end)) for pack, start, end in zip(self.packs, [0, *ends], ends, strict=False) if pack in packs)
         return {pack: entries_of(self.words[words], self.bits[words]) for pack, words in chosen}
 
     def without(self, packs: Container[Ulid]) -> "PartSummary":
-        """The same, less some packs."""
+        """The summary without some packs."""
         kept = np.array([pack not in packs for pack in self.packs], bool)
         chosen = np.repeat(kept, self.counts)
         names = [pack for pack, keep in zip(self.packs, kept.tolist(), strict=True) if keep]
@@ -57,7 +56,7 @@ class PartSummary(NamedTuple):
 
 
 def summarize(part: Part, part_id: Digest) -> PartSummary:
-    """The summary of a part, whose id the caller has computed."""
+    """The summary of a part; the caller has computed its id."""
     _, keys = in_order(part.extents)
     words, bits = words_of(keys)
     owners = words >> 26  # 32 bits less the 6 that a word takes
@@ -70,7 +69,7 @@ def summarize(part: Part, part_id: Digest) -> PartSummary:
 def in_order(extents: Extents) -> tuple[Array, Array]:
     """Rows by pack and entry, and (pack << 32 | entry) of each."""
     packs = extents["pack"]
-    # Writers fill several packs at once, each in order, and a small key is sorted by counting: little is left to do after it.
+    # Writers fill several packs at once, each in order. numpy sorts 16-bit keys by radix, which leaves little to do.
     rows = np.argsort(packs.astype(np.uint16) if len(packs) and int(packs.max()) < 1 << 16 else packs, kind="stable")
     keys = (packs.astype(np.int64) << 32 | extents["entry"])[rows]
     if np.any(keys[1:] < keys[:-1]):
@@ -80,7 +79,7 @@ def in_order(extents: Extents) -> tuple[Array, Array]:
 
 
 def words_of(keys: Array) -> tuple[Array, Array]:
-    """(word numbers, bits) of sorted numbers, which may be there more than once."""
+    """(word numbers, bits) of sorted numbers with duplicates."""
     words = keys >> 6
     firsts = np.flatnonzero(np.diff(words, prepend=-1))
     if not len(firsts):
@@ -90,20 +89,16 @@ def words_of(keys: Array) -> tuple[Array, Array]:
 
 
 def entries_of(words: Array, bits: Array) -> Entries:
-    """The numbers of the bits that are set, in order; `words_of` backwards."""
+    """The numbers of the set bits, in order: the inverse of `words_of`."""
     found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
     return words[found // WORD_BITS].astype(np.int64) * WORD_BITS + found % WORD_BITS
 
 
 class SummaryCache:
-    """Summaries in the host's table. May be used from several threads.
-
-    Args:
-        table: The table.
-        listed: The parts that the backend has, with their sizes: of others no summary is given.
-    """
+    """Summaries in the host's table. Thread-safe."""
 
     def __init__(self, table: Table, listed: Mapping[Ulid, int]) -> None:
+        """`listed`: the parts in the backend and their sizes; other parts have no summary."""
         self._table = table
         self._listed = listed
         self._lock = threading.Lock()
@@ -111,7 +106,7 @@ class SummaryCache:
         self._pending_bytes = 0
 
     def get(self, part: Ulid) -> PartSummary | None:
-        """The summary of a part that is there."""
+        """The summary of a listed part, if it is cached."""
         size_bytes = self._listed.get(part)
         if size_bytes is None:
             return None
@@ -119,20 +114,20 @@ class SummaryCache:
         return None if value is None else decode_summary(value, part, size_bytes)
 
     def put(self, part: Ulid, size_bytes: int, summary: PartSummary) -> None:
-        """Keeps a summary; in the table after `flush`, or when enough have come together."""
-        with contextlib.suppress(UnsupportedValueError), self._lock:  # one that is too large is not kept
+        """Keeps a summary; it is in the table after `flush`, or when a batch is full."""
+        with contextlib.suppress(UnsupportedValueError), self._lock:  # too large to keep
             value = self._pending[PREFIX + part] = encode_summary(summary, part, size_bytes)
             self._pending_bytes += len(value)
             if self._pending_bytes >= MAX_PENDING_BYTES:
                 self._write()
 
     def flush(self) -> None:
-        """Writes what waits."""
+        """Writes pending summaries."""
         with self._lock:
             self._write()
 
     def prune(self) -> int:
-        """Drops the summaries of parts that are not listed; how many."""
+        """Drops the summaries of unlisted parts; returns their number."""
         gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in self._listed]
         with contextlib.suppress(TableError), self._table.batch() as batch:
             for key in gone:
@@ -149,7 +144,7 @@ class SummaryCache:
 
 
 def encode_summary(summary: PartSummary, part: Ulid, size_bytes: int) -> bytes:
-    """The row of a summary: a hash that covers the part's name, and the body. A change of it needs another kind of hash."""
+    """The row of a summary: a hash over the part's name and the body, and the body. A changed encoding needs another hash domain."""
     body = pack_body(
         {
             "size": size_bytes,
@@ -165,7 +160,7 @@ def encode_summary(summary: PartSummary, part: Ulid, size_bytes: int) -> bytes:
 
 
 def decode_summary(value: bytes, part: Ulid, size_bytes: int) -> PartSummary | None:
-    """The summary in a row; None when it is not that of a part of this name and size."""
+    """The summary in a row; None if it is damaged or of another part or size."""
     body = memoryview(value)[DIGEST_BYTES:]
     if derived_hash("part summary", part, body) != value[:DIGEST_BYTES]:
         return None
@@ -182,4 +177,4 @@ def decode_summary(value: bytes, part: Ulid, size_bytes: int) -> PartSummary | N
         )
         return found if take_count(fields, "size") == size_bytes else None
     except (CorruptObjectError, TypeError, ValueError):
-        return None  # of another build
+        return None  # written by another build

@@ -1,7 +1,7 @@
-"""What a run of gc would do, and what later runs could: the same figures for gc itself, `usage`, `fsck` and errors. Changes nothing.
+"""What a run of gc would free now, and later runs: the same figures for gc itself, `usage`, `fsck` and errors. Changes nothing.
 
-What is freed later is found by planning again with less: as if all objects were old, then as if no undo window were left, then as if the
-pins that expire had expired. So the bytes of these add up, and each is what a run of gc frees at that time.
+To find what is freed later, it plans again as if all objects were old, then as if no undo windows were left, then as if dated pins had
+expired. So the bytes of these add up, and each is what a run of gc frees at that time.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,13 +15,14 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import ListedObject, list_objects
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds, at_newest
+from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
-from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, iso_time, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, gc_command, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
 from tensorstore_ck.log.cache import MemoryTable
@@ -32,48 +33,48 @@ _NS: Final = 1_000_000_000
 
 
 class GcPlan(NamedTuple):
-    """What would be done at `view`."""
+    """What gc would do at `view`."""
 
     view: RefTable
     ending: list[Op]
-    """Undo windows and pins that have run out, and that `view` has no more."""
+    """Undo windows and pins that have run out; `view` is without them."""
     listed: dict[ObjectKey, ListedObject]
     garbage: list[ObjectKey]
-    """To be condemned, unless something has come to need it."""
+    """Objects to condemn, unless they are needed by then."""
     young: frozenset[ObjectKey]
-    """Nothing refers to them, and they are too young to be judged."""
+    """Unreferenced, and too young to be judged."""
     sparse: list[SparsePack]
     doomed: frozenset[ObjectKey]
-    """What will be deleted in this run."""
+    """What this run deletes."""
     expired: list[SnapshotInfo]
-    """Nothing holds them."""
+    """Snapshots that nothing holds."""
     useless_records: list[str]
-    """Writer records."""
+    """Writer records to delete."""
     freeable: Freeable
     options: GcOptions
 
     def when_old(self, key: ObjectKey) -> str:
-        """When an object that is too young is old enough."""
+        """When a young object is old enough."""
         return f"by {iso_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
 
 
 class _Level(NamedTuple):
-    """What is needed once some holds have ended."""
+    """What is needed when some holds have ended."""
 
     why: str
     needs: RootNeeds
     due_ns: int
     """When the last of these holds ends; 0: they have ended."""
     pins: tuple[Pin, ...]
-    """Those that must be taken back for that."""
+    """The pins to remove for that."""
 
 
 class _Sparse(NamedTuple):
-    """Packs worth rewriting, those first that free most per byte written, up to the budget."""
+    """Packs worth rewriting, in the order of bytes freed per byte written, up to the budget."""
 
     packs: list[SparsePack]
     left: int
-    """How many more there are."""
+    """Number of further packs."""
 
 
 class Planner:
@@ -89,9 +90,9 @@ class Planner:
         self._levels: list[_Level] = []
         self._listed: dict[ObjectKey, ListedObject] = {}
         self._due: dict[int, int] = {}
-        self.reach = LiveSet(engine, {})
+        self.live = LiveSet(engine, {})
         self.anchor = 0
-        """The entry that `reach` was marked at."""
+        """The entry that `live` was marked at."""
         self.requests = 0
         self.notes: list[str] = []
 
@@ -99,25 +100,25 @@ class Planner:
         """The plan at the newest head.
 
         Raises:
-            UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
+            UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
         """
-        self._engine.log.sync()  # a log that cannot be read is said before all else
+        self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
         at_newest(self._engine, self._mark)
         return self._plan()
 
     def ending(self, view: RefTable) -> list[Op]:
-        """Undo windows and pins that have run out by this host's clock; all others follow the entry that says so."""
+        """Ends the undo windows and pins that ran out by this host's clock; other hosts follow the log entry."""
         windows = [window for window in view.windows() if self.age_seconds(window.time_ns) >= self._options.undo_window_seconds]
         pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
         return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
 
     def is_due(self, n: int) -> bool:
-        """Whether what entry `n` condemned has waited for the grace period."""
+        """Whether the grace period of what entry `n` condemned is over."""
         return not self._options.grace_seconds or self._due_ns(n) <= self._now_ns
 
     def age_seconds(self, time_ns: int) -> float:
-        """How long ago something was."""
+        """Seconds since a time."""
         return (self._now_ns - time_ns) / _NS
 
     def _due_ns(self, n: int) -> int:
@@ -127,26 +128,26 @@ class Planner:
         return self._due[n]
 
     def _mark(self, anchor: int, view: RefTable) -> None:
-        """Marks at the newest head without what has run out, and before that without what will run out."""
+        """Marks what is needed at the newest head without holds that ran out; and first without those that will run out."""
         part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
-        self.reach = LiveSet(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
+        self.live = LiveSet(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
         self.anchor = anchor
         self._ends = self.ending(view)
-        self._view = current = simulated(view, self._ends) if self._ends else view
+        self._view = current = simulate(view, self._ends) if self._ends else view
         windows = [*current.windows()]
         pins = tuple(pin for pin in current.pins() if pin.expires_ns is not None)
         purges = [Op.purge(window.n, window.name) for window in windows]
         unpins = [Op.unpin(pin.ulid, pin.owner, current) for pin in pins]
         self._levels = []
         if pins:
-            self.reach.update(simulated(current, [*purges, *unpins]))
-            self._levels.append(_Level("pins", self.reach.now(), max(pin.expires_ns or 0 for pin in pins), pins))
+            self.live.update(simulate(current, [*purges, *unpins]))
+            self._levels.append(_Level("pins", self.live.frozen(), max(pin.expires_ns or 0 for pin in pins), pins))
         if windows:
-            self.reach.update(simulated(current, purges))
+            self.live.update(simulate(current, purges))
             window_ns = int(self._options.undo_window_seconds * _NS)
-            self._levels.append(_Level("undo window", self.reach.now(), max(each.time_ns for each in windows) + window_ns, ()))
+            self._levels.append(_Level("undo window", self.live.frozen(), max(each.time_ns for each in windows) + window_ns, ()))
         self._levels.reverse()
-        self.reach.update(current)
+        self.live.update(current)
 
     # --- this run -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class Planner:
         options, listed = self._options, self._listed
         self.requests += len(FOLDERS) + len(listed) // 1000
         states = {key: state for key in listed if (state := self._view.object_state(key)) is not None}
-        unneeded = [key for key in listed if key not in states and not self.reach.needs(key)]
+        unneeded = [key for key in listed if key not in states and not self.live.needs(key)]
         young = {key for key in unneeded if self._is_young(key)}
         writers = WriterRecords(self._engine)
         ended = writers.ended({series_of(key.ulid) for key in young})
@@ -165,7 +166,7 @@ class Planner:
         sparse, rewritable_bytes = self._find_sparse(states)
         packs, left = sparse[-1]
         if left:
-            self.notes.append(f"{left} more packs are sparse: the next run goes on with them")
+            self.notes.append(f"{left} more packs are sparse: the next run continues with them")
         doomed = [*due, *(garbage if not options.grace_seconds else ())]
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
         return GcPlan(
@@ -188,34 +189,34 @@ class Planner:
         return self.age_seconds(self._listed[key].modified_ns) < self._options.min_age_seconds
 
     def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
-        """The packs worth rewriting at each level, and then now; and what rewriting all others would free, which have dead blocks, too."""
-        stages = [*(level.needs for level in self._levels), self.reach]
+        """The packs worth rewriting at each level, and last now; and the bytes that rewriting all other packs in use would free."""
+        stages = [*(level.needs for level in self._levels), self.live]
         found: list[list[SparsePack]] = [[] for _ in stages]
         rewritable: list[int] = []
         below = self._options.compact_below
-        candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.reach.needs(key)]
+        candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.live.needs(key)]
         counts = PackCounts(self._engine.table, {key.ulid for key in self._listed if key.kind == "pack"})
 
         def judge(key: ObjectKey) -> None:
             size_bytes, count = self._listed[key].size_bytes, counts.get(key.ulid)
-            live = [needs.live_entries(key.ulid) for needs in stages]
-            if count is not None and all(len(entries) in {0, count} for entries in live):
+            entries_at = [needs.live_entries(key.ulid) for needs in stages]
+            if count is not None and all(len(entries) in {0, count} for entries in entries_at):
                 return
             try:
                 footer = read_footer(self._engine.backend, key.ulid, size_bytes)
             except DamageError as exc:
-                self.notes.append(f"{key.name} was left as it is: {exc}")
+                self.notes.append(f"{key.name} was not changed: {exc}")
                 return
             counts.note(key.ulid, len(footer.entries))
-            for packs, needs, entries in zip(found, stages, live, strict=True):
+            for packs, needs, entries in zip(found, stages, entries_at, strict=True):
                 if len(entries) and int(entries[-1]) < len(footer.entries):
                     pack = SparsePack(key.ulid, footer, entries, size_bytes)
                     if live_bytes(pack) < below * _stored_bytes(footer):
                         packs.append(pack)
-                    elif needs is self.reach and len(entries) < len(footer.entries):
+                    elif needs is self.live and len(entries) < len(footer.entries):
                         rewritable.append(size_bytes - written_bytes([pack]))
 
-        is_all_local = self._engine.backend.is_local and not self._engine.placed.places()
+        is_all_local = self._engine.backend.is_local and not self._engine.placed.locations()
         if below:
             for_each(candidates, judge, 1 if is_all_local else THREADS)
             self.requests += 3 * len(candidates)
@@ -243,7 +244,7 @@ class Planner:
         sparse: Sequence[list[SparsePack]],
         rewritable_bytes: int,
     ) -> Freeable:
-        """What is freed now, and what later; `sparse` is of each level, and then of now."""
+        """What is freed now and later; `sparse` has the packs of each level, and last those of now."""
         if not self._engine.config.exclusive_create:
             return Freeable(0, "", ())  # gc never runs there
         total = sum(listed.size_bytes for listed in self._listed.values())
@@ -290,7 +291,7 @@ class Planner:
         return sum(self._listed[key].size_bytes for key in keys)
 
     def _old_ns(self, keys: Iterable[ObjectKey]) -> int:
-        """When all of these objects are old enough."""
+        """When all of the objects are old enough."""
         return max((self._listed[key].modified_ns for key in keys), default=0) + int(self._options.min_age_seconds * _NS)
 
     def _root(self, pin: Pin) -> str:
@@ -299,16 +300,16 @@ class Planner:
 
 
 def plan_gc(engine: Engine, options: GcOptions | None = None) -> GcPlan:
-    """What gc would do, for those who only tell it.
+    """What gc would do, for reports.
 
     Raises:
-        UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
+        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
     """
     return Planner(engine, options or GcOptions()).make()
 
 
-def simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
-    """What `view` would be with these operations; a copy, still at the head of `view`."""
+def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
+    """A copy of `view` with these operations applied, still at the head of `view`."""
     table = MemoryTable()
     head = view.head()
     with table.batch() as batch:
@@ -319,13 +320,13 @@ def simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
 
 
 def written_bytes(packs: Sequence[SparsePack]) -> int:
-    """What rewriting will write: each block once; a pack more than one gibibyte adds a header and a trailer."""
+    """Bytes that rewriting writes: each block once, and a header and a trailer per GiB."""
     if not packs:
         return 0
     rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
     _, first = np.unique(rows["id"], return_index=True)
     pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
-    moved = [len(RelocationMap(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
+    moved = [len(RelocationMap(pack.pack, [pack.pack], np.zeros(len(pack.entries), RELOCATION_DTYPE)).encode()) for pack in packs]
     return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Encodes cold snapshots anew, so that they take less: their packs are copied like sparse ones, block by block in the smallest form."""
+"""Re-encodes the packs of chosen snapshots, so that they are smaller."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
-from tensorstore_ck.format.codec import Mode, require_strong
+from tensorstore_ck.format.codec import Mode, check_recode_mode
 from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects
 from tensorstore_ck.gc.live_set import LiveSet, at_newest
-from tensorstore_ck.gc.repack import look_at, rewrite, smaller
+from tensorstore_ck.gc.repack import plan_repack, repack_packs, scan_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
@@ -18,20 +18,20 @@ from tensorstore_ck.log.address import resolve
 
 @dataclass(frozen=True, slots=True)
 class RecodeReport:
-    """What was done; in a dry run, what would be."""
+    """What was re-encoded; in a dry run, what would be."""
 
     dry_run: bool
     snapshots: int
-    """Those that were looked at."""
+    """Snapshots that were chosen."""
     kept: int
-    """Their packs that would not become smaller."""
+    """Their packs that would not get smaller."""
     rewritten: tuple[RewrittenPack, ...]
     before_bytes: int
-    """What the live blocks of the rewritten packs took."""
+    """Stored bytes of the live blocks of the rewritten packs, before."""
     after_bytes: int
-    """What they take now, moved objects included; in a dry run, judged by some blocks of each pack."""
+    """After, with relocation maps; in a dry run, estimated from some blocks of each pack."""
     notes: tuple[str, ...]
-    """Packs that could not be read, and why."""
+    """Why packs could not be read."""
 
 
 def recode_snapshots(
@@ -44,7 +44,7 @@ def recode_snapshots(
     progress: Progress | None = None,
 ) -> RecodeReport:
     """See `Store.recode`: of a branch its whole history, at any other address one snapshot; without addresses everything that is held."""
-    mode = require_strong(codec)
+    mode = check_recode_mode(codec)
     before_ns = engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
 
     def at(view: RefTable, address: str) -> Iterable[SnapshotInfo]:
@@ -66,18 +66,18 @@ def run_recode(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> RecodeReport:
-    """Encodes the packs of chosen snapshots anew, but those that were moved to other places.
+    """Re-encodes the packs of chosen snapshots, except packs at other locations.
 
     Args:
         engine: The store.
-        choose: Which snapshots, given the newest view.
-        mode: How.
-        dry_run: Only look.
-        progress: Is told how it goes.
+        choose: Returns the snapshots, given the newest view.
+        mode: How to encode blocks.
+        dry_run: Changes nothing.
+        progress: Receives the progress.
 
     Raises:
-        UnreadableError: something that is held cannot be read, so that nobody knows which blocks of a pack are needed.
-        UnsafeBackendError: the backend does not keep what the safety of relocations rests on.
+        UnreadableError: a held snapshot cannot be read, so which blocks of a pack are needed is unknown.
+        UnsafeBackendError: the backend does not create objects exclusively.
     """
     progress = progress or ignore_progress
     if not dry_run:
@@ -87,23 +87,23 @@ def run_recode(
         raise UnsafeBackendError(f"{url} does not create objects exclusively: recode needs a total order of commits", object_id=url)
     listed = list_objects(engine.backend)
     part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
-    reach = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
+    live = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
 
     def look(_: int, view: RefTable) -> tuple[int, dict[ObjectKey, ListedObject]]:
-        reach.update(view)
+        live.update(view)
         chosen = list(choose(view))
-        needed = {ObjectKey("pack", pack) for info in chosen for pack in reach.packs_of(view, info)}
-        here = needed - {ObjectKey("pack", pack) for pack in view.places()}
+        needed = {ObjectKey("pack", pack) for info in chosen for pack in live.packs_of(view, info)}
+        here = needed - {ObjectKey("pack", pack) for pack in view.locations()}
         return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
 
     chosen, candidates = at_newest(engine, look)
-    found = look_at(engine, reach, candidates, progress)
-    plan = smaller(engine, found, mode, progress)
+    found = scan_packs(engine, live, candidates, progress)
+    plan = plan_repack(engine, found, mode, progress)
     rewritten, after, notes = plan.packs, plan.after_bytes, found.notes
     if not dry_run:
         copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
-        done = rewrite(engine, reach, plan.packs, mode=mode, progress=copied.add)
+        done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
-    told = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
+    packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
     kept = len(candidates) - len(plan.packs)
-    return RecodeReport(dry_run, chosen, kept, told, sum(map(live_bytes, rewritten)), after, tuple(notes))
+    return RecodeReport(dry_run, chosen, kept, packs, sum(map(live_bytes, rewritten)), after, tuple(notes))

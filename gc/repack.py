@@ -1,8 +1,7 @@
-"""Rewrites packs whose blocks are needed: smaller, or elsewhere. In batches of which each is in force by itself, so that a run that is
-killed loses one. What was replaced is condemned, and goes with the next `gc`.
+"""Rewrites packs that are needed: smaller, or to another location. Each batch is committed by itself, so a killed run loses one batch.
 
-Roots never change, as ids are of raw bytes. A block that is encoded against others is copied as it is, and none becomes one: a relocation
-never adds a base (docs/decisions/009-bounded-delta-chains.md).
+The replaced packs are condemned; the next `gc` frees them. Roots never change, as block ids are hashes of raw bytes. Deltas are copied
+as they are, and no block becomes a delta: a relocation never adds a base (docs/decisions/009-bounded-delta-chains.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,9 +14,9 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.format.codec import BASED, Codec, Encoder, Mode, StoredBlock, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.gc.compact import SparsePack, compact, live_bytes, put_in_force, read_blocks, read_footer
+from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes, read_blocks, read_footer
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.live_set import LiveSet, at_newest
 from tensorstore_ck.gc.report import Progress, ProgressSum
@@ -25,40 +24,40 @@ from tensorstore_ck.log import ObjectKey, RefTable
 
 BATCH_BYTES: Final = 16 << 30
 SAMPLE_BLOCKS: Final = 8
-"""Of a pack, to tell what it would become."""
+"""Blocks of a pack that are encoded to estimate its new size."""
 WORTH: Final = 0.97
-"""A pack that would not become smaller than this is left as it is."""
+"""A pack that would keep more than this share of its size is not rewritten."""
 _OPAQUE: Final = frozenset({Codec.LZ4, Codec.ZSTD})
 
 
 class RepackScan(NamedTuple):
-    """Packs that were looked at."""
+    """Packs with their needed entries."""
 
     packs: list[SparsePack]
     notes: list[str]
-    """Those that could not be read, and why."""
+    """Why packs could not be read."""
 
 
 class RepackPlan(NamedTuple):
-    """Packs that would become smaller."""
+    """Packs that would get smaller."""
 
     packs: list[SparsePack]
     after_bytes: int
-    """What they would take."""
+    """Their estimated size."""
 
 
 class RepackResult(NamedTuple):
-    """What was done."""
+    """Packs that were rewritten."""
 
     packs: list[SparsePack]
     written_bytes: int
-    """Moved objects included."""
+    """With relocation maps."""
     notes: list[str]
-    """Packs that could not be read, and why."""
+    """Why packs could not be read."""
 
 
-def look_at(engine: Engine, reach: LiveSet, candidates: Mapping[ObjectKey, ListedObject], progress: Progress) -> RepackScan:
-    """Packs, with those of their entries that are needed."""
+def scan_packs(engine: Engine, live: LiveSet, candidates: Mapping[ObjectKey, ListedObject], progress: Progress) -> RepackScan:
+    """Reads the footers of packs, and finds their needed entries."""
     found: dict[Ulid, SparsePack] = {}
     notes: list[str] = []
     looked = ProgressSum(progress, "looking at packs", len(candidates))
@@ -66,17 +65,17 @@ def look_at(engine: Engine, reach: LiveSet, candidates: Mapping[ObjectKey, Liste
     def look(key: ObjectKey) -> None:
         try:
             footer = read_footer(engine.backend, key.ulid, candidates[key].size_bytes)
-            found[key.ulid] = SparsePack(key.ulid, footer, reach.live_entries(key.ulid), candidates[key].size_bytes)
+            found[key.ulid] = SparsePack(key.ulid, footer, live.live_entries(key.ulid), candidates[key].size_bytes)
         except DamageError as exc:
-            notes.append(f"{key.name} was left as it is: {exc}")
+            notes.append(f"{key.name} was not changed: {exc}")
         looked.add(1)
 
     for_each(candidates, look, cpu_threads())
     return RepackScan([found[pack] for pack in sorted(found)], notes)
 
 
-def smaller(engine: Engine, found: RepackScan, mode: Mode, progress: Progress) -> RepackPlan:
-    """Those packs that would become smaller, by some blocks of each."""
+def plan_repack(engine: Engine, found: RepackScan, mode: Mode, progress: Progress) -> RepackPlan:
+    """The packs that would get smaller, estimated from some blocks of each."""
     after: dict[Ulid, int] = {}
     sampled = ProgressSum(progress, "sampling packs", len(found.packs))
 
@@ -84,7 +83,7 @@ def smaller(engine: Engine, found: RepackScan, mode: Mode, progress: Progress) -
         try:
             after_bytes = _after_bytes(engine, pack, mode)
         except DamageError as exc:
-            found.notes.append(f"{ObjectKey('pack', pack.pack).name} was left as it is: {exc}")
+            found.notes.append(f"{ObjectKey('pack', pack.pack).name} was not changed: {exc}")
         else:
             if after_bytes <= WORTH * live_bytes(pack):
                 after[pack.pack] = after_bytes
@@ -94,45 +93,45 @@ def smaller(engine: Engine, found: RepackScan, mode: Mode, progress: Progress) -
     return RepackPlan([pack for pack in found.packs if pack.pack in after], sum(after.values()))
 
 
-def rewrite(
+def repack_packs(
     engine: Engine,
-    reach: LiveSet,
+    live: LiveSet,
     packs: Iterable[SparsePack],
     *,
     mode: Mode | None,
     place: str | None = None,
     progress: Callable[[int], None],
 ) -> RepackResult:
-    """Copies the needed entries of packs, and puts the copies in force.
+    """Copies the needed entries of packs, and commits the relocations.
 
     Args:
         engine: The store.
-        reach: What is needed.
-        packs: Which; what is needed of each is looked up anew when its turn comes, as that may be days later.
-        mode: How to encode them, where that is smaller; None: as they are.
-        place: The URL where they are to lie, if not the store's own place.
+        live: What is needed.
+        packs: Which packs; their needed entries are determined again for each batch, which may be days later.
+        mode: How to encode blocks, where that is smaller; None: unchanged.
+        place: URL for the copies; None: the store's own location.
         progress: Called with each number of bytes copied.
     """
     done = RepackResult([], 0, [])
     if place is not None:
-        engine.placed.begin(place)
+        engine.placed.claim_new(place)
     for batch in _batches(packs):
-        anchor, left = at_newest(engine, partial(_still_needed, reach, batch))
-        compacted = compact(engine, left, progress, None if mode is None else partial(_read, engine, mode), place)
-        moved = put_in_force(engine, compacted.moves, reach, anchor)
+        anchor, left = at_newest(engine, partial(_still_needed, live, batch))
+        compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), place)
+        moved = commit_relocations(engine, compacted.moves, live, anchor)
         done.packs.extend(pack for pack in left if pack.pack in moved)
         done.notes.extend(compacted.problems)
         others = {move.pack for move in compacted.moves} - moved
-        done.notes.extend(f"{ObjectKey('pack', pack).name} was left as it is: it came to be needed otherwise" for pack in sorted(others))
+        done.notes.extend(f"{ObjectKey('pack', pack).name} was not changed: other entries of it are needed now" for pack in sorted(others))
         done = done._replace(written_bytes=done.written_bytes + compacted.written_bytes)
     return done
 
 
-def _still_needed(reach: LiveSet, packs: Iterable[SparsePack], anchor: int, view: RefTable) -> tuple[int, list[SparsePack]]:
-    reach.update(view)
+def _still_needed(live: LiveSet, packs: Iterable[SparsePack], anchor: int, view: RefTable) -> tuple[int, list[SparsePack]]:
+    live.update(view)
     keys = [(pack, ObjectKey("pack", pack.pack)) for pack in packs]
-    left = [pack for pack, key in keys if view.object_state(key) is None and reach.needs(key)]
-    return anchor, [pack._replace(entries=reach.live_entries(pack.pack)) for pack in left]
+    left = [pack for pack, key in keys if view.object_state(key) is None and live.needs(key)]
+    return anchor, [pack._replace(entries=live.live_entries(pack.pack)) for pack in left]
 
 
 def _batches(packs: Iterable[SparsePack]) -> Iterator[list[SparsePack]]:
@@ -150,27 +149,27 @@ def _batches(packs: Iterable[SparsePack]) -> Iterator[list[SparsePack]]:
 
 
 def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
-    """What the live entries of a pack would take, by some of those that can be decoded without others."""
+    """Estimates the new size of a pack's live entries from some that are not deltas."""
     rows = pack.footer.entries
-    entries = pack.entries[~np.isin(rows["codec"][pack.entries], list(BASED))]
+    entries = pack.entries[~np.isin(rows["codec"][pack.entries], list(CODECS_WITH_BASES))]
     if not len(entries):
         return live_bytes(pack)
     picked = entries[np.unique(np.linspace(0, len(entries) - 1, SAMPLE_BLOCKS).astype(int))]
-    after = sum(len(block.stored) for entry in picked.tolist() for block in _read(engine, mode, pack.pack, pack.footer, [entry]))
+    after = sum(len(block.stored) for entry in picked.tolist() for block in _read_smaller(engine, mode, pack.pack, pack.footer, [entry]))
     share = after / max(1, int(rows["stored"][picked].sum(dtype=np.int64)))
     return live_bytes(pack) - int((1 - share) * int(rows["stored"][entries].sum(dtype=np.int64)))
 
 
-def _read(engine: Engine, mode: Mode, pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
-    """Neighbouring entries of a pack, verified, each as it is or smaller."""
+def _read_smaller(engine: Engine, mode: Mode, pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
+    """Neighbouring entries of a pack, verified, re-encoded where that is smaller."""
     rows = footer.entries[[run[0], run[-1]]]
     size_bytes = int(rows["offset"][1]) + int(rows["stored"][1]) - int(rows["offset"][0])
     encoder, name = Encoder(mode), ObjectKey("pack", pack).name
     found = []
     for block in read_blocks(engine.backend, pack, footer, run, memoryview(bytearray(size_bytes))):
-        if block.codec not in BASED:
+        if block.codec not in CODECS_WITH_BASES:
             raw = decode(block.codec, block.stored, block.raw_bytes, name)
-            encoded = encoder.opaque(raw) if block.codec in _OPAQUE else encoder.unknown(raw)
+            encoded = encoder.encode_opaque(raw) if block.codec in _OPAQUE else encoder.encode_unknown(raw)
             stored = memoryview(b"".join(encoded.pieces))
             if len(stored) < len(block.stored):
                 found.append(StoredBlock(encoded.codec, stored, block.raw_bytes))

@@ -1,101 +1,67 @@
-"""What gc is asked, what it says that it did and does, and what it says that it can free: the same words wherever space is spoken of."""
+"""Reports of gc: what it did, and what it can free, in the same words wherever space is reported."""
 
 import shlex
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
 
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.errors import InvalidOptionError
-
-DAY_SECONDS: Final = 86_400.0
+from tensorstore_ck.gc.options import GcOptions
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, done, of how many)."""
-
-
-@dataclass(frozen=True, slots=True)
-class GcOptions:
-    """How gc decides. None of it bears on safety: whatever is given, nothing that is held is freed."""
-
-    min_age_seconds: float = DAY_SECONDS
-    """Younger objects that nothing refers to are left alone, unless their process is known to have ended: a save may be under way."""
-    grace_seconds: float = 0.0
-    """Objects are freed when they have been condemned for that long: what takes hold of them meanwhile needs no second write."""
-    undo_window_seconds: float = DAY_SECONDS
-    """What was forgotten longer ago is let go."""
-    max_delete: float = 0.5
-    """Refuse when a larger fraction of all bytes would go."""
-    compact_below: float = 0.5
-    """Packs of which a smaller fraction is live are rewritten; 0: none."""
-    compact_bytes: int = 256 << 30
-    """At most so many live bytes are rewritten in one run, those first that free most."""
-    settle_seconds: float = 7 * DAY_SECONDS
-    """Tombstones are kept for that long: a save that slept longer starts anew."""
-    max_bytes_per_second: float | None = None
-    """Reads no more than that, and writes no more than that, so that jobs keep their bandwidth; None: as fast as it goes."""
-
-    def __post_init__(self) -> None:
-        """Raises `InvalidOptionError` for what makes no sense."""
-        for name in ("min_age_seconds", "grace_seconds", "undo_window_seconds", "settle_seconds", "compact_bytes"):
-            if not getattr(self, name) >= 0:
-                raise InvalidOptionError(f"{name} must not be negative", object_id=name)
-        for name in ("max_delete", "compact_below"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidOptionError(f"{name} must be from 0 to 1", object_id=name)
+"""Called with (phase, done, total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreedLater:
-    """Bytes that no run of gc frees now, and why not. Each counts what it frees beyond those before it."""
+    """Bytes that gc frees later, and why. Each counts only what the ones before it do not free."""
 
     why: str
-    """``grace``, ``age``, ``undo window``, ``pins`` (those that expire), or ``packs in use``: dead blocks of packs that are not sparse."""
+    """``grace``, ``age``, ``undo window``, ``pins`` (dated ones), or ``packs in use``: dead blocks of packs that are not sparse."""
     bytes: int
-    """Of ``packs in use``: a lower bound."""
+    """For ``packs in use``: a lower bound."""
     objects: int
-    """How many objects nothing needs any more then; packs that are rewritten are not among them."""
+    """Objects that are unneeded then, without rewritten packs."""
     due_ns: int | None
-    """When gc frees all of it, if nothing takes hold of it; nanoseconds since 1970. None: never by itself."""
+    """When gc frees all of it, unless it is held again; nanoseconds since 1970. None: never by itself."""
     commands: tuple[str, ...]
-    """What frees it now, run in this order."""
+    """Commands that free it now, in this order."""
 
-    def said(self) -> str:
-        """One line for a person."""
+    def describe(self) -> str:
+        """One line for people."""
         reason = {
             "grace": "condemned, until the grace period ends",
-            "age": "young and in no snapshot, so it may belong to a save that is under way or staged",
+            "age": "young and in no snapshot, so it may belong to a running or staged save",
             "undo window": "forgotten, held until the undo window ends",
             "pins": "held by pins that expire",
-            "packs in use": "at least, in packs that are not sparse enough to be rewritten",
+            "packs in use": "at least, in packs that are not sparse enough to rewrite",
         }[self.why]
         date = "" if self.due_ns is None else f"by {iso_time(self.due_ns)}: "
         shown = " && ".join(self.commands[-3:])
         more = f"{len(self.commands) - 3} more pins, which `tsck pin` lists, and " if len(self.commands) > 3 else ""
-        caution = "; not while a save is under way or staged" if "--min-age 0s" in self.commands[-1] else ""
+        caution = "; not while a save is running or staged" if "--min-age 0s" in self.commands[-1] else ""
         return f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason} ({more}`{shown}` frees it now{caution})"
 
 
 @dataclass(frozen=True, slots=True)
 class Freeable:
-    """What gc can free: the same figures from `gc`, `usage`, `fsck` and errors."""
+    """What gc can free, as reported by `gc`, `usage`, `fsck` and errors."""
 
     now_bytes: int
     command: str
-    """What frees them; empty where gc never runs."""
+    """The command that frees them; empty where gc never runs."""
     later: tuple[FreedLater, ...]
 
-    def said(self) -> list[str]:
-        """A line for a person on what can be freed now, and one for each reason why something can only be freed later."""
+    def describe(self) -> list[str]:
+        """For people: a line on what gc can free now, and one for each reason to free something later."""
         now = f"{human_bytes(self.now_bytes)} now (`{self.command}` frees it)" if self.now_bytes > 0 else "nothing now"
-        return [f"gc can free: {now}", *(later.said() for later in self.later)]
+        return [f"gc can free: {now}", *(later.describe() for later in self.later)]
 
 
 @dataclass(frozen=True, slots=True)
 class GoneSnapshot:
-    """A snapshot that nothing holds any more, and whose record is deleted."""
+    """A snapshot that nothing holds, and whose record gc deletes."""
 
     id: str
     root: str
@@ -105,7 +71,7 @@ class GoneSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RewrittenPack:
-    """A pack that is mostly garbage."""
+    """A pack whose live entries were copied."""
 
     name: str
     bytes: int
@@ -114,37 +80,37 @@ class RewrittenPack:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was done; in a dry run, what would be."""
+    """What gc did; in a dry run, what it would do."""
 
     dry_run: bool
     snapshots: tuple[GoneSnapshot, ...]
-    """Those that go in this run; not those that wait for the grace period, or are too young."""
+    """Deleted in this run; without those in the grace period, and young ones."""
     deleted: dict[str, int]
-    """Kind of object -> how many are deleted."""
+    """Kind of object -> deleted objects."""
     deleted_bytes: int
     rewritten: tuple[RewrittenPack, ...]
     written_bytes: int
-    """In new packs and moved objects."""
+    """In new packs and relocation maps."""
     waiting: int
-    """Objects that are condemned, and wait for the grace period."""
+    """Condemned objects in their grace period."""
     young: int
-    """Objects that nothing refers to, and that are too young to be judged."""
+    """Unreferenced objects that are too young to be judged."""
     total_bytes: int
-    """In all objects that were listed, before."""
+    """Of all listed objects, before."""
     requests: int
     """Requests to the backend after marking: lists, reads of what is rewritten, writes and deletes."""
     notes: tuple[str, ...]
-    """What a user should know: packs that could not be rewritten, and the like."""
+    """For the user, such as packs that could not be rewritten."""
     refused: str | None
-    """In a dry run: why a real one would refuse; None when it would not."""
+    """In a dry run: why a real run would refuse; None if it would not."""
     command: str = ""
-    """What does what the report says, typed into a shell; empty where gc never runs."""
+    """The shell command for this run; empty where gc never runs."""
     later: tuple[FreedLater, ...] = ()
-    """What this run does not free, and when a later one does."""
+    """What later runs free, and when."""
 
     @property
     def freed_bytes(self) -> int:
-        """What the store gets smaller by; the log grows by some hundred bytes."""
+        """Bytes by which the store shrinks; the log grows by some hundred bytes."""
         return self.deleted_bytes - self.written_bytes
 
 
@@ -160,14 +126,14 @@ class ProgressSum:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Adds to what is done."""
         with self._lock:
             self._done += count
             self._progress(self._what, self._done, self._total)
 
 
 def gc_command(url: str, options: GcOptions, *, exceeds: bool) -> str:
-    """The command that runs gc on the store at `url` with these options; `exceeds`: more would go than they allow."""
+    """The command that runs gc on the store at `url` with these options; `exceeds`: it would delete more than they allow."""
     usual = GcOptions()
     words = ["tsck", "gc"]
     for name in ("grace", "min_age", "undo_window"):
@@ -181,12 +147,12 @@ def gc_command(url: str, options: GcOptions, *, exceeds: bool) -> str:
 
 
 def unpin_command(url: str, root: str, owner: str) -> str:
-    """The command that takes a pin back."""
+    """The command that removes a pin."""
     return shlex.join(["tsck", "unpin", root, "--owner", owner, "-s", url])
 
 
 def iso_time(time_ns: int) -> str:
-    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``, not before it."""
+    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``, rounded up."""
     try:
         return datetime.fromtimestamp(-(-time_ns // 1_000_000_000), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (OverflowError, OSError, ValueError):  # a clock can say anything

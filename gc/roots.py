@@ -1,4 +1,4 @@
-"""The roots: which snapshots are kept, and by what."""
+"""The roots: the snapshots that are held, and what holds them."""
 
 from shlex import quote
 from typing import Final
@@ -7,13 +7,13 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 UNDO: Final = "undo window"
-"""Label of what is held by one; no ref can be called so."""
+"""Label of an undo window; no ref can have this name."""
 ROOT_DIGITS: Final = 16
-"""Of a root in a command."""
+"""Digits of a root in a command."""
 
 
 def roots(view: RefTable) -> dict[Ulid, list[str]]:
-    """Snapshots that are held -> what holds them: branches and tags by name, ``pin:owner``, and `UNDO`."""
+    """Held snapshots -> what holds them: names of branches and tags, ``pin:owner``, and `UNDO`."""
     held: dict[Ulid, list[str]] = {}
 
     def add(ulid: Ulid, label: str) -> None:
@@ -36,8 +36,8 @@ def roots(view: RefTable) -> dict[Ulid, list[str]]:
     return held
 
 
-def how_to_let_go(view: RefTable, info: SnapshotInfo) -> str:
-    """The commands that take from a snapshot all that holds it, in order."""
+def release_commands(view: RefTable, info: SnapshotInfo) -> str:
+    """The commands that release a snapshot, in order."""
     root = info.root.hex()[:ROOT_DIGITS]
     commands = [f"unpin {root} --owner {quote(pin.owner)}" for pin in view.pins() if pin.ulid == info.ulid]
     going = [tag for tag in view.tags() if (row := view.tag_row(tag)) is not None and row.ulid == info.ulid]

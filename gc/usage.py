@@ -1,9 +1,8 @@
-"""Who uses how many bytes: per ref, job and pack, per snapshot when asked, and in all; and what gc can free of it.
+"""Bytes used per ref, job and pack, per snapshot on request, and in total; and what gc can free of it.
 
-One pass over the parts; of packs no data is read, and footers only of those that have dead blocks, or that this host never looked at.
-
-Exact, because extents say what each block takes: every block counts once per holder, and where relocations have put it. What is
-nobody's in particular (headers, footers and dead blocks of packs) is in no figure but `objects_bytes`.
+It reads all parts once, no data of packs, and only the footers of packs that have dead blocks or are new to this host. The figures are
+exact, because extents have the stored size of each block: a block counts once per holder, at its present location. Headers, footers
+and dead blocks of packs count only in `objects_bytes`.
 """
 
 import threading
@@ -14,9 +13,9 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.format.codec import codec_name
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.format.part import Part
@@ -28,24 +27,23 @@ from tensorstore_ck.gc.report import Freeable
 from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import FOLDERS, ObjectKey
 
-REMOTE_THREADS: Final = 8
 _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """What some refs hold: a branch with its whole history."""
+    """What some refs hold; a branch holds its whole history."""
 
     snapshots: int
-    """Distinct ones."""
+    """Distinct snapshots."""
     logical_bytes: int
-    """Sum of its snapshots, each as large as what was put."""
+    """Sum of the snapshots' full sizes."""
     unique_bytes: int
-    """Raw bytes of the distinct blocks, and of what lies inside parts."""
+    """Raw bytes of the distinct blocks, and of data inside parts."""
     stored_bytes: int
-    """What these blocks take in packs, and parts, records and moved objects."""
+    """Stored bytes of these blocks, and of parts, records and relocation maps."""
     shared_bytes: int
-    """Of the stored bytes: those that another one like it holds as well."""
+    """Of the stored bytes: those that another ref (or job) holds, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +52,12 @@ class RefUsage(HeldBytes):
 
     ref: str
     exclusive_bytes: int
-    """Of the stored bytes: those that no other ref and no pin holds. They go when it is forgotten, and undo windows have ended."""
+    """Of the stored bytes: those that no other ref and no pin holds. Freed when the ref is forgotten and undo windows have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobUsage(HeldBytes):
-    """The refs of one job: those whose names are alike up to the last '/'. A ref without one is a job of its own."""
+    """The refs of one job: those with the same name up to the last '/'. A ref without a '/' is a job of its own."""
 
     job: str
     refs: int
@@ -77,12 +75,12 @@ class SnapshotUsage:
     """The branch that it was put to."""
     step: int | None
     held_by: tuple[str, ...]
-    """Branches, tags, pins (``pin:owner``) and undo windows, as `roots` calls them."""
+    """Branches, tags, pins (``pin:owner``) and undo windows, as named by `roots`."""
     logical_bytes: int
     stored_bytes: int
     shared_bytes: int
     exclusive_bytes: int
-    """Of the stored bytes: those that no other such snapshot refers to. They go when all that holds it has let it go."""
+    """Of the stored bytes: those that no other such snapshot refers to. gc frees them when nothing holds the snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +90,14 @@ class PackUsage:
     name: str
     bytes: int
     live_bytes: int
-    """What blocks that something holds take in it."""
+    """Stored bytes of its held blocks."""
     live_ratio: float
-    """Of its blocks, by bytes: 1.0 when something holds each of them."""
+    """Share of its blocks that are held, by bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecUsage:
-    """What one codec encodes, of the distinct blocks that something holds."""
+    """Distinct held blocks of one codec."""
 
     codec: str
     blocks: int
@@ -109,7 +107,7 @@ class CodecUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceUsage:
-    """Packs that were moved to one place."""
+    """Packs at one other location."""
 
     url: str
     packs: int
@@ -118,28 +116,28 @@ class PlaceUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(HeldBytes):
-    """What all refs, pins and undo windows hold together, and what lies in the store."""
+    """What all refs, pins and undo windows hold together, and the contents of the store."""
 
     refs: tuple[RefUsage, ...]
     jobs: tuple[JobUsage, ...]
     by_snapshot: tuple[SnapshotUsage, ...] | None
-    """Oldest first; only when asked."""
+    """Oldest first; only on request."""
     packs: tuple[PackUsage, ...]
-    """Those with the smallest live ratio first."""
+    """Smallest live ratio first."""
     places: tuple[PlaceUsage, ...]
-    """Other ones than the store's own, where packs were moved for their age."""
+    """Other locations, to which packs were moved."""
     codecs: tuple[CodecUsage, ...]
-    """Those that encode most first, by raw bytes."""
+    """Most raw bytes first."""
     pinned_bytes: int
     """Of the stored bytes: those that pins hold, and no ref."""
     undo_bytes: int
-    """Of the stored bytes: those that nothing holds but undo windows."""
+    """Of the stored bytes: those that only undo windows hold."""
     objects_bytes: int
-    """Everything in the store, by listing it, at all places."""
+    """All listed objects of the store, at all locations."""
     unreferenced_bytes: int
-    """Bytes in packs, parts, records and moved objects that nothing holds, and that are no overhead of what something does."""
+    """Bytes in packs, parts, records and relocation maps that nothing holds, without the overhead of held blocks."""
     freeable: Freeable
-    """What gc frees now, and what later and why, as `gc` says it."""
+    """What gc frees now, and what later and why."""
 
 
 def job_of(ref: str) -> str:
@@ -148,10 +146,10 @@ def job_of(ref: str) -> str:
 
 
 def measure_usage(engine: Engine, *, per_snapshot: bool = False) -> Usage:
-    """The usage as of the newest entry of the log.
+    """The usage at the newest log entry.
 
     Raises:
-        DamageError: a record or part cannot be read; `tsck fsck` tells more.
+        DamageError: a record or part cannot be read; see `tsck fsck`.
     """
     return _Measurement(engine, per_snapshot=per_snapshot).run()
 
@@ -164,7 +162,7 @@ class _Measurement:
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
         self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}
         self._labels = sorted({label for labels in self._held.values() for label in labels})
-        self._tally = ByteSums(self._labels)
+        self._sums = ByteSums(self._labels)
         part_sizes = {ulid: size for name, size in self._sizes.items() if name.startswith("parts/") and (ulid := parse_ulid(name[-26:]))}
         self._summaries = SummaryCache(engine.table, part_sizes)
         chosen = sorted(ulid for ulid, labels in self._held.items() if labels != [UNDO]) if per_snapshot else []
@@ -174,7 +172,7 @@ class _Measurement:
         self._lock = threading.Lock()
 
     def run(self) -> Usage:
-        # Oldest first: most packs are met when all of their blocks are in use, and get their place at once.
+        # Oldest first: then most packs are first met with all of their blocks in use, and get their final region at once.
         for_each(sorted(self._held), self._add_snapshot, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
         self._summaries.flush()
         return self._usage()
@@ -183,19 +181,19 @@ class _Measurement:
         info = self._view.snapshot(ulid)
         if info is None:
             return
-        mask = self._tally.mask(self._held[ulid])
+        mask = self._sums.mask(self._held[ulid])
         number = self._number.get(ulid)
         moved: set[ObjectKey] = set()
         seen = PackArray(np.bool_)
         with self._lock:
-            self._tally.add_snapshot(mask, info.logical_bytes)
+            self._sums.add_snapshot(mask, info.logical_bytes)
         for part_ulid, part, size_bytes in read_parts(self._engine, info):
             blocks = self._blocks(part, moved)
-            if self._summaries.get(part_ulid) is None:  # the plan of gc, which comes next, need not read it again
+            if self._summaries.get(part_ulid) is None:  # gc's plan, which comes next, need not read it again
                 self._summaries.put(part_ulid, size_bytes, summarize(part, part.part_id()))
             with self._lock:
                 self._add_object(mask, number, ObjectKey("part", part_ulid), size_bytes, len(part.inline))
-                self._tally.add_blocks(mask, blocks)
+                self._sums.add_blocks(mask, blocks)
                 if number is not None:
                     self._owners.add_blocks(number, blocks, seen)
         with self._lock:
@@ -203,61 +201,61 @@ class _Measurement:
                 self._add_object(mask, number, key, self._sizes.get(key.name, 0))
 
     def _add_object(self, mask: int, number: int | None, key: ObjectKey, size_bytes: int, raw_bytes: int = 0) -> None:
-        self._tally.add_object(mask, key, size_bytes, raw_bytes)
+        self._sums.add_object(mask, key, size_bytes, raw_bytes)
         if number is not None:
             self._owners.add_object(number, key, size_bytes)
 
     def _blocks(self, part: Part, moved: set[ObjectKey]) -> BlockSet:
-        """The blocks of a part, where they are now; adds the moved objects on the way to `moved`."""
+        """The blocks of a part at their present locations; adds the relocation maps that lead there to `moved`."""
         if self._relocated.isdisjoint(part.packs):
             return distinct_blocks(part.packs, part.extents)
-        places = resolve(self._engine, self._view, part)
+        places = locate_blocks(self._engine, self._view, part)
         moved.update(ObjectKey("moved", ulid) for ulid in places.moved)
         return distinct_blocks(places.packs, places.extents)
 
-    # --- what it comes to ---------------------------------------------------------------------------------------------
+    # --- sums ---------------------------------------------------------------------------------------------------------
 
     def _usage(self) -> Usage:
-        refs = {label: self._tally.mask([label]) for label in self._labels if label != UNDO and not label.startswith("pin:")}
+        refs = {label: self._sums.mask([label]) for label in self._labels if label != UNDO and not label.startswith("pin:")}
         jobs: dict[str, list[str]] = {}
         for ref in refs:
             jobs.setdefault(job_of(ref), []).append(ref)
-        every, undo = sum(refs.values()), self._tally.mask([UNDO]) if UNDO in self._labels else 0
-        held = self._tally.sums(bool)
+        every, undo = sum(refs.values()), self._sums.mask([UNDO]) if UNDO in self._labels else 0
+        held = self._sums.sums(bool)
         kept_bytes = sum(size for name, size in self._sizes.items() if name.startswith(_FOLDERS))
         packs = self._packs()
-        overhead = sum(pack.live_bytes > 0 for pack in packs) * (HEADER.size + TRAILER.size) + ENTRY_DTYPE.itemsize * self._tally.blocks
+        overhead = sum(pack.live_bytes > 0 for pack in packs) * (HEADER.size + TRAILER.size) + ENTRY_DTYPE.itemsize * self._sums.blocks
         return Usage(
             **held._asdict(),
-            shared_bytes=self._tally.sums(lambda mask: (mask & every).bit_count() > 1).stored_bytes,
-            refs=tuple(RefUsage(ref=ref, **self._held_by(bit, every, undo)) for ref, bit in refs.items()),
+            shared_bytes=self._sums.sums(lambda mask: (mask & every).bit_count() > 1).stored_bytes,
+            refs=tuple(RefUsage(ref=ref, **self._ref_sums(bit, every, undo)) for ref, bit in refs.items()),
             jobs=tuple(
-                JobUsage(job=job, refs=len(names), **self._held_by(self._tally.mask(names), every, undo)) for job, names in jobs.items()
+                JobUsage(job=job, refs=len(names), **self._ref_sums(self._sums.mask(names), every, undo)) for job, names in jobs.items()
             ),
             by_snapshot=tuple(self._snapshots()) if self._per_snapshot else None,
             packs=packs,
             places=self._places(),
             codecs=self._codecs(),
-            pinned_bytes=self._tally.sums(lambda mask: not mask & every and mask != undo).stored_bytes,
-            undo_bytes=self._tally.sums(lambda mask: mask == undo).stored_bytes,
+            pinned_bytes=self._sums.sums(lambda mask: not mask & every and mask != undo).stored_bytes,
+            undo_bytes=self._sums.sums(lambda mask: mask == undo).stored_bytes,
             objects_bytes=sum(self._sizes.values()),
             unreferenced_bytes=max(0, kept_bytes - held.stored_bytes - overhead),
             freeable=plan_gc(self._engine).freeable,
         )
 
-    def _held_by(self, group: int, every: int, undo: int) -> dict[str, int]:
+    def _ref_sums(self, group: int, every: int, undo: int) -> dict[str, int]:
         """Sums for some refs among all refs."""
         others = every & ~group
-        shared = self._tally.sums(lambda mask: mask & group and mask & others)
-        exclusive = self._tally.sums(lambda mask: mask & group and not mask & ~group & ~undo)
+        shared = self._sums.sums(lambda mask: mask & group and mask & others)
+        exclusive = self._sums.sums(lambda mask: mask & group and not mask & ~group & ~undo)
         return {
-            **self._tally.sums(lambda mask: mask & group)._asdict(),
+            **self._sums.sums(lambda mask: mask & group)._asdict(),
             "shared_bytes": shared.stored_bytes,
             "exclusive_bytes": exclusive.stored_bytes,
         }
 
     def _packs(self) -> tuple[PackUsage, ...]:
-        live = {ObjectKey("pack", ulid).name: counted for ulid, counted in self._tally.live.items()}
+        live = {ObjectKey("pack", ulid).name: counted for ulid, counted in self._sums.live.items()}
         packs = []
         for name, size in self._sizes.items():
             if name.startswith(f"{FOLDERS['pack']}/"):
@@ -269,14 +267,14 @@ class _Measurement:
 
     def _places(self) -> tuple[PlaceUsage, ...]:
         sizes: dict[str, list[int]] = {}
-        for pack, url in self._view.places().items():
+        for pack, url in self._view.locations().items():
             size_bytes = self._sizes.get(ObjectKey("pack", pack).name)
             if size_bytes is not None:
                 sizes.setdefault(url, []).append(size_bytes)
         return tuple(PlaceUsage(url=url, packs=len(found), bytes=sum(found)) for url, found in sorted(sizes.items()))
 
     def _codecs(self) -> tuple[CodecUsage, ...]:
-        rows = sorted(self._tally.codecs.items(), key=lambda row: -row[1][1])
+        rows = sorted(self._sums.codecs.items(), key=lambda row: -row[1][1])
         return tuple(
             CodecUsage(codec=codec_name(codec), blocks=blocks, raw_bytes=raw, stored_bytes=stored) for codec, (blocks, raw, stored) in rows
         )

@@ -1,25 +1,22 @@
-"""Writer records in a store: which of the processes that left objects behind have surely ended, and which records are of use no more.
+"""Writer records: which processes that left objects behind have certainly ended, and which records are useless.
 
-An object that nothing refers to belongs to a save under way, or to one that was interrupted. Its age decides which, after a day; a
-record decides it at once, where it is this host that knows that the process has ended. It bears on efficiency alone, as ages do: a
-save whose objects are freed under way writes them again (PROTOCOL.md).
+An unreferenced object belongs to a running save, or to one that was interrupted. Its age tells which, after a day; a writer record tells
+it at once, if this host knows that the process has ended. Like ages, records affect only efficiency: a running save whose objects are
+freed writes them again (PROTOCOL.md).
 """
 
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Final
 
 from tensorstore_ck.common.processes import has_ended
-from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.writer_record import MAX_RECORD_BYTES, SERIES_SECONDS, WRITERS, Series, decode_writer_record, writer_record_name
 
-REMOTE_THREADS: Final = 8
-
 
 class WriterRecords:
-    """The records that one listing showed."""
+    """The writer records of one listing."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -27,14 +24,14 @@ class WriterRecords:
         self.requests = 1 + len(self._modified_ns) // 1000
 
     def ended(self, series: Collection[Series]) -> set[Series]:
-        """Those of some series whose process has surely ended."""
+        """The series whose process has certainly ended."""
         us = self._engine.find_process()
         there = [each for each in series if writer_record_name(each) in self._modified_ns] if us is not None else []
         found: set[Series] = set()
 
         def judge(each: Series) -> None:
             name = writer_record_name(each)
-            with suppress(StoreError):  # one that cannot be read proves nothing
+            with suppress(StoreError):  # an unreadable record proves nothing
                 record = decode_writer_record(self._engine.backend.get(name, max_bytes=MAX_RECORD_BYTES), name)
                 if us is not None and has_ended(record.process, us):
                     found.add(each)
@@ -44,7 +41,7 @@ class WriterRecords:
         return found
 
     def useless(self, ended: Collection[Series], now_ns: int, min_age_seconds: float) -> list[str]:
-        """The records of series whose objects are freed, and of those that are too old for any object to be too young."""
+        """Records of ended series, and records too old for any of their objects to be young."""
         oldest_ns = now_ns - int((SERIES_SECONDS + min_age_seconds) * 1e9)
         names = {writer_record_name(each) for each in ended}
         return sorted(name for name, modified_ns in self._modified_ns.items() if name in names or modified_ns < oldest_ns)

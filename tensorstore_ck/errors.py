@@ -1,18 +1,18 @@
 """Every error that a caller can meet: one tree, grouped by what a handler would do.
 
-Three groups under `StoreError`: `RetryableError` (try again, perhaps after reading the store anew), `InputError`
-(the caller must change something) and `DamageError` (stored data cannot be used). `kind` is stable and shows up in
+Three groups under `StoreError`: `RetryableError` (try again, perhaps after reading the store again), `InputError`
+(the caller must change something) and `DamageError` (stored data cannot be used). `kind` is stable and appears in
 ``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next, on one
 line without control characters.
 
-`retry` says when the same call can succeed, which the group alone does not: a `ConflictError` comes again however often one tries.
+`retry` says when the same call can succeed, which the group alone does not: repeating a call never resolves a `ConflictError`.
 
-    same           now, or after a pause: nothing needs to be changed. Nothing of what failed is visible
-    after_resume   after the ref was looked at: restore what is there (`Checkpointer.resume`, `Store.checkout`), and go on from that
-    after_reopen   after the store was opened anew, with what it needs: credentials, the right to write, a newer build
-    never          not before something else has changed: an argument, the state, the environment, or what is stored
+    same           now, or after a pause: nothing has to change. Nothing of the failed call is visible
+    after_resume   after restoring what the ref has now (`Checkpointer.resume`, `Store.checkout`) and continuing from it
+    after_reopen   after opening the store again with what it needs: credentials, write access, a newer build
+    never          not before something else has changed: an argument, the state, the environment, or the stored data
 
-`Store.retrying` calls again what is "same", and looks whether an undecided put happened.
+`Store.retrying` repeats calls whose error says "same", and finds out whether an undecided save happened.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class StoreError(Exception):
     """When the same call can succeed: see above."""
 
     def __init__(self, message: str, *, object_id: str = "") -> None:
-        """`object_id` names the object that is hit: a storage name, a ref, a tensor or an option."""
+        """`object_id` names the affected object: a storage name, a ref, a tensor or an option."""
         super().__init__(one_line(redacted(message)))
         self.object_id = redacted(object_id)
 
@@ -57,41 +57,41 @@ class ConflictError(RetryableError):
 
 
 class UndecidedError(RetryableError):
-    """The backend did not say whether a commit happened; the log will tell."""
+    """The backend did not say whether a commit happened; the log will show it."""
 
     kind = "undecided"
     exit_code = 12
     retry = "after_resume"
 
     def __init__(self, message: str, *, object_id: str = "", txn: bytes = b"") -> None:
-        """`txn` names the put in the log, where it is one."""
+        """`txn` names the save in the log, if it is one."""
         super().__init__(message, object_id=object_id)
         self.txn = txn
 
 
 class BackendUnavailableError(RetryableError):
-    """The backend did not answer, or answered with a passing fault."""
+    """The backend did not answer, or reported a transient fault."""
 
     kind = "backend_unavailable"
     exit_code = 13
 
 
 class PlaceUnavailableError(BackendUnavailableError):
-    """A place to which packs were moved cannot be used, or is not there: whatever lies there is neither missing nor damaged."""
+    """A cold location, to which packs were moved, cannot be used or is not there: its packs are neither missing nor damaged."""
 
     kind = "place_unavailable"
     exit_code = 17
 
 
 class SnapshotAbortedError(RetryableError):
-    """A put was given up before it was published; nothing of it is visible."""
+    """A save was aborted before it was published; nothing of it is visible."""
 
     kind = "snapshot_aborted"
     exit_code = 14
 
 
 class SnapshotDroppedError(SnapshotAbortedError):
-    """A put was dropped as it was asked to be: skipped or replaced when memory was used up, or cancelled."""
+    """A save was dropped as requested: skipped or replaced when memory was used up, or cancelled."""
 
     kind = "snapshot_dropped"
     exit_code = 15
@@ -99,11 +99,11 @@ class SnapshotDroppedError(SnapshotAbortedError):
 
 
 class WaitTimeoutError(RetryableError):
-    """What was waited for has not come yet; it goes on."""
+    """The wait timed out; what was waited for continues."""
 
     kind = "wait_timeout"
     exit_code = 16
-    retry = "never"  # a call that put and then waited would put twice
+    retry = "never"  # a call that saves and then waits would save twice
 
 
 # --- ask the user -------------------------------------------------------------------------------------------------
@@ -152,21 +152,21 @@ class NotFoundError(InputError):
 
 
 class AmbiguousAddressError(InputError):
-    """A root prefix fits several snapshots."""
+    """A root prefix matches several snapshots."""
 
     kind = "ambiguous_address"
     exit_code = 26
 
 
 class MismatchError(InputError):
-    """A snapshot does not fit what it should be restored into, or what ranks put does not fit together."""
+    """A snapshot does not match the state to restore into, or the parts of several ranks do not match."""
 
     kind = "mismatch"
     exit_code = 27
 
 
 class AlreadyExistsError(InputError):
-    """A tag, branch or store is already there."""
+    """A tag, branch or store of that name exists."""
 
     kind = "already_exists"
     exit_code = 28
@@ -203,7 +203,7 @@ class PermissionDeniedError(InputError):
 
 
 class NoSpaceError(InputError):
-    """The backend has no space, quota or inodes left (a put to a folder says what gc can free there), or the host no memory to restore."""
+    """The backend has no space, quota or inodes left (a save to a folder says what gc can free), or the host has no memory to restore."""
 
     kind = "no_space"
     exit_code = 34
@@ -224,21 +224,21 @@ class GcRefusedError(InputError):
 
 
 class FrozenChangedError(InputError):
-    """A tensor that was put as frozen has changed."""
+    """A tensor that was saved as frozen has changed."""
 
     kind = "frozen_changed"
     exit_code = 38
 
 
 class CaptureChangedError(InputError):
-    """A tensor changed while a put captured it; nothing was published."""
+    """A tensor changed while a save captured it; nothing was published."""
 
     kind = "capture_changed"
     exit_code = 39
 
 
 class SuspiciousSaveError(InputError):
-    """A put with ``unchanged="error"`` whose content contradicts its step; nothing was published."""
+    """A save with ``unchanged="error"`` whose content contradicts its step; nothing was published."""
 
     kind = "suspicious_save"
     exit_code = 29
@@ -252,7 +252,7 @@ class LogChangedError(InputError):
 
 
 class SnapshotMarkedBadError(InputError):
-    """The snapshot was marked, and is not resumed from unless asked for."""
+    """The snapshot is marked, and is resumed from only on explicit request."""
 
     kind = "marked_bad"
     exit_code = 36
@@ -276,7 +276,7 @@ class CorruptObjectError(DamageError):
 
 
 class MissingObjectError(DamageError):
-    """An object that others name is gone."""
+    """An object that others refer to is gone."""
 
     kind = "missing_object"
     exit_code = 42

@@ -1,10 +1,10 @@
-"""What a put tells about itself, and what is waited for: events, who is told of them, and the line of text that each is in the log.
+"""Events of saves and of waits for the store, their observers, and the line of text of each event in the log.
 
-The put path emits; logging, `integrations.otel`, the progress line and callbacks of the user consume. None of them can slow down or
-disturb a put more than by the time that a callback takes. "Saved" is said of what is durable and published, and of nothing else.
+A save emits events; logging, `integrations.otel`, the progress line and the user's callbacks consume them. A consumer cannot disturb a
+save, and delays it only by the time of its callback. "Saved" always means durable and published.
 
-The logger is "tensorstore_ck", with no handler: where logging is not set up, Python prints warnings and errors to stderr, and a
-snapshot that was dropped or failed in the background is not lost without a word.
+The logger is "tensorstore_ck", without a handler: where logging is not set up, Python prints its warnings and errors to stderr, so that
+no failed or dropped snapshot goes unnoticed.
 """
 
 import logging
@@ -20,51 +20,51 @@ Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled"
 Reason = Literal["skipped", "replaced", "cancelled", "abandoned"]
 
 _STAGE_SECONDS: Final = {
-    f"{stage}_seconds": f"in which at least one thread was at it: {what}; stages overlap, and do not add up to the total"
+    f"{stage}_seconds": f"in which at least one thread worked on {what}; stages overlap, and do not add up to the total"
     for stage, what in {
         "capture": "copying the state",
         "hash": "block ids",
         "encode": "compression",
-        "write": "packs and part, to the staging disk where there is one, else to the store",
+        "write": "packs and part, to the staging disk if there is one, else to the store",
         "upload": "from the staging disk to the store",
         "commit": "record, ranks and log entry",
     }.items()
 }
 _IN_USE: Final = {
-    "queue_depth": "puts of this handle in flight after this event",
-    "memory_bytes": "host memory that is held for them then, and kept for the next ones",
+    "queue_depth": "saves of this handle in flight after this event",
+    "memory_bytes": "host memory held for them then, and kept for the next ones",
 }
 
 KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
     "captured": {
         "capture_seconds": "copying the state",
-        "stall_seconds": "that training stood still: the wait for memory and the capture",
+        "stall_seconds": "that training was blocked: the wait for memory and the capture",
         "captured_bytes": "copied",
-        "frozen_bytes": "not copied, because the user says that they do not change",
+        "frozen_bytes": "not copied, because the user declared them frozen",
         **_IN_USE,
     },
     "staged": {
         "write_seconds": "until everything was durable on the staging disk",
-        "new_bytes": "that the staging disk took",
+        "new_bytes": "written to the staging disk",
     },
     "published": {
         "root": "of the snapshot, in hex",
         "snapshot": "its ULID",
         "total_seconds": "from the call to the durable log entry",
-        "stall_seconds": "that training stood still",
+        "stall_seconds": "that training was blocked",
         "queued_seconds": "from the capture to the first block",
         **_STAGE_SECONDS,
         "logical_bytes": "of the state",
-        "hashed_bytes": "that went through the hash",
-        "new_bytes": "that the store grew by",
-        "dedup_ratio": "of the hashed bytes, the share that lay in the store already: 0.0 to 1.0",
-        "compression_ratio": "raw bytes of the new blocks per stored byte; 1.0 where none is new",
+        "hashed_bytes": "that were hashed",
+        "new_bytes": "by which the store grew",
+        "dedup_ratio": "the share of the hashed bytes that was in the store already: 0.0 to 1.0",
+        "compression_ratio": "raw bytes of the new blocks per stored byte; 1.0 if none is new",
         **_IN_USE,
     },
     "failed": {
         "error": "its message",
         "error_kind": "`StoreError.kind`, or the name of another exception's type",
-        "is_waited_for": "1 where the caller gets the error as an exception anyhow",
+        "is_waited_for": "1 if the caller gets the error as an exception as well",
         "total_seconds": "from the call to the failure",
         "queued_seconds": "from the capture to the first block, as far as it came",
         **_STAGE_SECONDS,
@@ -75,18 +75,18 @@ KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
         **_IN_USE,
     },
     "stalled": {
-        "stall_seconds": "that the put waited for memory before its capture",
-        "queue_depth": "puts that it waited for",
+        "stall_seconds": "that the save waited for memory before its capture",
+        "queue_depth": "saves that it waited for",
     },
     "retried": {
-        "what": "is tried again, such as `upload of packs/...`",
+        "what": "is retried, such as `upload of packs/...`",
         "error": "that it failed with",
         "delay_seconds": "before the next try",
     },
     "waiting": {
-        "what": "is waited for, such as `read store.json in s3://bucket/runs`; of no put, ref or step",
-        "try_number": "of the try that is under way, from 1",
-        "wait_seconds": "without a byte, or since the trouble began where a try failed",
+        "what": "is waited for, such as `read store.json in s3://bucket/runs`; not tied to a save, ref or step",
+        "try_number": "of the current try, from 1",
+        "wait_seconds": "without a byte, or since the first failure if a try failed",
         "error": "that the last try failed with; empty in the first",
     },
 }
@@ -114,18 +114,18 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a put, or to a request to the store."""
+    """Something that happened to a save, or to a request to the store."""
 
     kind: Kind
     put: str
-    """Names the put, and so groups its events; empty where there is none."""
+    """The id of the save, which groups its events; empty without one."""
     ref: str
     step: int | None
     rank: int
     time_ns: int
-    """Since 1970, when it had happened."""
+    """Since 1970."""
     fields: Mapping[str, int | float | str]
-    """Those of `KINDS`; their names have the units. Texts are without the secrets of URLs."""
+    """As in `KINDS`; their names contain the units. Texts are without the secrets of URLs."""
 
     def __post_init__(self) -> None:
         fields = {name: redacted(value) if isinstance(value, str) else value for name, value in self.fields.items()}
@@ -141,21 +141,21 @@ Callback = Callable[[Event], object]
 
 
 class Observed(Protocol):
-    """What tells of events: a `Store`."""
+    """Anything that emits events: a `Store`."""
 
     def on_event(self, callback: Callback, /) -> Callable[[], None]:
-        """Calls `callback` with each event from now on, until what it returns is called."""
+        """Calls `callback` with each event from now on, until the returned function is called."""
 
 
 class Observers:
-    """Who is told of the events of one store handle. Thread-safe."""
+    """The subscribers to the events of one store handle. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._subscriptions: tuple[_Subscription, ...] = ()
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Calls `callback` with each event, on the thread that it happens on: maybe on several at once. Returns what ends it."""
+        """Calls `callback` with each event, on the thread of the event, perhaps on several at once. Returns a function that ends that."""
         subscription = _Subscription(callback)
         with self._lock:
             self._subscriptions += (subscription,)
@@ -167,13 +167,13 @@ class Observers:
         return end
 
     def emit(self, event: Event) -> None:
-        """Tells everybody, in the order in which they subscribed. Raises nothing."""
+        """Calls each subscriber, in order of subscription. Raises nothing."""
         for subscription in self._subscriptions:
-            subscription.tell(event)
+            subscription.notify(event)
 
 
 def logged_observers() -> Observers:
-    """Observers whose events go to the log, too."""
+    """Observers whose events also go to the log."""
     observers = Observers()
     observers.subscribe(log_event)
     return observers
@@ -184,14 +184,16 @@ class _Subscription:
         self._callback = callback
         self._failed = False
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         try:
             self._callback(event)
-        except BaseException:  # whoever looks on must not cost anybody a snapshot
+        except BaseException:  # an observer must not make a save fail
             if not self._failed:
                 self._failed = True
                 _logger.exception(
-                    "%r raised on the event %r; the put goes on, and this is not logged again for it", self._callback, event.kind
+                    "%r raised on the event %r; the save goes on, and this callback's errors are not logged again",
+                    self._callback,
+                    event.kind,
                 )
 
 
@@ -215,14 +217,14 @@ def event_text(event: Event) -> str:
     match event.kind:
         case "captured":
             text = f"captured {name}: {of('captured_bytes')} in {of('capture_seconds')}, {of('frozen_bytes')} frozen, "
-            text += f"training stood still {of('stall_seconds')}; {of('queue_depth')} in flight, {of('memory_bytes')} of memory in use"
+            text += f"training blocked for {of('stall_seconds')}; {of('queue_depth')} in flight, {of('memory_bytes')} of memory in use"
         case "staged":
             text = f"staged {name}, not yet published: {of('new_bytes')} new in {of('write_seconds')}"
         case "published":
             text = f"saved {name}: {of('logical_bytes')}, {of('new_bytes')} new, in {of('total_seconds')}, "
-            text += f"training stood still {of('stall_seconds')}"
+            text += f"training blocked for {of('stall_seconds')}"
         case "failed":
-            text = f"putting {name} failed after {of('total_seconds')}: {of('error')}"
+            text = f"saving {name} failed after {of('total_seconds')}: {of('error')}"
         case "dropped":
             text = f"dropped {name}: {_REASONS.get(of('reason'), of('reason'))}"
         case "stalled":

@@ -1,7 +1,7 @@
-"""Secrets out of text: of URLs (``scheme://user:secret@host``, ``?sig=secret``), and of what a storage service was opened with.
+"""Text that is safe to show: without the secrets of URLs (``scheme://user:secret@host``, ``?sig=secret``) and storage options, on one line.
 
-A store is never opened by a URL with a secret (`backend.open_backend` refuses it), so that what is kept and shown of it later has none.
-What is left for this module is text of others: URLs as the user typed them, and errors of libraries that repeat what they were given.
+`backend.open_backend` refuses a store's URL with a secret, so that no stored URL has one. This module cleans all other text: URLs as the
+user typed them, and errors of libraries that repeat their arguments.
 """
 
 import json
@@ -20,17 +20,17 @@ SECRET_NAME: Final = re.compile(
 _PLAIN_VALUE: Final = re.compile(
     r"anon|browser|cache|cloud|google_default|basic|true|false|none|(?:~|\.{0,2})/.*\.(?:json|pem|p12|pfx|pub)|.*/\.ssh/.*", re.IGNORECASE
 )
-"""Of an option that could be a secret: how to find one."""
+"""Values of options with such names that are not secrets: modes, and paths of key files."""
 _SHORTEST_SECRET: Final = 4
-"""Characters; what is shorter is a part of too many words."""
+"""Characters; shorter texts are part of too many words."""
 _SHORTEST_DISTINCT: Final = 8
-"""Characters; what is shorter is no secret in the middle of a word."""
+"""Characters; a shorter secret is replaced only as a whole word."""
 _LONGEST_CHAIN: Final = 16
 _SCHEME: Final = r"(?P<scheme>[A-Za-z][A-Za-z0-9+._-]{0,40}(?:(?::|%3A)(?:/|%2F)++))"
 _USER: Final = r"(?![0-9]*(?:/|$))(?:[^\s/@?#:%\[]|%(?!3A))*+(?::|%3A)(?![0-9]{{1,5}}(?:[/?#]|$)|\*\*\*@){any}*(?:@|%40)"
-"""A name, a colon and no port, and all up to the last @: a password can have a / in it. Other libraries hide passwords as we do."""
+"""A name, a colon that begins no port, and all up to the last @: a password may contain a /. Other libraries hide passwords as we do."""
 _LONE_USER: Final = r"(?<=http://)[^\s/@?#]+@|(?<=https://)[^\s/@?#]+@"
-"""Of web servers it may be a token; elsewhere it is a name, as in abfss://container@account."""
+"""For web servers it may be a token; elsewhere it is a name, as in abfss://container@account."""
 _QUERY: Final = r"(?P<name>[?&;#](?!storage_class=)[^\s=&;#?\"'<>`]+=){any}*"
 _SIGNED: Final = re.compile(
     r"(?P<name>\b(?:(?:X-Amz|X-Goog)-(?:Signature|Security-Token|Credential)|AccountKey|SharedAccessSignature)=|[?&]sig=)[^\s&;\"'<>`]*",
@@ -40,7 +40,7 @@ _SEPARATORS: Final = re.compile(r":/|%3A|X-Amz|X-Goog|sig=|AccountKey=|SharedAcc
 
 
 def one_line(text: str) -> str:
-    """`text` without control, bidi and line-separating characters, such as names in a snapshot or a server's error could have."""
+    """`text` with control, bidi and line-separating characters escaped: names in a snapshot or a server's error may contain them."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -60,17 +60,17 @@ _ALONE: Final = _patterns(r".", r"[^&;#]", r".*")
 
 
 def redacted(text: str) -> str:
-    """`text` without the secrets of the URLs in it. What has no scheme, such as a path with an @ or a ?, stays as it is."""
+    """`text` without the secrets of the URLs in it. Text without a scheme, such as a path with an @ or a ?, is unchanged."""
     return _redacted(text, _IN_TEXT)
 
 
 def display_url(url: str) -> str:
-    """A URL, or a path, as it may be shown: all of `url` is taken for one, whatever characters are in it."""
+    """A URL or path without its secrets: all of `url` is taken as one, whatever characters it contains."""
     return _redacted(url, _ALONE)
 
 
 def secret_values(options: Mapping[str, Any]) -> list[str]:
-    """The texts in storage options that are secrets, by their names; the longest first."""
+    """The texts in storage options whose names say that they are secret, the longest first."""
     found = {form for text in _secrets(options, is_secret=False) for form in _forms(text) if len(form) >= _SHORTEST_SECRET}
     return sorted(found, key=len, reverse=True)
 
@@ -86,7 +86,7 @@ def without(text: str, secrets: Iterable[str]) -> str:
 
 
 def clean_error(error: BaseException, secrets: Sequence[str]) -> None:
-    """Takes secrets, and what a terminal would obey, out of what an error of another library and those that it came from say."""
+    """Removes secrets and control characters from the messages of another library's error and of its causes."""
     current: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if current is None:
@@ -99,18 +99,18 @@ def clean_error(error: BaseException, secrets: Sequence[str]) -> None:
         if hasattr(current, "__notes__"):
             current.__notes__ = [_clean(note, secrets) for note in current.__notes__]
         cause = current.__cause__ or current.__context__
-        if cause is not None and (text := _made_of_others(cause, secrets)):
+        if cause is not None and (text := _substitute_text(cause, secrets)):
             current.__cause__ = cause = RuntimeError(text)
         current = cause
 
 
 def shown_cause(error: BaseException, secrets: Sequence[str]) -> BaseException:
-    """`error`, after `clean_error`; or what stands for it, where its text is made of attributes that still have a secret."""
-    text = _made_of_others(error, secrets)
+    """`error`, after `clean_error`; or a substitute, if its text is built from attributes that still contain a secret."""
+    text = _substitute_text(error, secrets)
     return RuntimeError(text) if text else error
 
 
-def _made_of_others(error: BaseException, secrets: Sequence[str]) -> str:
+def _substitute_text(error: BaseException, secrets: Sequence[str]) -> str:
     error.args = tuple(_clean(arg, secrets) for arg in error.args)
     text = str(error)
     return f"{type(error).__name__}: {_clean(text, secrets)}" if without(text, secrets) != text else ""
@@ -121,7 +121,7 @@ def _clean(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def hidden_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Storage options as they may be shown."""
+    """Storage options without their secrets."""
     return {name: _hidden(name, value) for name, value in options.items()}
 
 
@@ -131,7 +131,7 @@ def _redacted(text: str, patterns: tuple[re.Pattern[str], ...]) -> str:
     user, lone_user, query, whole, run = patterns
 
     def without_user(found: re.Match[str]) -> str:
-        """So that each try ends at an @: else it would go to the end of the text, from every scheme in it."""
+        """Limits each match to the last @: otherwise the search would run to the end of the text from every scheme in it."""
         end = max(found[0].rfind("@") + 1, found[0].rfind("%40") + 3)
         return user.sub(rf"\g<scheme>{HIDDEN}@", found[0][:end]) + found[0][end:]
 
@@ -159,7 +159,7 @@ def _secrets(value: object, *, is_secret: bool) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The secrets in a connection string, a token's query, a header, or a document."""
+    """The secrets in a connection string, a query, a header, or a JSON document."""
     yield text.removeprefix("?")
     yield text.rpartition(" ")[2]  # Bearer ...
     fields = (field.partition("=") for field in re.split("[?&;]", text))
@@ -169,7 +169,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _forms(text: str) -> set[str]:
-    """As other libraries may say it: in a URL, in a string literal."""
+    """The text as other libraries may print it: in a URL, in a string literal."""
     return {text, quote(text), quote(text, safe=""), quote_plus(text), repr(text)[1:-1], json.dumps(text)[1:-1]}
 
 

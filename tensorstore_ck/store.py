@@ -10,6 +10,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, overload
 
 from tensorstore_ck.backend.staging import Staging
+from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
+from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.engine.write.publish import ANY, AnyHead
@@ -325,6 +327,7 @@ class Store:
 
     # --- restore ----------------------------------------------------------------------------------------------------------
 
+    @renamed_argument(allow_bad="allow_marked")
     def checkout(
         self,
         address: str,
@@ -336,7 +339,7 @@ class Store:
         dtype: "torch.dtype | None" = None,
         device: "str | torch.device" = "cpu",
         report: "LoadReport | None" = None,
-        allow_bad: bool = False,
+        allow_marked: bool = False,
         group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -359,7 +362,7 @@ class Store:
             broadcast: With `group`: tensors that all ranks restore in full, as under DDP, are read by one rank each, and go to the
                 others by a broadcast: for networks that are faster than the store.
             timeout_seconds: With `group`: how long to wait for the other ranks.
-            allow_bad: Also restore a snapshot that was marked ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
+            allow_marked: Also restore a snapshot that was marked ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
 
         Raises:
             NotFoundError: nothing at that address.
@@ -372,7 +375,7 @@ class Store:
             self.session,
             address,
             group=group,
-            allow_bad=allow_bad,
+            allow_marked=allow_marked,
             timeout_seconds=timeout_seconds,
             into=into,
             select=select,
@@ -384,6 +387,7 @@ class Store:
             broadcast=broadcast,
         )
 
+    @renamed_argument(allow_bad="allow_marked")
     def restoring(
         self,
         address: str,
@@ -391,7 +395,7 @@ class Store:
         *,
         group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
-        allow_bad: bool = False,
+        allow_marked: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> tuple[T, Snapshot]:
         """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
@@ -407,7 +411,7 @@ class Store:
             read,
             group=group,
             broadcast=broadcast,
-            allow_bad=allow_bad,
+            allow_marked=allow_marked,
             timeout_seconds=timeout_seconds,
         )
 
@@ -443,7 +447,7 @@ class Store:
             timeout_seconds=timeout_seconds,
         )
 
-    def streams(
+    def random_streams(
         self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> Streams:
         """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks saved.
@@ -492,26 +496,29 @@ class Store:
 
         return measure_usage(self.engine.of_store(), per_snapshot=per_snapshot)
 
+    @renamed_argument(
+        stall="stall_seconds", lag="lag_seconds", restart="restart_seconds", mtbf="mtbf_seconds", bytes_per_second="bandwidth"
+    )
     def advise(
         self,
         ref: str,
         *,
-        stall: float | None = None,
-        lag: float | None = None,
-        restart: float | None = None,
-        mtbf: float | None = None,
-        bytes_per_second: float | None = None,
+        stall_seconds: float | None = None,
+        lag_seconds: float | None = None,
+        restart_seconds: float | None = None,
+        mtbf_seconds: float | None = None,
+        bandwidth: float | str | None = None,
         bytes_per_day: float | None = None,
     ) -> "Advice":
         """How often the job of a branch should save to lose the least time, by its history and measured costs.
 
         Args:
             ref: The branch.
-            stall: Seconds for which a save blocks the training; None: as `Checkpointer` noted with the newest snapshot.
-            lag: Seconds from then until the snapshot is published; None: as `Checkpointer` noted, or 0.
-            restart: Seconds from a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
-            mtbf: Mean time between failures, in seconds; None: by how often the run was resumed, or four hours.
-            bytes_per_second: Bandwidth of the store: the advice then says whether it is enough.
+            stall_seconds: How long a save blocks the training; None: as `Checkpointer` noted with the newest snapshot.
+            lag_seconds: From then until the snapshot is published; None: as `Checkpointer` noted, or 0.
+            restart_seconds: From a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
+            mtbf_seconds: Mean time between failures; None: by how often the run was resumed, or four hours.
+            bandwidth: Of the store, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
             bytes_per_day: How much the store may grow.
         """
         from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415
@@ -519,11 +526,11 @@ class Store:
         return advise(
             self.engine,
             ref,
-            stall=stall,
-            lag=lag,
-            restart=restart,
-            mtbf=mtbf,
-            bytes_per_second=bytes_per_second,
+            stall=stall_seconds,
+            lag=lag_seconds,
+            restart=restart_seconds,
+            mtbf=mtbf_seconds,
+            bytes_per_second=None if bandwidth is None else parse_rate(bandwidth),
             bytes_per_day=bytes_per_day,
         )
 
@@ -676,14 +683,14 @@ class Store:
 
         return policies(self.engine)
 
-    def kept_by(self, ref: str) -> dict[str, tuple[str, ...]]:
+    def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]:
         """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes."""
         from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
 
         return kept_by(self.engine, ref)
 
     @_changes
-    def retain(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
+    def apply_policies(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
         """Applies the policies, in one log entry; reports for each snapshot why it stays or goes, and what that frees.
 
         Args:
@@ -707,6 +714,7 @@ class Store:
 
         return run_gc(self.engine.of_store(), options, dry_run=dry_run, progress=progress)
 
+    @renamed_argument(max_bytes_per_second="rate_limit")
     @_changes
     def recode(
         self,
@@ -714,7 +722,7 @@ class Store:
         codec: str = "small",
         older_than: "str | float | None" = None,
         dry_run: bool = False,
-        max_bytes_per_second: float | None = None,
+        rate_limit: float | str | None = None,
         progress: "GcProgress | None" = None,
     ) -> "RecodeReport":
         """Re-encodes snapshots so that they use less space, for those that are kept and seldom read. Roots do not change.
@@ -726,13 +734,13 @@ class Store:
             codec: ``small`` or ``fast``.
             older_than: Only snapshots that were saved longer ago, e.g. ``"7d"`` or seconds.
             dry_run: Only report what would be gained, judged by some blocks of each pack.
-            max_bytes_per_second: Limits reads, and writes, to this rate.
+            rate_limit: Limits reads, and writes, to this rate.
             progress: Called with (step, done, total).
         """
         from tensorstore_ck.gc.recode import recode_snapshots  # noqa: PLC0415
 
         return recode_snapshots(
-            self.engine.of_store().limited_to(max_bytes_per_second),
+            self.engine.of_store().limited_to(rate_limit),
             addresses,
             codec=codec,
             older_than=older_than,
@@ -740,13 +748,14 @@ class Store:
             progress=progress,
         )
 
+    @renamed_argument(take_places="claim_locations", max_bytes_per_second="rate_limit")
     @_changes
-    def tier(
+    def migrate_tiers(
         self,
         *,
         dry_run: bool = False,
-        take_places: bool = False,
-        max_bytes_per_second: float | None = None,
+        claim_locations: bool = False,
+        rate_limit: float | str | None = None,
         progress: "GcProgress | None" = None,
     ) -> "TierReport":
         """Applies the policies' rules of age: re-encodes packs that are old enough (``recode_after``), and moves them to colder locations
@@ -757,8 +766,8 @@ class Store:
 
         Args:
             dry_run: Only report what would be done.
-            take_places: Claim the moved packs for this store: it was itself moved, or restored, and no other copy of its files is in use.
-            max_bytes_per_second: Limits reads, and writes, to this rate.
+            claim_locations: Claim the moved packs for this store: it was moved or restored itself, and no other copy of it is in use.
+            rate_limit: Limits reads, and writes, to this rate.
             progress: Called with (step, done, total).
 
         Raises:
@@ -767,8 +776,13 @@ class Store:
         """
         from tensorstore_ck.gc.tiering import run_tiering  # noqa: PLC0415
 
-        engine = self.engine.of_store().limited_to(max_bytes_per_second)
-        return run_tiering(engine, dry_run=dry_run, take_places=take_places, progress=progress)
+        engine = self.engine.of_store().limited_to(rate_limit)
+        return run_tiering(engine, dry_run=dry_run, claim_locations=claim_locations, progress=progress)
+
+    streams = renamed_method("streams", random_streams)
+    kept_by = renamed_method("kept_by", explain_retention)
+    retain = renamed_method("retain", apply_policies)
+    tier = renamed_method("tier", migrate_tiers)
 
 
 class ReadOnlyStore(Protocol):
@@ -797,7 +811,7 @@ class ReadOnlyStore(Protocol):
         dtype: "torch.dtype | None" = None,
         device: "str | torch.device" = "cpu",
         report: "LoadReport | None" = None,
-        allow_bad: bool = False,
+        allow_marked: bool = False,
         group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -809,7 +823,7 @@ class ReadOnlyStore(Protocol):
         *,
         group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
-        allow_bad: bool = False,
+        allow_marked: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> tuple[T, Snapshot]: ...
     def rank_state(
@@ -821,7 +835,7 @@ class ReadOnlyStore(Protocol):
         group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any: ...
-    def streams(
+    def random_streams(
         self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> Streams: ...
     def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T: ...
@@ -841,11 +855,11 @@ class ReadOnlyStore(Protocol):
         self,
         ref: str,
         *,
-        stall: float | None = None,
-        lag: float | None = None,
-        restart: float | None = None,
-        mtbf: float | None = None,
-        bytes_per_second: float | None = None,
+        stall_seconds: float | None = None,
+        lag_seconds: float | None = None,
+        restart_seconds: float | None = None,
+        mtbf_seconds: float | None = None,
+        bandwidth: float | str | None = None,
         bytes_per_day: float | None = None,
     ) -> "Advice": ...
     def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport": ...
@@ -853,13 +867,13 @@ class ReadOnlyStore(Protocol):
     def tags(self) -> dict[str, Snapshot]: ...
     def pins(self) -> tuple[PinnedSnapshot, ...]: ...
     def policies(self) -> "dict[str, Policy]": ...
-    def kept_by(self, ref: str) -> dict[str, tuple[str, ...]]: ...
+    def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]: ...
     def forgotten(self) -> "tuple[Forgotten, ...]": ...
     def watch(self, ref: str, *, pin_for: None, **options: Any) -> Generator[Snapshot]: ...
 
     # --- what would be done -------------------------------------------------------------------------------------------
 
-    def retain(self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None) -> "RetentionReport": ...
+    def apply_policies(self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None) -> "RetentionReport": ...
     def gc(self, options: "GcOptions | None" = None, *, dry_run: Literal[True], progress: "GcProgress | None" = None) -> "GcReport": ...
     def recode(
         self,
@@ -867,11 +881,11 @@ class ReadOnlyStore(Protocol):
         codec: str = "small",
         older_than: "str | float | None" = None,
         dry_run: Literal[True],
-        max_bytes_per_second: float | None = None,
+        rate_limit: float | str | None = None,
         progress: "GcProgress | None" = None,
     ) -> "RecodeReport": ...
-    def tier(
-        self, *, dry_run: Literal[True], max_bytes_per_second: float | None = None, progress: "GcProgress | None" = None
+    def migrate_tiers(
+        self, *, dry_run: Literal[True], rate_limit: float | str | None = None, progress: "GcProgress | None" = None
     ) -> "TierReport": ...
 
 
@@ -901,13 +915,14 @@ def open_store(
     host_memory_bytes: int | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
-    max_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: Literal[False] = False,
     places: Sequence[str | os.PathLike[str]] = (),
 ) -> Store: ...
+@renamed_argument(max_bytes_per_second="rate_limit")
 def open_store(
     url: str | os.PathLike[str],
     *,
@@ -921,7 +936,7 @@ def open_store(
     host_memory_bytes: int | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
-    max_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
@@ -945,7 +960,7 @@ def open_store(
             container and the host have free at the first one, shared by the ranks of the host.
         staging: A disk of this host, where saves are durable first, and which caches what restores read: a path, or `Staging`.
         min_free: Space that must stay free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it writes.
-        max_bytes_per_second: How fast a job may write to the store: its ranks share it evenly.
+        rate_limit: How fast a job may write to the store: its ranks share it evenly.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
             ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store
             is so slow that saves and restores gain from ``"fast"``. Or a dict of globs over refs, whose first match counts:
@@ -980,7 +995,7 @@ def open_store(
             state_dir=state_dir,
             staging=staging,
             min_free=min_free,
-            max_bytes_per_second=max_bytes_per_second,
+            rate_limit=rate_limit,
             codec=codec,
             delta=delta,
             read_only=read_only,
@@ -991,4 +1006,6 @@ def open_store(
     )
 
 
-__all__ = ["ANY", "LAST_SEEN", "Store", "open_store"]
+open = open_store  # noqa: A001 - `tsck.open` reads as `gzip.open` does
+
+__all__ = ["ANY", "LAST_SEEN", "Store", "open", "open_store"]

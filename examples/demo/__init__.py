@@ -1,5 +1,11 @@
-"""The demo: a training job that is killed again and again, and ends with the bits of one that was not.
+"""The demo: a training job that is killed several times, and ends bit-identical to one that was not.
 
-`train` is the job and the example to copy; `model` and `data` are what it trains on. `story` starts, kills and compares it, and
-tells what happens; `supervisor` and `compare` are its hands and eyes. Run it with ``python -m examples.demo``.
+train.py        the job, and the example to copy
+model.py        its model
+data.py         its data
+story.py        runs the job with and without kills, and compares the results
+supervisor.py   starts, watches and kills the job
+compare.py      compares states bit by bit
+page.py         prints
+__main__.py     the command line: ``python -m examples.demo``
 """

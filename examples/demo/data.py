@@ -1,4 +1,4 @@
-"""The text, and a loader that shuffles it and can go on from the middle of an epoch. It knows nothing of snapshots."""
+"""The text, and a shuffling loader that can resume in the middle of an epoch. Knows no snapshots."""
 
 import random
 import sysconfig
@@ -18,7 +18,7 @@ def read_corpus(limit_bytes: int) -> torch.Tensor:
 
 
 class ShufflingLoader:
-    """Yields batches of windows for ever, in another order in every epoch; Python's `random` says where in its window each begins."""
+    """Endless batches of windows, reshuffled every epoch; Python's `random` chooses the start in each window."""
 
     def __init__(self, corpus: torch.Tensor, *, batch: int, context: int, seed: int) -> None:
         self._corpus, self._batch, self._context, self._seed = corpus, batch, context, seed
@@ -30,7 +30,7 @@ class ShufflingLoader:
         self._order = torch.randperm(self._windows, generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and what they should predict, both (batch, context)."""
+        """Inputs and targets, both (batch, context)."""
         if self._position + self._batch > self._windows:
             self._start_epoch(self._epoch + 1)
         windows = self._order[self._position : self._position + self._batch]
@@ -40,10 +40,10 @@ class ShufflingLoader:
         return rows[:, :-1], rows[:, 1:]
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: the order of an epoch follows from its number."""
+        """The position: the order of an epoch follows from its number."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where the loader that gave `state` was."""
+        """Continues from `state`."""
         self._start_epoch(state["epoch"])
         self._position = state["position"]

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, written plainly. It knows nothing of snapshots."""
+"""A small GPT over bytes. Knows no snapshots."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Prints the story. It decides nothing."""
+"""Prints the demo's output."""
 
 import math
 import sys
@@ -16,14 +16,14 @@ CURVE_WIDTH = 60
 
 
 def title(url: Path, config: Config) -> None:
-    """What the story is about."""
+    """The introduction."""
     _print("A training run that survives kill -9", bold=True)
     _print(
         f"""
 A GPT of {config.layers} layers learns Python from the sources of Python's own standard library, byte by byte:
 {config.steps} steps of AdamW with warm-up, cosine decay, dropout, gradient accumulation and shuffled data.
-Every {config.snapshot_every} steps it puts a snapshot into a store: weights, optimizer, schedule, data position,
-random numbers, losses. A job that died goes on from store.checkout(ref).
+Every {config.snapshot_every} steps it saves a snapshot to a store: weights, optimizer, schedule, data position,
+random numbers, losses. A job that died resumes from store.checkout(ref).
 
    the job    {Path(__file__).with_name("train.py")}
    the store  {url}"""
@@ -37,14 +37,14 @@ def chapter(number: int, name: str) -> None:
 
 
 def progress(current: Life) -> None:
-    """Where the job is, on a line that is overwritten; on a terminal only."""
+    """The job's progress, on a line that is overwritten; only on a terminal."""
     if sys.stdout.isatty() and current.losses:
         loss = float.fromhex(current.losses[current.last_step])
         print(f"\r   step {current.last_step:3}  loss {loss:.3f}\x1b[K", end="", flush=True)
 
 
 def life(number: int, ended: Life, how: str) -> None:
-    """What became of one process."""
+    """The outcome of one process."""
     if sys.stdout.isatty():
         print("\r\x1b[K", end="")
     if ended.losses:
@@ -55,7 +55,7 @@ def life(number: int, ended: Life, how: str) -> None:
 
 
 def curve(losses: Sequence[float], kills: Sequence[int]) -> None:
-    """The losses as a row of bars, and under it where the kills were."""
+    """The losses as a row of bars, with the kills below."""
     low, high = min(losses), max(losses)
     bars, marks = "", [" "] * CURVE_WIDTH
     for column in range(CURVE_WIDTH):
@@ -70,14 +70,14 @@ def curve(losses: Sequence[float], kills: Sequence[int]) -> None:
         _print(f"              {''.join(marks).rstrip()}  ^ killed")
 
 
-def check(what: str, good: bool, told: str) -> bool:
+def check(what: str, good: bool, details: str) -> bool:
     """One line of the comparison; returns `good`."""
-    _print(f"   {'identical' if good else 'DIFFERENT'}  {what:20} {told}")
+    _print(f"   {'identical' if good else 'DIFFERENT'}  {what:20} {details}")
     return good
 
 
 def contents(value: Any) -> str:
-    """How much there is in a part of the state."""
+    """The size of a part of the state."""
     found = [leaf for _, leaf in leaves(value) if not isinstance(leaf, Container)]
     tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
     texts = [f"{counted(len(tensors), 'tensor')} of {size(sum(tensor.nbytes for tensor in tensors))}"] if tensors else []
@@ -85,18 +85,18 @@ def contents(value: Any) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """How many of something."""
+    """A number and its noun."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def command(*words: str) -> None:
-    """A command line that is run."""
+    """A command line."""
     _print()
     _print(f"$ {' '.join(words)}", bold=True)
 
 
 def output(text: str, max_lines: int | None) -> None:
-    """What a command printed, or the beginning of it."""
+    """The output of a command, or its first lines."""
     lines = text.splitlines()
     for line in lines[:max_lines]:
         _print(f"  {line}".rstrip())
@@ -105,13 +105,13 @@ def output(text: str, max_lines: int | None) -> None:
 
 
 def verdict(*, good: bool, kills: int, seconds: float, url: Path) -> None:
-    """The end of the story."""
+    """The result."""
     _print()
     if good:
-        _print(f"Bit-identical: {counted(kills, 'kill')} cost some time and nothing else. ({seconds:.0f} s in all)", bold=True)
+        _print(f"Bit-identical: {counted(kills, 'kill')} cost only time. ({seconds:.0f} s in all)", bold=True)
     else:
         _print("NOT the same: see above. This is a bug; please report it with this output.", bold=True)
-    _print(f"The store is still there to play with: {url}")
+    _print(f"The store is kept for you to try: {url}")
 
 
 def size(count: int) -> str:

@@ -1,6 +1,6 @@
-"""Runs the job as a process of its own, listens to what it says, and kills it with SIGKILL at a given moment.
+"""Runs the job in its own process, reads its output, and kills it with SIGKILL at a given moment.
 
-It knows the job's output (see `train.say`) and that a put makes files under ``packs/``; nothing else.
+Knows only the job's output (see `train.say`), and that a save creates files under ``packs/``.
 """
 
 import signal
@@ -14,41 +14,41 @@ from typing import IO
 
 
 class JobFailedError(Exception):
-    """The job ended by itself, with an error."""
+    """The job failed by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When to kill: some time after a step, or in the put of that step, as soon as its first bytes are on the disk."""
+    """When to kill: some time after a step, or during its save, as soon as the first bytes are on the disk."""
 
     step: int
     in_put: bool
     delay: float
-    """In units of the time that a step takes, so that it fits machines and models of any speed."""
+    """In units of a step's duration, to fit any machine and model."""
 
 
 @dataclass(slots=True)
 class Life:
-    """What one process of the job said, from its start to its end."""
+    """The output of one process of the job."""
 
     killed: bool = False
     resumed: int = 0
     losses: dict[int, str] = field(default_factory=dict)
     putting: int | None = None
-    """The step of the put that was under way at the end."""
+    """The step whose save was running at the end."""
     saved: int | None = None
     fingerprint: str | None = None
-    """Of its state in memory after the last step; None if it did not get there."""
+    """Of its state in memory after the last step; None if it was killed before."""
     unfinished_bytes: int = 0
-    """What the put that was under way had written to packs."""
+    """The bytes in packs of the save that was running at the end."""
 
     @property
     def last_step(self) -> int:
-        """The last step that it completed; where it began, if none."""
+        """The last completed step, or the step from which it resumed."""
         return max(self.losses, default=self.resumed)
 
-    def hear(self, line: str) -> None:
-        """Notes one line of the job's output; a line that the kill cut off is ignored."""
+    def record(self, line: str) -> None:
+        """Records one line of the job's output; ignores a line that was cut off."""
         match line.split(" ") if line.endswith("\n") else []:
             case ["resumed", step]:
                 self.resumed = int(step)
@@ -62,21 +62,23 @@ class Life:
                 self.fingerprint = fingerprint.strip()
 
 
-def live(command: Sequence[str], environment: Mapping[str, str], store: Path, moment: Moment | None, heard: Callable[[Life], None]) -> Life:
-    """Starts the job and listens until it ends, or until `moment`, when it is killed.
+def run_job(
+    command: Sequence[str], environment: Mapping[str, str], store: Path, moment: Moment | None, on_output: Callable[[Life], None]
+) -> Life:
+    """Runs the job until it ends, or until `moment`, when it is killed.
 
     Raises:
-        JobFailedError: it ended with an error.
+        JobFailedError: it failed.
     """
     life = Life()
-    asked = False
+    signalled = False
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             packs, step_begun, step_seconds = find_packs(store), time.monotonic(), 0.0
             for line in process.stdout:
-                life.hear(line)
-                heard(life)
+                life.record(line)
+                on_output(life)
                 if line.startswith("step "):
                     step_seconds = time.monotonic() - step_begun
                 if moment is not None and _has_come(moment, life):
@@ -84,16 +86,16 @@ def live(command: Sequence[str], environment: Mapping[str, str], store: Path, mo
                         _wait_for_pack(store, packs, process.stdout)
                     time.sleep(moment.delay * step_seconds)
                     process.kill()
-                    asked = True
+                    signalled = True
                     break
                 if life.putting is None:
                     packs, step_begun = find_packs(store), time.monotonic()
             for line in process.stdout:
-                life.hear(line)
+                life.record(line)
         except BaseException:
             process.kill()
             raise
-    life.killed = asked and process.returncode == -signal.SIGKILL  # it may have been through before the signal came
+    life.killed = signalled and process.returncode == -signal.SIGKILL  # it may have ended before the signal
     if process.returncode and not life.killed:
         raise JobFailedError(f"the job ended with exit code {process.returncode} after step {life.last_step}")
     if life.putting is not None:
@@ -107,11 +109,11 @@ def _has_come(moment: Moment, life: Life) -> bool:
 
 
 def _wait_for_pack(store: Path, before: set[Path], output: IO[str]) -> None:
-    """Returns when a new pack is there, or when the job has gone on without one."""
+    """Waits for a new pack, or for the job's next output."""
     while not find_packs(store) - before and not wait([output.fileno()], 0.0002):
         pass
 
 
 def find_packs(store: Path) -> set[Path]:
-    """The packs in the store, whether a snapshot names them or not."""
+    """All packs in the store, used or not."""
     return set(store.glob("packs/*/*"))

@@ -1,9 +1,9 @@
-"""The job: trains a small GPT and keeps snapshots, so that a `kill -9` costs the steps since the last one and nothing else.
+"""The job: trains a small GPT and saves snapshots, so that a `kill -9` costs only the steps since the last one.
 
     python -m examples.demo.train ./ckpt --ref runs/gpt
 
-Start it again after it died, however it died: it goes on from where the ref is, and ends with the same bits as a run that was never
-stopped. All that this takes is in `Job.state`, `Job.load` and `train`.
+Start it again after it died: it resumes from the ref, and ends bit-identical to a run that was never stopped. All that this takes is in
+`Job.state`, `Job.load` and `train`.
 """
 
 import argparse
@@ -47,10 +47,10 @@ SIZES = {
 
 
 class Job:
-    """A training run: model, optimizer, schedule, data, random numbers, and how far it is."""
+    """A training run: model, optimizer, schedule, data, random numbers and progress."""
 
     def __init__(self, config: Config) -> None:
-        torch.set_num_threads(1)  # the order in which threads add up would show in the last bits
+        torch.set_num_threads(1)  # the order in which threads add changes the last bits
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed)
         random.seed(config.seed)
@@ -69,7 +69,7 @@ class Job:
         return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, as it is: no copies, no files, no pickle."""
+        """Everything that the rest of the run depends on, without copies."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -81,7 +81,7 @@ class Job:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that `state` gave."""
+        """Restores a state that `state` returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -92,7 +92,7 @@ class Job:
         self.losses = state["losses"]
 
     def advance(self) -> float:
-        """Makes one step of the optimizer, over several batches, and returns its loss."""
+        """Runs one optimizer step, over several batches, and returns its loss."""
         self.optimizer.zero_grad()
         total = 0.0
         for _ in range(self.config.accumulate):
@@ -131,16 +131,16 @@ def train(store: tsck.Store, ref: str, config: Config) -> None:
 
 
 def say(*words: object) -> None:
-    """One line per event, for a person or a supervisor."""
+    """Prints one line per event, for a person or the supervisor."""
     print(*words, flush=True)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo.train", description="Train a small GPT, with snapshots.")
-    parser.add_argument("store", help="path or URL of the store; made if there is none")
-    parser.add_argument("--ref", default="runs/gpt", help="the branch to go on with, or to make (default: %(default)s)")
-    parser.add_argument("--size", choices=SIZES, default="demo", help="how large a model, for how long (default: %(default)s)")
+    parser.add_argument("store", help="path or URL of the store; created if missing")
+    parser.add_argument("--ref", default="runs/gpt", help="the branch to resume or create (default: %(default)s)")
+    parser.add_argument("--size", choices=SIZES, default="demo", help="size of the model and length of the training (default: %(default)s)")
     arguments = parser.parse_args()
     with tsck.open(arguments.store, create=True) as store:
         train(store, arguments.ref, SIZES[arguments.size])

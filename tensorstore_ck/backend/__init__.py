@@ -1,6 +1,28 @@
 """Backends: bytes by name in a folder, in an object store or in memory, and `open_backend`, which makes one from a URL.
 
-This is the only place that understands URLs. It loads fsspec only for what is not a local path, so that local commands start fast.
+This is the only module that understands URLs. It loads fsspec only for what is not a local path, so that local commands start fast.
+
+protocol.py               what the store needs of a backend
+object_names.py           which names a backend takes
+local.py                  a folder of a local or network filesystem
+local_io.py               system calls on one file
+local_writer.py           one large local file, written by several threads
+local_direct_writer.py    the same past the page cache
+os_errors.py              from an `OSError` to this package's errors
+s3.py                     an S3 bucket's prefix
+s3_requests.py            sends S3 requests, with retries
+s3_create.py              creates S3 objects, never overwriting one
+s3_multipart_writer.py    one large S3 object, uploaded in pieces while it grows
+s3_resumable_upload.py    one S3 object, uploaded in pieces by one process after another
+resumable_upload.py       the protocol of such uploads
+fsspec_backend.py         any other fsspec filesystem
+remote_errors.py          from an error of a remote filesystem to this package's errors
+memory.py                 a backend in a dict
+throttled.py              limits the rate of reads and writes, and keeps space free
+read_only.py              refuses all writes
+picklable.py              a backend for other processes
+probe.py                  finds out what a backend guarantees, and how fast it is
+save_estimate.py          how long a save will take, measured with a part of it
 """
 
 import os
@@ -29,12 +51,12 @@ def open_backend(
 ) -> Backend:
     """The backend for a path, ``file://``, ``s3://bucket/prefix``, ``memory://name`` or another fsspec URL.
 
-    Nothing is asked of the place yet: it need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called
-    with an event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
+    Sends no request: the location need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called with an
+    event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
 
     Raises:
-        InvalidUrlError: not a URL that a store can be at, or one with a secret in it.
-        InvalidOptionError: `storage_options` that the filesystem does not take.
+        InvalidUrlError: not the URL of a store, or one with a secret in it.
+        InvalidOptionError: `storage_options` that the filesystem does not accept.
         MissingExtraError: the filesystem's library is not installed.
     """
     text = os.fspath(url)
@@ -49,7 +71,7 @@ def open_backend(
     protocol = match["protocol"].lower()
     if shown != text:
         raise InvalidUrlError(
-            f"{shown}: a store's URL has no password, key, token or signature in it, since it is shown, logged and kept: give secrets in "
+            f"{shown}: a store's URL must not contain a password, key, token or signature, since it is shown and stored: give secrets in "
             "storage_options (--storage-option), or in the environment or the configuration files that the service's library reads",
             object_id=shown,
         )
@@ -68,9 +90,9 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
 
     if protocol in ("http", "https"):
         raise InvalidUrlError(
-            f"a store cannot be at {url}: a web server neither lists objects nor creates them exclusively. An S3 service is "
-            f"s3://bucket/prefix with the storage option endpoint_url={protocol}://...; a store's files that are served as they are can be "
-            "copied to a folder (`rclone copy`) and opened there",
+            f"a store cannot be at {url}: a web server neither lists objects nor creates them exclusively. For an S3 service write "
+            f"s3://bucket/prefix with the storage option endpoint_url={protocol}://...; copy a store's files that a web server serves "
+            "to a folder (`rclone copy`) and open that",
             object_id=url,
         )
     if protocol not in available_protocols():
@@ -86,9 +108,9 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
     root = filesystem_class._strip_protocol(url)
     options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
-        raise InvalidUrlError(f"{url} names no place: give {protocol}://bucket/prefix", object_id=url)
+        raise InvalidUrlError(f"{url} has no bucket and prefix: give {protocol}://bucket/prefix", object_id=url)
     if ".." in root.split("/"):
-        raise InvalidUrlError(f"{url} has a `..` in it; write the prefix that you mean", object_id=url)
+        raise InvalidUrlError(f"{url} contains `..`; write the prefix itself", object_id=url)
 
     def connect(options: Mapping[str, Any] = options) -> Any:
         try:
@@ -97,7 +119,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
             clean_error(exc, secrets)
             if not isinstance(exc, TypeError | ValueError | KeyError):
                 raise
-            raise InvalidOptionError(f"{protocol}:// does not take these storage_options: {exc}", object_id=url) from exc
+            raise InvalidOptionError(f"{protocol}:// does not accept these storage_options: {exc}", object_id=url) from exc
 
     if _EXTRAS.get(protocol) == "s3":
         from tensorstore_ck.backend.s3 import S3Backend  # noqa: PLC0415 - loads fsspec

@@ -1,7 +1,7 @@
 """Any other fsspec filesystem: ``memory://``, Google Cloud Storage, Azure.
 
-Knows fsspec's interface, no format. fsspec has no atomic create of its own (its default is exists-then-write), so a backend gets
-a `CreateCall` that is known to be atomic for its protocol; without one, `create` refuses.
+Knows fsspec's interface, no format. fsspec has no atomic create (its default is exists-then-write), so a backend gets a `CreateCall`
+that is known to be atomic for its protocol; without one, `create` raises.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -21,7 +21,7 @@ from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, UnsafeBackendError
 
 CreateCall = Callable[[Any, str, bytes], None]
-"""Given a filesystem, a path and bytes: makes the object, or raises FileExistsError, atomically."""
+"""(filesystem, path, bytes): makes the object, or raises FileExistsError, atomically."""
 
 
 def create_in_memory(filesystem: Any, path: str, data: bytes) -> None:
@@ -95,7 +95,7 @@ class FsspecBackend:
             with remote_errors("create", name, self.url, self.secrets):
                 self._create_call(self._filesystem.get(), self._path(name), bytes(data))
         except BackendUnavailableError as exc:
-            # The libraries send a request again whose reply was lost, and then find the object that they made. It is small: no pack.
+            # The libraries repeat a request whose reply was lost, and then find the object that they made. It is small: no pack.
             if (
                 not isinstance(exc.__cause__, FileExistsError)
                 or self.size(name) != len(data)
@@ -154,7 +154,7 @@ class FsspecBackend:
         return None
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
-        """None: these servers free what was never completed by themselves, or show it as an object."""
+        """None: these servers remove incomplete uploads themselves, or list them as objects."""
         return iter(())
 
     def abort_upload(self, name: str) -> None:
@@ -187,7 +187,7 @@ class _FileWriter:
     def append(self, data: Sequence[Buffer]) -> int:
         with self._lock:
             if self._failed:
-                raise BackendUnavailableError(f"{self._name} was given up while it was written", object_id=self._name)
+                raise BackendUnavailableError(f"{self._name} was aborted while it was written", object_id=self._name)
             self._failed = True  # until all of it is written
             offset = self._end
             with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
@@ -200,7 +200,7 @@ class _FileWriter:
     def close(self) -> None:
         with self._lock:
             if self._failed:
-                raise BackendUnavailableError(f"{self._name} could not be written whole; write it anew", object_id=self._name)
+                raise BackendUnavailableError(f"{self._name} could not be written completely; write it again", object_id=self._name)
             self._failed = True
             with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
                 self._file.close()
@@ -218,7 +218,7 @@ class _FileWriter:
 
 
 def _modified_ns(info: Mapping[str, Any]) -> int:
-    """When the object was written, in whichever of the usual forms its filesystem tells it; 0 when it does not."""
+    """When the object was written, from any of the usual fields; 0 if unknown."""
     for field in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = info.get(field)
         if isinstance(value, str):

@@ -2,8 +2,8 @@
 
 Knows no format. What it acknowledges survives a power failure: the file is synced before it gets its name, the folder after,
 and each folder's own entry once per process. A failed fsync is final (the kernel may drop the dirty pages and report success
-next time): the file is given up, and a folder is not trusted again by this backend. Objects written under unique names are opened with
-O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` go through a temporary in the same folder.
+next time): the file is dropped, and this backend refuses the folder from then on. Objects with unique names are opened with
+O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -38,9 +38,9 @@ _LINK_TRIES: Final = 8
 
 
 class LocalBackend:
-    """Objects as files below `root`, which is made when something is first written.
+    """Objects as files below `root`, which the first write makes.
 
-    `sync=False` skips every fsync: a power failure may then lose or tear what was acknowledged. With `within`, `root` is a path below that
+    `sync=False` skips every fsync: a power failure may then lose or tear acknowledged objects. With `within`, `root` is a path below that
     folder, and everything is reached from its handle.
     """
 
@@ -51,7 +51,7 @@ class LocalBackend:
         self._root = os.path.abspath(root) if within is None else os.path.normpath(root)
         self.url = self._root if within is None else os.path.normpath(f"{within.path}/{root}")
         if self._root == os.path.dirname(self._root):
-            raise InvalidUrlError(f"a store cannot be at {self._root}: name a folder of its own", object_id=self._root)
+            raise InvalidUrlError(f"a store cannot be at {self._root}: give it its own folder", object_id=self._root)
         self._sync = sync
         self._durable_folders: set[str] = set()
         self._failed_folders: set[str] = set()
@@ -125,9 +125,9 @@ class LocalBackend:
             try:
                 os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
             except FileExistsError:
-                return Created.EXISTS  # perhaps our own, when a network filesystem repeated a request whose reply was lost
+                return Created.EXISTS  # perhaps ours: a network filesystem may repeat a request whose reply was lost
             except FileNotFoundError:
-                continue  # somebody took our temporary for a leftover
+                continue  # another process deleted our temporary as a leftover
             except OSError as exc:
                 return _link_failed(name, exc)
             else:
@@ -185,12 +185,12 @@ class LocalBackend:
         try:
             self._sync_folder(os.path.dirname(path))
         except OSError:
-            return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` will say
+            return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
         return Created.CREATED
 
     @property
     def _at(self) -> int | None:
-        """Where paths begin; None: they are absolute."""
+        """The folder to which paths are relative; None: they are absolute."""
         return None if self._within is None else self._within.fd()
 
     def _path(self, name: str) -> str:
@@ -223,7 +223,7 @@ class LocalBackend:
         return temporary
 
     def _unlink_quietly(self, path: str) -> None:
-        """Removes what nothing refers to; what cannot be removed is found by `list_uploads` later."""
+        """Removes a file that nothing refers to; `list_uploads` finds one that cannot be removed."""
         with contextlib.suppress(OSError):
             os.unlink(path, dir_fd=self._at)
 
@@ -270,17 +270,17 @@ class LocalBackend:
             return
         except FileNotFoundError:
             if is_second_try:
-                raise  # its parent is there, and takes no folders
+                raise  # its parent exists, and accepts no folders
             self._make_folder(os.path.dirname(folder))
             self._make_folder(folder, is_second_try=True)
             return
-        if self._root.startswith(f"{folder}/"):  # above the root: nobody else will
+        if self._root.startswith(f"{folder}/"):  # above the root: `_sync_folder` does not
             self._fsync_folder(os.path.dirname(folder))
 
     def _sync_folder(self, folder: str) -> None:
-        """Makes an entry just made in `folder` durable, and the entries of the folders on the way from the root.
+        """Makes a new entry in `folder` durable, and the entries of the folders on the way from the root.
 
-        Those are synced once per process, even if another process made them: it may have died before it could.
+        Those are synced once per process, even if another process made them: it may have died before it synced them.
         """
         self._fsync_folder(folder)
         while folder not in self._durable_folders:
@@ -293,19 +293,19 @@ class LocalBackend:
             self._durable_folders.add(entry)
 
     def _sync_root_entry(self) -> None:
-        with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
+        with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
             self._fsync_folder(os.path.dirname(self._root) or ".")
 
     def _fsync_folder(self, folder: str) -> None:
         if not self._sync:
             return
         if folder in self._failed_folders:
-            raise OSError(errno.EIO, "an earlier fsync of this folder failed: open the store anew", folder)
+            raise OSError(errno.EIO, "an earlier fsync of this folder failed: open the store again", folder)
         fd = os.open(folder, _FOLDER, dir_fd=self._at)
         try:
             os.fsync(fd)
         except OSError as exc:
-            if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders, so nothing was promised
+            if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders
                 self._failed_folders.add(folder)
                 exc.filename = folder
                 raise
@@ -319,12 +319,12 @@ def _is_temporary(name: str) -> bool:
 
 def _regular_size(status: os.stat_result, name: str) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise MissingObjectError(f"{name} is not a file; the store's files are made by this package alone", object_id=name)
+        raise MissingObjectError(f"{name} is not a file; only this package makes the store's files", object_id=name)
     return status.st_size
 
 
 def _link_failed(name: str, exc: OSError) -> Created:
-    """Raises what surely made no link; otherwise the link may have been made."""
+    """Raises if surely no link was made; otherwise it may have been made."""
     if exc.errno in _NO_HARD_LINKS:
         raise UnsafeBackendError(
             f"cannot create {name}: {os.strerror(exc.errno)}; this filesystem has no hard links, so commits cannot be exclusive on it. "

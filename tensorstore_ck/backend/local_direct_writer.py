@@ -2,8 +2,8 @@
 
 Bytes are copied into aligned windows of the file; the thread that fills a window writes it with O_DIRECT. On a disk this is faster
 than the page cache with an fsync (a warm copy costs a third of a fresh page, and the kernel's write-back does not take the
-cores that hash), steadier, and it leaves the training job's page cache alone. What is left in the last window goes through the
-page cache: a small file is one write.
+cores that hash), steadier, and it leaves the training job's page cache alone. A window that is not full at the end goes through
+the page cache: a small file is one write.
 """
 
 import errno
@@ -24,7 +24,7 @@ WINDOW_BYTES: Final = 4 << 20
 
 
 def use_direct(fd: int) -> bool:
-    """Switches a file to O_DIRECT if that goes to a disk of this host; in memory or over a network it would only cost a copy."""
+    """Switches a file on a disk of this host to O_DIRECT; in memory or over a network that would only cost a copy."""
     if os.major(os.fstat(fd).st_dev) == 0 or not hasattr(os, "O_DIRECT"):
         return False
     try:
@@ -88,7 +88,7 @@ class DirectWriter(LocalWriter):
         except OSError as exc:
             if exc.errno != errno.EINVAL:
                 raise
-            self._leave_direct()  # a device with wishes of its own
+            self._leave_direct()  # the device needs another alignment
             write_at(self._fd, [memoryview(window.memory)], number * WINDOW_BYTES)
         with self._state:
             del self._windows[number]

@@ -32,7 +32,7 @@ def write_at(fd: int, views: Sequence[memoryview], offset: int) -> None:
 
 
 def read_at(fd: int, target: memoryview, offset: int) -> int:
-    """Fills `target` from `offset`; returns how much was there."""
+    """Fills `target` from `offset`; returns how many bytes were there."""
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
@@ -43,7 +43,7 @@ def read_at(fd: int, target: memoryview, offset: int) -> int:
 
 
 def read_whole(fd: int, size: int) -> bytes:
-    """The first `size` bytes, or as many as there are. The kernel fills the result itself: 9 times as fast as `read_at` and a copy."""
+    """The first `size` bytes, or all. The kernel fills the result itself: 9 times as fast as `read_at` and a copy."""
     data = os.pread(fd, size, 0)
     while len(data) < size and (more := os.pread(fd, size - len(data), len(data))):
         data += more
@@ -51,9 +51,9 @@ def read_whole(fd: int, size: int) -> bytes:
 
 
 def start_write_back(fd: int, offset: int, size: int) -> None:
-    """Asks the kernel to begin writing that range out, where it can be asked; waits for nothing, promises nothing.
+    """Asks the kernel to begin writing a range to disk, if it can; does not wait.
 
-    The fsync at the end then finds most pages written. Errors are left to it: asking so does not consume a write-back error.
+    The fsync at the end then finds most pages written, and reports the errors: this call does not consume a write-back error.
     """
     call = _sync_file_range()
     if call is not None:

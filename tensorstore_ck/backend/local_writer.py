@@ -1,8 +1,8 @@
 """One large local file written by several threads at once, under a name that nobody else uses.
 
-A lock hands out offsets; the copying to the page cache runs outside it. A failed write is final: `close` then refuses, since the
-file has a hole. The descriptor is closed only when no write is under way, so that its number cannot become another file's.
-What a crash leaves is a torn file of a name that nothing refers to.
+A lock assigns offsets; the copying to the page cache runs outside it. A failed write is final: `close` then raises, since the
+file has a hole. The descriptor is closed only when no write is running, so that its number cannot become another file's.
+A crash leaves a torn file whose name nothing refers to.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -18,7 +18,7 @@ from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.errors import BackendUnavailableError
 
 WRITE_BACK_BYTES: Final = 64 << 20
-"""How much is written between two requests for early write-back; 1.67 -> 2.44 GB/s for 1 GiB with fsync."""
+"""Bytes between two requests for early write-back; 1.67 -> 2.44 GB/s for 1 GiB with fsync."""
 
 
 class LocalWriter:
@@ -41,7 +41,7 @@ class LocalWriter:
         views = byte_views(data)
         with self._state:
             if not self._open:
-                raise BackendUnavailableError(f"{self._name} was closed or given up while it was written", object_id=self._name)
+                raise BackendUnavailableError(f"{self._name} was closed or aborted while it was written", object_id=self._name)
             offset = self._end
             self._end += sum(map(len, views))
             self._writes_under_way += 1
@@ -61,7 +61,7 @@ class LocalWriter:
         self._wait_for_writes()
         if self._failed:
             self.abort()
-            raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it anew", object_id=self._name)
+            raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it again", object_id=self._name)
         with os_errors("write", self._name):
             self._finish()
         fd, self._fd = self._fd, -1
@@ -84,15 +84,15 @@ class LocalWriter:
             self._state.wait_for(lambda: self._writes_under_way == 0)
 
     def _write(self, views: list[memoryview], offset: int) -> None:
-        """Writes at an offset that is this call's alone; from several threads at once."""
+        """Writes a range that no other call writes; thread-safe."""
         write_at(self._fd, views, offset)
         self._start_write_back()
 
     def _finish(self) -> None:
-        """Writes what `_write` kept back."""
+        """Writes what `_write` buffered."""
 
     def _start_write_back(self) -> None:
-        # Other threads may still be writing below `_end`: their pages are then left to the fsync.
+        # Other threads may still be writing below `_end`: the fsync then writes their pages.
         with self._state:
             start, end = self._written_back, self._end
             if end - start < WRITE_BACK_BYTES:

@@ -1,7 +1,6 @@
-"""A backend in a dict: for tests, and the model that the others are compared with.
+"""A backend in a dict: for tests, and the model with which the others are compared.
 
-Knows nothing of files or servers. One lock guards the dict, so that `create` is atomic; what it acknowledges lives as long
-as the object does.
+One lock guards the dict, so that `create` is atomic. Objects live as long as the backend.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -102,7 +101,7 @@ class MemoryBackend:
 
     def _insert_new(self, name: str, data: Buffer) -> None:
         if not self._insert(name, data):
-            raise BackendUnavailableError(f"{name} is there already, though its name was new; try again", object_id=name)
+            raise BackendUnavailableError(f"{name} exists, though its name was new; try again", object_id=name)
 
     def _begin_upload(self, name: str) -> str:
         with self._lock:

@@ -1,7 +1,7 @@
 """Which names a backend takes: relative, ``/``-separated, plain ASCII, no component that begins with a dot.
 
-Names may come out of a store, which nobody trusts: a name that could leave the store's folder is damage, not a path. The leading
-dot is kept for a backend's own temporaries, so that no object is ever taken for one.
+Names may come from a store, which is not trusted: a name that could leave the store's folder is damage, not a path. The leading
+dot is reserved for a backend's own temporaries, so that no object is taken for one.
 """
 
 import re
@@ -17,7 +17,7 @@ _PREFIX = re.compile(rf"(?:{_COMPONENT}/)*")
 
 
 def check_name(name: str) -> str:
-    """`name`, if it can be an object's."""
+    """`name`, if it is valid."""
     if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
         raise CorruptObjectError(f"{name!r} cannot be an object's name; what named it is damaged: run `tsck fsck`", object_id=name)
     return name

@@ -1,6 +1,6 @@
-"""From an `OSError` to this package's errors: one table for whatever a filesystem can answer.
+"""From an `OSError` to this package's errors: one table for all that a filesystem can answer.
 
-Knows errno values and nothing of stores. What is not in the table is a passing fault: the object may be fine, the filesystem is not.
+Knows errno values and nothing of stores. A value that is not in the table counts as a transient fault of the filesystem.
 """
 
 import errno
@@ -34,7 +34,7 @@ _ADVICE = {
     errno.EMFILE: "this process has too many open files: raise `ulimit -n`",
     errno.ENFILE: "this host has too many open files",
     errno.ENOMEM: "the host is out of memory",
-    errno.EEXIST: "something of that name is there already, though the name was new: try again, and a new name is drawn",
+    errno.EEXIST: "an object of that name exists, though the name was new: try again, with a new name",
     errno.ESTALE: "the network filesystem lost its handle: try again",
     errno.ETIMEDOUT: "the network filesystem did not answer: try again",
     errno.EIO: "the device or network filesystem reported an error: see the system's log, then try again",
@@ -42,7 +42,7 @@ _ADVICE = {
 
 
 def store_error(exc: OSError, action: str, name: str) -> StoreError:
-    """The error of ours for `exc`, met while doing `action` to the object `name`."""
+    """This package's error for `exc`, raised by `action` on the object `name`."""
     code = exc.errno or errno.EIO
     text = f"cannot {action} {name}: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
     if exc.filename:

@@ -1,6 +1,6 @@
-"""A backend that can be pickled: for pieces of work that run in other processes, on this host or elsewhere.
+"""A backend that can be pickled: for work in other processes, on this host or elsewhere.
 
-What travels is how to open it, credentials in `storage_options` included, so it goes only to workers of the same user.
+The pickle contains the arguments to open it, with the credentials in `storage_options`: send it only to workers of the same user.
 """
 
 import os
@@ -12,7 +12,7 @@ from tensorstore_ck.errors import InvalidUrlError
 
 
 class PicklableBackend:
-    """A backend that is opened anew wherever it arrives."""
+    """A backend that is opened again when it is unpickled."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, no_sync: bool = False) -> None:
         """Opens it.
@@ -22,7 +22,7 @@ class PicklableBackend:
         """
         if url.startswith("memory:"):
             raise InvalidUrlError(f"{url} is in the memory of one process: other workers cannot reach it", object_id=url)
-        where = url if "://" in url else os.path.abspath(os.path.expanduser(url))  # workers have other current folders
+        where = url if "://" in url else os.path.abspath(os.path.expanduser(url))  # workers have other working directories
         self._arguments = (where, storage_options, no_sync)
         self._backend = open_backend(where, storage_options, no_sync=no_sync)
 

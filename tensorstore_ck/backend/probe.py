@@ -1,8 +1,8 @@
-"""Finds out by trying whether a backend keeps its promises, and how fast it is.
+"""Tests whether a backend keeps its guarantees, and how fast it is.
 
-Some S3 servers accept conditional writes and ignore the condition; a store shared on one would lose commits. So `init` asks
-`probe_create`, and `probe` tells a user more. Both write below ``probe/<ulid>/`` only, and remove it.
-Uses nothing but the `Backend` protocol.
+Some S3 servers accept conditional writes and ignore the condition; a shared store on one would lose commits. So `init` runs
+`probe_create`; `probe` reports more to a user. Both write below ``probe/<ulid>/`` only, and remove it.
+Uses only the `Backend` protocol.
 """
 
 import os
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.protocol import Backend, Created, writing
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, StoreError, UnsafeBackendError
 
@@ -23,12 +23,12 @@ RACERS: Final = 4
 QUICK_ROUNDS: Final = 2
 ROUNDS: Final = 8
 RACE_SECONDS: Final = 5
-"""No further round is begun after that long: a contested create costs 1.5 s on some servers."""
+"""No further round begins after this: a contested create costs 1.5 s on some servers."""
 SPEED_BYTES: Final = 64 << 20
 PIECE_BYTES: Final = 4 << 20
 RANGE_BYTES: Final = 8 << 20
 SECOND_UPLOAD_BYTES: Final = 16 << 20
-"""More than S3 is sent with one request."""
+"""More than one request to S3 sends."""
 TIMED_CREATES: Final = 5
 
 T = TypeVar("T")
@@ -36,31 +36,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a backend was found to do."""
+    """What was found out about a backend."""
 
     exclusive_create: bool
-    """Of several writers that create one name, one wins and the others are told: needed by every store with several writers."""
+    """If several writers create one name, one succeeds and the others learn it: needed by every store with several writers."""
     read_after_write: bool
     list_after_write: bool
     write_bytes_per_second: float
     read_bytes_per_second: float
     refuses_second_put: bool
-    """What was written with one request is not written over by another writer of the same name."""
+    """An object written with one request is not overwritten by another writer of the same name."""
     refuses_second_upload: bool
-    """Likewise what was written in pieces: a large pack."""
+    """The same for an object written in pieces: a large pack."""
     create_seconds: float
-    """Median of an uncontested create: what a commit waits for."""
+    """Median of an uncontested create, for which a commit waits."""
     problems: tuple[str, ...]
-    """What is not as it should be, for a person to read."""
+    """For a person to read."""
 
 
 def probe_create(backend: Backend, *, unsynced: Backend | None = None) -> bool:
-    """Whether `create` is exclusive, as far as two quick races can tell. They go through `unsynced`, the same place without fsync."""
+    """Whether `create` is exclusive, as far as two quick races show. They use `unsynced`, the same backend without fsync."""
     return in_folder(backend, lambda folder: not _create_problems(backend, folder, QUICK_ROUNDS, unsynced))[0]
 
 
 def probe(backend: Backend) -> ProbeResult:
-    """Tries everything; takes some seconds and 64 MiB for a while."""
+    """Tests everything; takes some seconds, and 64 MiB of space meanwhile."""
     result, left_behind = in_folder(backend, lambda folder: _probe(backend, folder))
     return replace(result, problems=result.problems + left_behind)
 
@@ -86,7 +86,7 @@ def _probe(backend: Backend, folder: str) -> ProbeResult:
 
 
 def in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str, ...]]:
-    """Runs `work` on a folder of its own; returns its result, and what to say if the folder could not be removed."""
+    """Runs `work` on a new folder; returns its result, and the problem if the folder could not be removed."""
     folder = f"probe/{ulid_text(new_ulid())}/"
     problems: tuple[str, ...] = ()
     try:
@@ -120,7 +120,7 @@ def _create_problems(backend: Backend, folder: str, rounds: int, unsynced: Backe
 
 
 def _race(backend: Backend, name: str) -> str:
-    """Lets several threads create `name` at once; returns what went wrong, if anything did."""
+    """Lets several threads create `name` at once; returns the problem, if any."""
     start = threading.Barrier(RACERS)
     bodies = [f"racer {number}".encode() for number in range(RACERS)]
 
@@ -132,7 +132,7 @@ def _race(backend: Backend, name: str) -> str:
         outcomes = list(threads.map(create, bodies))
     winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome is Created.CREATED]
     if len(winners) > 1:
-        return f"{len(winners)} of {RACERS} writers that created one name at once were each told that they won"
+        return f"{len(winners)} of {RACERS} writers that created one name at once each got a success"
     try:
         stored = backend.get(name, max_bytes=64)
     except MissingObjectError:
@@ -164,7 +164,7 @@ def _list_problems(backend: Backend, folder: str) -> list[str]:
     try:
         backend.delete([name])
     except PermissionDeniedError:
-        return []  # a writer's credentials: that the folder stays behind is told elsewhere
+        return []  # a writer's credentials: `in_folder` reports that the folder stays
     if name in {found.name for found in backend.list(f"{folder}list/")}:
         return ["an object just deleted was still in a listing"]
     return []
@@ -181,7 +181,7 @@ def _refuses_second_put(backend: Backend, name: str) -> bool:
 
 
 def _refuses_second_upload(backend: Backend, name: str) -> bool:
-    """Whether an upload under a name that has an object, of random bytes, is refused."""
+    """Whether an upload under the name of an object of random bytes is refused."""
     with suppress(BackendUnavailableError):
         _write_zeros(backend, name)
     head = bytearray(64)
@@ -190,14 +190,9 @@ def _refuses_second_upload(backend: Backend, name: str) -> bool:
 
 
 def _write_zeros(backend: Backend, name: str) -> None:
-    writer = backend.open_writer(name)
-    try:
+    with writing(backend, name) as writer:
         for _ in range(SECOND_UPLOAD_BYTES // PIECE_BYTES):
             writer.append([bytes(PIECE_BYTES)])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _time_creates(backend: Backend, folder: str) -> float:
@@ -213,14 +208,9 @@ def _measure_speed(backend: Backend, name: str) -> tuple[float, float]:
     """Bytes per second of one large write and of parallel range reads."""
     piece = os.urandom(PIECE_BYTES)
     began = time.perf_counter()
-    writer = backend.open_writer(name)
-    try:
+    with writing(backend, name) as writer:
         for _ in range(SPEED_BYTES // PIECE_BYTES):
             writer.append([piece])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     written = time.perf_counter()
 
     def read(offset: int) -> None:

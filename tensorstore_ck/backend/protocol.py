@@ -1,11 +1,12 @@
-"""What the store asks of a place to keep bytes: bytes by name, and one atomic primitive, `create`.
+"""What the store needs of a backend: bytes by name, and one atomic primitive, `create`.
 
 A backend knows no format. Names are relative, ``/``-separated and made by this package. Every method may be called
-from several threads. Errors are this package's: `MissingObjectError` where a name is not there, `PermissionDeniedError`,
+from several threads. Errors are this package's: `MissingObjectError` for a name that is not there, `PermissionDeniedError`,
 `NoSpaceError`, `BackendUnavailableError`; nothing else escapes. What `put`, `create` and `ObjectWriter.close` acknowledge is durable.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ class Created(Enum):
     CREATED = "created"
     """This call made the object (it is durable)."""
     EXISTS = "exists"
-    """An object of that name is there, perhaps made by an earlier try of this very call: read it to know."""
+    """An object of that name is there, perhaps made by an earlier try of this call: read it to know."""
     UNKNOWN = "unknown"
     """No usable answer came: the object may be there, may come later, or neither. Read it to know."""
 
@@ -36,16 +37,25 @@ class ObjectWriter(Protocol):
     """One object being written, under a name that nobody else uses; visible or orphaned until `close` returns."""
 
     def append(self, data: Sequence[Buffer]) -> int:
-        """Adds the buffers, one after another, and returns the offset of the first byte. Safe from several threads.
-
-        The caller's buffers may be reused when it returns.
-        """
+        """Adds the buffers in order, and returns the offset of the first byte. Thread-safe. The buffers may be reused when it returns."""
 
     def close(self) -> None:
         """Makes everything appended durable under the object's name."""
 
     def abort(self) -> None:
-        """Gives the object up, removing what can be removed; never raises."""
+        """Drops the object, removing what can be removed; never raises."""
+
+
+@contextmanager
+def writing(backend: "Backend", name: str) -> Iterator[ObjectWriter]:
+    """A writer that is closed at the end of the ``with`` block, or aborted where that raises."""
+    writer = backend.open_writer(name)
+    try:
+        yield writer
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 class Backend(Protocol):
@@ -54,7 +64,7 @@ class Backend(Protocol):
     url: str
     """For messages: without credentials."""
     is_local: bool
-    """Reads are cheap per request: readers then do not merge ranges."""
+    """Whether a read request is cheap: readers then do not merge ranges."""
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The whole object; more than `max_bytes` is a `CorruptObjectError`."""
@@ -63,19 +73,19 @@ class Backend(Protocol):
         """Fills `target` (writable, contiguous, bytes) from `offset`; a shorter object is a `CorruptObjectError`."""
 
     def size(self, name: str) -> int:
-        """The object's bytes."""
+        """The object's size in bytes."""
 
     def put(self, name: str, data: Buffer) -> None:
-        """Writes a small object, whole, under a name that was never used (local: O_EXCL)."""
+        """Writes a small object under a name that was never used (local: O_EXCL)."""
 
     def replace(self, name: str, data: Buffer) -> None:
-        """Atomically writes over an object. Only for what is derived, or by offline repair."""
+        """Atomically overwrites an object. Only for derived objects and offline repair."""
 
     def create(self, name: str, data: Buffer) -> Created:
-        """Creates `name` with `data`, whole and durable, only if it is absent; of several callers one at the most wins."""
+        """Creates `name` with `data`, whole and durable, only if it is absent; at most one of several callers succeeds."""
 
     def sync_folders(self, name: str) -> None:
-        """Makes sure that the entries of `name`'s folder, and of the folder's parents, survive a power failure."""
+        """Makes the entries of `name`'s folder, and of the folder's parents, durable."""
 
     def open_writer(self, name: str) -> ObjectWriter:
         """Begins a large object under a name that was never used."""
@@ -84,16 +94,16 @@ class Backend(Protocol):
         """Every object whose name begins with `prefix` (``""`` or ending in ``/``), recursively, in no order; none for a missing folder."""
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes; names that are gone already are fine."""
+        """Deletes objects; names that are not there are skipped."""
 
     def space(self) -> Space | None:
-        """How large the place is, and what can still be written, where the backend can tell."""
+        """The size of the filesystem and its free space; None if unknown."""
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
-        """What unfinished writes left behind: multipart uploads, temporaries. ``name`` is what `abort_upload` takes."""
+        """Leftovers of unfinished writes: multipart uploads, temporaries. ``name`` is the argument of `abort_upload`."""
 
     def abort_upload(self, name: str) -> None:
-        """Frees what an unfinished write left behind."""
+        """Removes a leftover of an unfinished write."""
 
     def close(self) -> None:
         """Releases connections and descriptors; idempotent."""

@@ -1,4 +1,4 @@
-"""A backend for looking alone: whatever would change something is refused, and nothing is sent for it."""
+"""A backend that refuses every change without sending a request."""
 
 from typing import Any, NoReturn
 
@@ -7,14 +7,14 @@ from tensorstore_ck.errors import PermissionDeniedError
 
 
 def read_only_error(what: str, url: str) -> PermissionDeniedError:
-    """The error of what would change a store that was opened to look at it."""
+    """The error of a change to a store that was opened read-only; `what` begins the message."""
     return PermissionDeniedError(
         f"{what} is refused: the store at {url} was opened with read_only=True. Open it without that to change it", object_id=url
     )
 
 
 class ReadOnlyBackend:
-    """See above. What is not here is the other backend's."""
+    """See above. All other attributes are the inner backend's."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
@@ -26,11 +26,6 @@ class ReadOnlyBackend:
         return ReadOnlyBackend, (self._inner,)
 
     def _refuse(self, *names: object, **_: object) -> NoReturn:
-        """Whatever would write.
-
-        Raises:
-            PermissionDeniedError: always.
-        """
         raise read_only_error(f"a change of {names[0]}" if names and isinstance(names[0], str) else "a deletion", self._inner.url)
 
     put = replace = create = sync_folders = open_writer = delete = abort_upload = _refuse

@@ -1,8 +1,7 @@
 """What all remote backends share: a filesystem object per process, and errors by HTTP status.
 
-Knows fsspec's and botocore's habits, no formats. An fsspec filesystem has a thread with an event loop, which a fork does not
-copy: a child makes its own. Whatever an fsspec library raises becomes one of our errors here; what is not recognised is a
-passing fault, so that nobody takes it for an answer.
+Knows fsspec and botocore, no formats. An fsspec filesystem has a thread with an event loop, which a fork does not copy: a child
+makes its own. Every error of an fsspec library becomes one of ours here; an unknown one counts as a transient fault, not as an answer.
 """
 
 import os
@@ -31,7 +30,7 @@ _CREDENTIAL_ERRORS: Final = {
     "TokenRetrievalError",
 }
 _UNREADABLE: Final = "HttpProcessingError"
-"""aiohttp's, of a reply that broke off or is no HTTP: the status that it has, 400, came from no server."""
+"""aiohttp's error for a reply that broke off or is not HTTP: its status, 400, came from no server."""
 _OPTION_ERRORS: Final = {"ParamValidationError", "NoRegionError", "InvalidEndpointConfigurationError", "UnknownEndpointError"}
 
 
@@ -44,22 +43,22 @@ class ProcessLocal:
         self._inherited: list[object] = []
 
     def get(self) -> Any:
-        """This process's filesystem; two threads that come first at once may make one each, and either serves."""
+        """This process's filesystem; two threads that call it first at once may make one each, and either works."""
         current = self._current
         if current is None or current[0] != os.getpid():
-            # What was inherited stays referred to: to close it here would be to wait for a thread that only the parent has.
+            # Keeps a reference to the inherited one: closing it here would wait for a thread that only the parent has.
             self._inherited.append(current)
             self._current = current = (os.getpid(), self._make())
         return current[1]
 
     def close(self) -> None:
-        """Lets go of this process's filesystem, which closes its connections."""
+        """Drops this process's filesystem, which closes its connections."""
         if self._current is not None and self._current[0] == os.getpid():
             self._current = None
 
 
 def http_status(exc: BaseException) -> int:
-    """The HTTP status that `exc`, or the error it was translated from, came with; 0 without."""
+    """The HTTP status of `exc`, or of the error it was translated from; 0 without one."""
     for error in (exc, exc.__cause__):
         if any(kind.__name__ == _UNREADABLE for kind in type(error).__mro__):
             continue
@@ -73,7 +72,7 @@ def http_status(exc: BaseException) -> int:
 
 
 def error_code(exc: BaseException) -> str:
-    """The S3 error code that `exc`, or the error it was translated from, came with; empty without."""
+    """The S3 error code of `exc`, or of the error it was translated from; empty without one."""
     for error in (exc, exc.__cause__):
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -83,21 +82,20 @@ def error_code(exc: BaseException) -> str:
 
 @contextmanager
 def remote_errors(action: str, name: str, url: str, secrets: Sequence[str]) -> Iterator[None]:
-    """Turns whatever is raised inside into a `StoreError`, without these secrets."""
+    """Turns any error raised inside into a `StoreError`, without these secrets."""
     try:
         yield
     except StoreError:
         raise
-    except Exception as exc:  # noqa: BLE001 - what stands for it is raised
-        error = store_error(
-            exc, f"cannot {action} {name or 'objects'} in {url}", name, secrets
-        )  # which asks what `clean_error` may replace
+    except Exception as exc:  # noqa: BLE001 - an error of ours is raised
+        # Before `clean_error`, which may replace what it reads.
+        error = store_error(exc, f"cannot {action} {name or 'objects'} in {url}", name, secrets)
         clean_error(exc, secrets)
         raise error from shown_cause(exc, secrets)
 
 
 def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) -> StoreError:
-    """The error of ours for `exc`; `what` begins its message."""
+    """This package's error for `exc`; `what` begins its message."""
     status, code, kind = http_status(exc), error_code(exc), type(exc).__name__
     text = f"{what}: {without(str(exc) or kind, secrets)}"
     if code == "NoSuchBucket":
@@ -109,7 +107,7 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
     if status == 404 or isinstance(exc, FileNotFoundError):
         return MissingObjectError(f"{text}; it may have been deleted, or this is not the store you meant", object_id=name)
     if status == 416:
-        return CorruptObjectError(f"{text}; the object is shorter than what names it says: run `tsck fsck`", object_id=name)
+        return CorruptObjectError(f"{text}; the object is shorter than the store says: run `tsck fsck`", object_id=name)
     if isinstance(exc, TypeError | KeyError | ImportError) or kind in _OPTION_ERRORS:
         return InvalidOptionError(f"{text}; check storage_options", object_id=name)
     return BackendUnavailableError(f"{text} ({kind}); check the connection, then try again", object_id=name)

@@ -1,11 +1,11 @@
 """An S3 bucket's prefix, through s3fs's raw calls.
 
-Knows S3's requests, no format. Every write is one PutObject, or a multipart upload under a name never used. Reads, listings, deletions
-and writes under a name of our own may be sent again after a failure (`s3requests`). `create` is a PutObject with ``If-None-Match: *``:
-after a try whose outcome is unknown it looks for the object, and sends again only where that is absent. A request may arrive twice, so
-a refusal may hide our own success: a 412 is EXISTS, and whatever is no clear answer is UNKNOWN.
+Knows S3's requests, no format. Every write is one PutObject, or a multipart upload under a new name. Reads, listings, deletions and
+writes under a new name may be sent again after a failure (`s3_requests`). `create` is a PutObject with ``If-None-Match: *``: after a
+try whose outcome is unknown it looks for the object, and sends again only if that is absent. A request may arrive twice, so a refusal
+may hide our own success: a 412 is EXISTS, and any unclear answer is UNKNOWN.
 """
-# ruff: noqa: D102 - protocol.py and resumable.py document the methods
+# ruff: noqa: D102 - protocol.py and resumable_upload.py document the methods
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
 from tensorstore_ck.backend.s3_multipart_writer import S3Writer
-from tensorstore_ck.backend.s3_requests import Moved, Request, RetryTiming, S3Requests, is_passing
+from tensorstore_ck.backend.s3_requests import OnProgress, Request, RetryTiming, S3Requests, is_passing
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
@@ -34,7 +34,7 @@ _UPLOAD_MARK = "?uploadId="
 
 
 class S3Backend:
-    """Objects as `bucket`/`prefix`/name; `connect` makes an `s3fs.S3FileSystem` whose botocore repeats nothing, once per process.
+    """Objects as `bucket`/`prefix`/name; `connect` makes an `s3fs.S3FileSystem` whose botocore does not retry, once per process.
 
     `on_wait` is called with an event when a request has waited long, on the thread that waits.
     """
@@ -63,7 +63,7 @@ class S3Backend:
     # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        async def read(filesystem: Any, moved: Moved) -> bytes:
+        async def read(filesystem: Any, on_progress: OnProgress) -> bytes:
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name))
             async with reply["Body"] as body:
                 size = int(reply["ContentLength"])
@@ -72,13 +72,13 @@ class S3Backend:
                 chunks = []
                 while chunk := await body.read(READ_BYTES):
                     chunks.append(chunk)
-                    moved()
+                    on_progress()
             return b"".join(chunks)
 
         return self._requests.begin("read", name).repeat(Request(read))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        async def read(filesystem: Any, moved: Moved) -> int:
+        async def read(filesystem: Any, on_progress: OnProgress) -> int:
             span = f"bytes={offset}-{offset + len(target) - 1}"
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), Range=span)
             done = 0
@@ -86,7 +86,7 @@ class S3Backend:
                 while chunk := await body.read(len(target) - done):
                     target[done : done + len(chunk)] = chunk
                     done += len(chunk)
-                    moved()
+                    on_progress()
             return done
 
         count = self._requests.begin("read", name).repeat(Request(read)) if len(target) else 0
@@ -135,14 +135,14 @@ class S3Backend:
             if status == 412:
                 return Created.EXISTS
             if not is_passing(error) and operation.attempt > 1:
-                return Created.UNKNOWN  # what an earlier try did is not known
+                return Created.UNKNOWN  # an earlier try may have made it
             if status == 501:
                 raise UnsafeBackendError(
-                    f"{self.url} does not know conditional writes, so commits cannot be exclusive on it", object_id=name
+                    f"{self.url} does not support conditional writes, so commits cannot be exclusive on it", object_id=name
                 ) from error
             if not is_passing(error):
                 raise error
-            is_there = operation.look(error, self._requests.is_there(key))
+            is_there = operation.poll_outcome(error, self._requests.is_there(key))
             if is_there is not False:
                 return Created.EXISTS if is_there else Created.UNKNOWN
 
@@ -159,7 +159,7 @@ class S3Backend:
             for error in reply.get("Errors", ()):
                 if error.get("Code") != "NoSuchKey":
                     key = str(error.get("Key"))
-                    # Asked for alone, the object's own status becomes the right error of ours.
+                    # A request for this object alone has its status, which becomes the right error.
                     self._requests.call("delete", key.removeprefix(self._prefix), "delete_object", Key=key)
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
@@ -169,7 +169,7 @@ class S3Backend:
                 page = self._requests.call("list the uploads of", "", "list_multipart_uploads", Prefix=self._prefix, **more)
             except StoreError as exc:
                 if exc.__cause__ is not None and error_code(exc.__cause__) == "NoSuchUpload":
-                    return  # rclone's way to say that there are none
+                    return  # rclone reports so that there are none
                 raise
             for upload in page.get("Uploads", ()):
                 if upload["Key"].startswith(self._prefix):
@@ -208,18 +208,18 @@ class S3Backend:
         return new_object(name, self._key(name))
 
     def _require_condition(self, name: str) -> None:
-        """s3fs drops arguments that botocore does not know: without this check an old botocore would overwrite."""
+        """Refuses an old botocore: s3fs drops arguments that botocore does not know, so it would overwrite."""
         if self._has_condition:
             return
         with remote_errors("create", name, self.url, self._requests.secrets):
             members = self._filesystem.get().s3.meta.service_model.operation_model("PutObject").input_shape.members
         if "IfNoneMatch" not in members:
-            raise UnsafeBackendError("this botocore does not know conditional writes; run `pip install --upgrade s3fs aiobotocore`")
+            raise UnsafeBackendError("this botocore does not support conditional writes; run `pip install --upgrade s3fs aiobotocore`")
         self._has_condition = True
 
 
 def _single_shot(filesystem: Any) -> Any:
-    """s3fs repeats nothing: it would send what is left of a body, nothing."""
+    """Turns off the retries of s3fs, which would send a body that has been read already, so an empty one."""
     filesystem.retries = 1
     return filesystem
 

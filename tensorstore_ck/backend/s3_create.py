@@ -1,10 +1,10 @@
-"""S3 objects that are created, never written over: ``If-None-Match: *``, and what a 412 means.
+"""Creates S3 objects, never overwriting one: ``If-None-Match: *``, and what a 412 means.
 
-Every request carries the condition, so a bucket policy may deny those without it. A server that does not know it (501) gets the request
-once more without, and from then on all of them; one that ignores it takes the header for nothing. `tsck probe` tells which it is.
+Every request has the condition, so a bucket policy may deny requests without it. A server that does not support it (501) gets this and
+all later requests without it; other servers may ignore it. `tsck probe` reports which of these a server does.
 
-Each object carries a mark in its metadata, drawn for its upload alone. A request may arrive twice and its reply may be lost, so a 412 may
-hide our own success: one HEAD tells by size and mark. ETags would not do: with SSE-KMS they say nothing of the bytes.
+Each object has a random mark of its upload in its metadata. A request may arrive twice and its reply may be lost, so a 412 may hide our
+own success: a HEAD shows it by size and mark. ETags do not: with SSE-KMS they are not a hash of the bytes.
 """
 
 import io
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from tensorstore_ck.backend.remote_errors import error_code, http_status
-from tensorstore_ck.backend.s3_requests import Moved, Request, S3Requests, is_passing
+from tensorstore_ck.backend.s3_requests import OnProgress, Request, S3Requests, is_passing
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, StoreError
 
 MARK_KEY: Final = "tsck-upload"
@@ -23,16 +23,16 @@ _UNKNOWN_HEADER: Final = 501
 
 
 class NewObject(NamedTuple):
-    """An object to be, under a name that was never used."""
+    """An object to create, under a name that was never used."""
 
     name: str
     key: str
     mark: str
-    """In its metadata; empty where an earlier version of this package began the upload, which gave none."""
+    """In its metadata; empty if an earlier version of this package, which used none, began the upload."""
 
 
 def new_object(name: str, key: str) -> NewObject:
-    """The object, with a mark that nobody else can know before it is there."""
+    """The object, with a mark that nobody else knows before it is there."""
     return NewObject(name, key, secrets.token_hex(16))
 
 
@@ -43,11 +43,11 @@ class UploadedPieces(NamedTuple):
     tags: Mapping[int, str]
     """Of the pieces, by number."""
     size_bytes: int
-    """Of the object to be."""
+    """Of the object."""
 
 
 def is_taken(error: StoreError) -> bool:
-    """Whether the server refused to create an object because there is one of its name, which is not the one that was sent."""
+    """Whether the server refused to create an object because another one has its name."""
     return error.__cause__ is not None and http_status(error.__cause__) == _EXISTS
 
 
@@ -57,14 +57,14 @@ class S3Creator:
     def __init__(self, requests: S3Requests) -> None:
         self._requests = requests
         self._without_condition: set[str] = set()
-        """Methods for which the server does not know the header."""
+        """Methods for which the server does not support the header."""
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
         """Any other request: see `S3Requests.call`."""
         return self._requests.call(action, name, method, **arguments)
 
     def put(self, new: NewObject, body: BinaryIO) -> None:
-        """Creates an object with one request: all that is in `body`, from where it stands.
+        """Creates an object with one request: `body` from its current position.
 
         Raises:
             BackendUnavailableError: no try succeeded, or another writer's object has the name.
@@ -92,11 +92,11 @@ class S3Creator:
         return str(self._requests.call("begin an upload of", new.name, "create_multipart_upload", **arguments)["UploadId"])
 
     def complete(self, new: NewObject, upload: UploadedPieces) -> None:
-        """Makes an object of its pieces. After a try that failed it looks for the object, and sends again only where that is absent.
+        """Completes an upload. After a failed try it looks for the object, and sends again only if that is absent.
 
         Raises:
             BackendUnavailableError: no try succeeded, or another writer's object has the name.
-            StoreError: the object is not there, or nobody can tell.
+            StoreError: the object is not there, or that is unknown.
         """
         method, operation = "complete_multipart_upload", self._requests.begin("complete", new.name)
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]
@@ -110,7 +110,7 @@ class S3Creator:
                 if is_taken(exc):
                     self._require_own(new, upload.size_bytes, exc)
                     return
-                is_there = operation.look(exc, self._is_own(new, upload.size_bytes))
+                is_there = operation.poll_outcome(exc, self._is_own(new, upload.size_bytes))
                 if is_there is None or not (is_there or is_passing(exc)):
                     raise
                 if not is_there:
@@ -118,7 +118,7 @@ class S3Creator:
             return
 
     def has(self, new: NewObject, size_bytes: int) -> bool:
-        """Whether the object is there: one of that size, and of this upload."""
+        """Whether the object of this upload, with that size, is there."""
         try:
             return self._requests.begin("look at", new.name).repeat(self._is_own(new, size_bytes))
         except MissingObjectError:
@@ -128,7 +128,7 @@ class S3Creator:
         return {} if method in self._without_condition else {"IfNoneMatch": "*"}
 
     def _goes_without(self, method: str, error: StoreError) -> bool:
-        """Whether `error` says that the server does not know the condition, which it is then asked for no more."""
+        """Whether `error` says that the server does not support the condition; later requests then leave it out."""
         cause = error.__cause__
         if method in self._without_condition or cause is None:
             return False
@@ -138,18 +138,18 @@ class S3Creator:
         return True
 
     def _require_own(self, new: NewObject, size_bytes: int, error: StoreError) -> None:
-        """After a 412: returns if the object that is there is the one that was sent."""
+        """After a 412: returns if the existing object is the one that was sent."""
         if not self.has(new, size_bytes):
             raise BackendUnavailableError(
-                f"cannot write {new.name} in {self._requests.url}: something of that name is there already, though the name was new; "
-                "try again, and a new name is drawn. If it happens again, another writer of this bucket takes the names",
+                f"cannot write {new.name} in {self._requests.url}: an object of that name exists, though the name was new; "
+                "try again, with a new name. If it happens again, another writer of this bucket takes the names",
                 object_id=new.name,
             ) from error.__cause__
 
     def _is_own(self, new: NewObject, size_bytes: int) -> Request[bool]:
-        async def send(filesystem: Any, _: Moved) -> bool:
+        async def send(filesystem: Any, _: OnProgress) -> bool:
             reply = await filesystem._call_s3("head_object", Bucket=self._requests.bucket, Key=new.key)
-            found = {name.lower(): value for name, value in reply.get("Metadata", {}).items()}  # rclone writes them its own way
+            found = {name.lower(): value for name, value in reply.get("Metadata", {}).items()}  # rclone capitalizes names
             return int(reply["ContentLength"]) == size_bytes and (not new.mark or found.get(MARK_KEY) == new.mark)
 
         return Request(send)

@@ -1,6 +1,6 @@
 """One large S3 object, uploaded in pieces while it grows.
 
-Pieces fill up in reused buffers under a lock and go out on a few threads, so memory is bounded by `PIECES_IN_FLIGHT` + 1 pieces.
+Pieces are filled in reused buffers under a lock and sent by a few threads, so memory is bounded by `PIECES_IN_FLIGHT` + 1 pieces.
 An object that fits into one piece is a single PutObject. A failed piece is final.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
@@ -18,7 +18,7 @@ from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 PIECE_BYTES: Final = 15 << 20
-"""With what a request needs besides, 16 MiB."""
+"""16 MiB with the request's own memory."""
 PIECES_IN_FLIGHT: Final = 4
 PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
 
@@ -42,7 +42,7 @@ class S3Writer:
     def append(self, data: Sequence[Buffer]) -> int:
         with self._lock:
             if not self._open:
-                raise BackendUnavailableError(f"{self._name} was closed or given up while it was written", object_id=self._name)
+                raise BackendUnavailableError(f"{self._name} was closed or aborted while it was written", object_id=self._name)
             offset = self._end
             try:
                 for view in byte_views(data):
@@ -56,7 +56,7 @@ class S3Writer:
         with self._lock:
             was_open, self._open = self._open, False
             if not was_open:
-                raise BackendUnavailableError(f"{self._name} could not be written whole; write it anew", object_id=self._name)
+                raise BackendUnavailableError(f"{self._name} could not be written completely; write it again", object_id=self._name)
             self._piece.truncate()
             if not self._sent:
                 self._piece.seek(0)
@@ -81,12 +81,12 @@ class S3Writer:
 
     def _add(self, view: memoryview) -> None:
         while len(view):
-            room = self._piece_bytes() - self._piece.tell()
-            self._piece.write(view[:room])
-            self._end += min(room, len(view))
-            if len(view) < room:
+            space = self._piece_bytes() - self._piece.tell()
+            self._piece.write(view[:space])
+            self._end += min(space, len(view))
+            if len(view) < space:
                 return
-            view = view[room:]
+            view = view[space:]
             self._send()
             self._piece = self._next_buffer()
 
@@ -100,7 +100,7 @@ class S3Writer:
         self._sent.append(self._threads.submit(self._upload, len(self._sent) + 1, self._piece))
 
     def _upload(self, number: int, piece: io.BytesIO) -> str:
-        """Runs on a thread; the buffer comes back whatever happens, so that `append` never waits for ever."""
+        """Runs on a thread; always returns the buffer, for which `append` may wait."""
         try:
             piece.seek(0)
             arguments = {"Key": self._new.key, "UploadId": self._upload_id, "PartNumber": number, "Body": piece}
@@ -113,7 +113,7 @@ class S3Writer:
     def _next_buffer(self) -> io.BytesIO:
         for sent in self._sent[-2 * PIECES_IN_FLIGHT :]:
             if sent.done():
-                sent.result()  # a failure ends the whole object
+                sent.result()  # a failure aborts the whole object
         return self._spare.get() if len(self._sent) > PIECES_IN_FLIGHT else io.BytesIO()
 
     def _stop_threads(self) -> None:

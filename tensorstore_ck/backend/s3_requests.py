@@ -1,10 +1,10 @@
-"""S3 requests: which failures are tried again and for how long, and what is said while there is no success.
+"""S3 requests: which failures are retried and for how long, and the notices meanwhile.
 
-Every request goes through here, so a failure is treated alike wherever it comes up: in the connection, in the status, in the reply's
-body, in botocore's parser. botocore itself repeats nothing (`without_retries`). aiohttp still resends a request once when a kept
+Every request goes through here, so a failure is treated the same wherever it occurs: in the connection, in the status, in the reply's
+body, in botocore's parser. botocore itself does not retry (`without_retries`). aiohttp still resends a request once when a kept
 connection turns out to be closed, so even a single try may arrive twice.
 
-Waiting is done in the caller's thread; the request runs on the event loop of the filesystem.
+The caller's thread waits; the request runs on the event loop of the filesystem.
 """
 
 import asyncio
@@ -17,19 +17,20 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote_errors import error_code, http_status, remote_errors
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.events import Callback, Event
 
 RETRY_SECONDS: Final = 45.0
-"""No further try begins that long after the trouble began."""
+"""No further try begins this long after the first failure."""
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 5.0
 NOTICE_SECONDS: Final = 5.0
-"""After that long without a byte or a success an event says so, and again after twice, four times, ... as long."""
+"""After this long without a byte or a success an event reports it, and again after twice, four times, ... as long."""
 LONGEST_REPLY_SECONDS: Final = 300.0
 """S3 may take minutes to complete an upload; it sends blanks meanwhile, which only aiohttp sees."""
 POLL_SECONDS: Final = 1.0
-"""How often is looked whether the body of a request moves."""
+"""How often to check the progress of a request's body."""
 CANCEL_SECONDS: Final = 1.0
 
 _PASSING_STATUSES: Final = {408, 409, 425, 429}
@@ -48,34 +49,34 @@ _PASSING_CODES: Final = {
 _PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
 """The others are of options, credentials and arguments."""
 _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
-"""Also what an interpreter that is shutting down raises."""
+"""An interpreter that is shutting down raises some of these, too."""
 
 T = TypeVar("T")
-Moved = Callable[[], None]
-"""Is called when bytes of a reply have come."""
+OnProgress = Callable[[], None]
+"""Called when bytes of a reply have come."""
 
 
 def without_retries(storage_options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     """s3fs's options with botocore's own retries off, and the number of tries that they allowed; None: no number was given.
 
     Raises:
-        InvalidOptionError: what they say of retries cannot be meant.
+        InvalidOptionError: an invalid number of retries.
     """
     config = storage_options.get("config_kwargs") or {}
     retries = (config.get("retries") or {}) if isinstance(config, Mapping) else None
     if not isinstance(retries, Mapping):
-        raise InvalidOptionError("config_kwargs in storage_options is a dict, and so is its retries", object_id="config_kwargs")
+        raise InvalidOptionError("config_kwargs in storage_options must be a dict, and so must its retries", object_id="config_kwargs")
     tries = retries.get("total_max_attempts")
     if tries is None and isinstance(tries := retries.get("max_attempts"), int):
         tries += 1
     if tries is not None and (not isinstance(tries, int) or tries < 1):
-        raise InvalidOptionError(f"retries in storage_options: {dict(retries)!r} gives no number of tries", object_id="retries")
+        raise InvalidOptionError(f"retries in storage_options: {dict(retries)!r} has no valid number of tries", object_id="retries")
     kept = {name: value for name, value in retries.items() if name != "max_attempts"}
     return {**storage_options, "config_kwargs": {**config, "retries": {**kept, "total_max_attempts": 1}}}, tries
 
 
 def is_passing(error: StoreError) -> bool:
-    """Whether the same request may succeed a moment later: there was no answer, a broken one, or one that says so."""
+    """Whether the same request may succeed a moment later: no answer, a broken one, or one that says so."""
     cause = error.__cause__
     if not isinstance(error, BackendUnavailableError) or cause is None:
         return False
@@ -92,12 +93,12 @@ def is_passing(error: StoreError) -> bool:
 
 
 def wait(future: "Future[Any]", seconds: float) -> bool:
-    """Whether `future` is done, within so many seconds."""
+    """Whether `future` is done within that time."""
     return bool(wait_for_futures([future], seconds).done)
 
 
 class RetryTiming(NamedTuple):
-    """How long is waited, and by which clock."""
+    """How long to wait, and by which clock."""
 
     max_tries: int | None = None
     retry_seconds: float = RETRY_SECONDS
@@ -112,10 +113,10 @@ class RetryTiming(NamedTuple):
 class Request(NamedTuple, Generic[T]):
     """One request, which can be sent several times."""
 
-    send: Callable[[Any, Moved], Awaitable[T]]
+    send: Callable[[Any, OnProgress], Awaitable[T]]
     """Sends it through a filesystem."""
     body: BinaryIO | None = None
-    """Its reply is waited for no longer than the connection's timeouts, counted from the last byte of this that was taken."""
+    """With a body, the wait for the reply is limited by the connection's timeouts, counted from the last byte of the body that was read."""
 
 
 class S3Requests:
@@ -131,9 +132,9 @@ class S3Requests:
         *,
         secrets: Sequence[str] = (),
     ) -> None:
-        """`filesystem` gives this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
+        """`filesystem` returns this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
 
-        `secrets` are what messages must not show.
+        `secrets` are removed from messages.
         """
         self.url = url
         self.secrets = secrets
@@ -145,7 +146,7 @@ class S3Requests:
         self._noticed_at = float("-inf")
 
     def call(self, action: str, name: str, method: str, *, max_tries: int | None = None, **arguments: Any) -> dict[str, Any]:
-        """One request that may be sent again; `action` and `name` are for messages.
+        """One request, with retries; `action` and `name` are for messages.
 
         Raises:
             BackendUnavailableError: no try succeeded.
@@ -154,15 +155,15 @@ class S3Requests:
         return self.begin(action, name, max_tries).repeat(self.request(method, **arguments))
 
     def begin(self, action: str, name: str, max_tries: int | None = None) -> "Operation":
-        """An operation of which nothing was sent yet."""
+        """An operation that has not sent a request yet."""
         return Operation(self, action, name, max_tries or self.timing.max_tries)
 
     def request(self, method: str, **arguments: Any) -> Request[dict[str, Any]]:
-        """A request on the bucket. Its ``Body``, if it has one, is sent from where it stands now."""
+        """A request on the bucket. Its ``Body``, if any, is sent from its current position."""
         body: BinaryIO | None = arguments.get("Body")
         start = 0 if body is None else body.tell()
 
-        async def send(filesystem: Any, _: Moved) -> dict[str, Any]:
+        async def send(filesystem: Any, _: OnProgress) -> dict[str, Any]:
             if body is not None:
                 body.seek(start)
             reply: dict[str, Any] = await filesystem._call_s3(method, Bucket=self.bucket, **arguments)
@@ -171,16 +172,16 @@ class S3Requests:
         return Request(send, body)
 
     def is_there(self, key: str) -> Request[bool]:
-        """Asks whether there is an object; a missing one is a `MissingObjectError`."""
+        """Whether an object is there; a missing one is a `MissingObjectError`."""
 
-        async def send(filesystem: Any, _: Moved) -> bool:
+        async def send(filesystem: Any, _: OnProgress) -> bool:
             await filesystem._call_s3("head_object", Bucket=self.bucket, Key=key)
             return True
 
         return Request(send)
 
     def notice(self, event: Event) -> None:
-        """Reports that something is waited for; once where many threads wait for the same server."""
+        """Reports a wait; only once where many threads wait for the same server."""
         with self._lock:
             now = self.timing.clock()
             if now - self._noticed_at < self.timing.notice_seconds:
@@ -190,7 +191,7 @@ class S3Requests:
 
 
 class Operation:
-    """What is done until it succeeds, with one budget of time. For one thread."""
+    """Requests that share one time limit for their retries. For one thread."""
 
     def __init__(self, requests: S3Requests, action: str, name: str, max_tries: int | None) -> None:
         self.attempt = 1
@@ -199,13 +200,13 @@ class Operation:
         self._action = action
         self._name = name
         self._max_tries = max_tries
-        self._moved_at = self._timing.clock()
+        self._progress_at = self._timing.clock()
         self._trouble_since: float | None = None
         self._trouble = ""
         self._notice_after = self._timing.notice_seconds
 
     def repeat(self, request: Request[T]) -> T:
-        """The reply; the request is sent again after each passing fault, as long as the budget lasts."""
+        """The reply; retries after each transient fault, within the time limit."""
         while True:
             try:
                 return self.once(request)
@@ -214,25 +215,25 @@ class Operation:
                     raise
 
     def once(self, request: Request[T]) -> T:
-        """The reply to a request that is sent once."""
+        """The reply, without retries."""
         with remote_errors(self._action, self._name, self._requests.url, self._requests.secrets):
             filesystem = self._requests.filesystem()
             return self._send(request, filesystem)
 
     def pause(self, error: StoreError) -> bool:
-        """Waits before the next try; false when there is to be none."""
+        """Waits before the next try; False if no further try is allowed."""
         timing = self._timing
         if self._trouble_since is None:
-            self._trouble_since = self._moved_at
+            self._trouble_since = self._progress_at
         if self.attempt == self._max_tries or timing.clock() - self._trouble_since >= timing.retry_seconds:
             return False
         self._trouble = f"{error.__cause__ or error}"
-        timing.sleep(timing.jitter() * min(FIRST_PAUSE_SECONDS * 2 ** min(self.attempt - 1, 16), LONGEST_PAUSE_SECONDS))
+        timing.sleep(next_delay(self.attempt - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=timing.jitter))
         self.attempt += 1
         return True
 
-    def look(self, error: StoreError, request: Request[bool]) -> bool | None:
-        """What a request finds out about one whose outcome is unknown since `error`; None where that cannot be found out."""
+    def poll_outcome(self, error: StoreError, request: Request[bool]) -> bool | None:
+        """The answer of `request` about another request that failed with `error` and whose outcome is unknown; None without an answer."""
         while self.pause(error):
             try:
                 return self.once(request)
@@ -249,11 +250,11 @@ class Operation:
 
         async def run() -> T:
             try:
-                return await request.send(filesystem, self._note_moved)
+                return await request.send(filesystem, self._note_progress)
             finally:
                 ended.set()
 
-        self._note_moved()
+        self._note_progress()
         future = asyncio.run_coroutine_threadsafe(run(), filesystem.loop)
         try:
             self._watch(future, request.body, LONGEST_REPLY_SECONDS if request.body is None else _timeout_seconds(filesystem))
@@ -265,7 +266,7 @@ class Operation:
     def _watch(self, future: "Future[Any]", body: BinaryIO | None, longest_seconds: float) -> None:
         """Returns when `future` is done.
 
-        aiohttp has no timeout while it waits for leave to send a body, nor while nobody takes the body.
+        aiohttp has no timeout while it waits for permission to send a body, nor while the server does not read it.
         """
         position = -1
         while True:
@@ -273,8 +274,8 @@ class Operation:
             if body is not None:
                 longest_wait, before, position = POLL_SECONDS, position, body.tell()
                 if position != before:
-                    self._moved_at = now
-            idle = now - self._moved_at
+                    self._progress_at = now
+            idle = now - self._progress_at
             if idle >= longest_seconds:
                 raise TimeoutError(f"nothing moved for {idle:.0f} s")
             if self._timing.wait(future, max(0.0, min(longest_wait, longest_seconds - idle, self._seconds_to_notice(now)))):
@@ -282,7 +283,7 @@ class Operation:
 
     def _seconds_to_notice(self, now: float) -> float:
         """How long until the next notice; reports one that is due."""
-        waited = now - (self._moved_at if self._trouble_since is None else self._trouble_since)
+        waited = now - (self._progress_at if self._trouble_since is None else self._trouble_since)
         if waited < self._timing.notice_seconds:
             self._notice_after = self._timing.notice_seconds
         if waited >= self._notice_after:
@@ -296,8 +297,8 @@ class Operation:
             self._requests.notice(Event("waiting", "", "", None, 0, time.time_ns(), fields))
         return self._notice_after - waited
 
-    def _note_moved(self) -> None:
-        self._moved_at = self._timing.clock()
+    def _note_progress(self) -> None:
+        self._progress_at = self._timing.clock()
 
 
 def _timeout_seconds(filesystem: Any) -> float:

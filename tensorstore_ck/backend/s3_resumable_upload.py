@@ -1,46 +1,28 @@
-"""One S3 object, uploaded in pieces that another process can go on with.
+"""One S3 object, uploaded in pieces, which another process can continue.
 
-Knows S3's requests, no files and no journal: what it takes to go on is the upload's token. Pieces have the sizes that `s3writer` gives
-them. An object of one piece is a single PutObject. A token is ``SIZE-MARK/ID``: the size of the pieces, the object's mark, and the id of
-the multipart upload, empty where there is none. Earlier versions gave no marks (``SIZE/ID``), and single objects no token.
+Knows S3's requests, no files and no journal: the upload's token is all that it needs to continue. Pieces have the sizes of
+`s3_multipart_writer`. An object of one piece is a single PutObject. A token is ``SIZE-MARK/ID``: the size of the pieces, the object's
+mark, and the id of the multipart upload, empty without one. Earlier versions used no marks (``SIZE/ID``), and no tokens for single
+objects.
 """
-# ruff: noqa: D102 - resumable.py documents the methods
+# ruff: noqa: D102 - resumable_upload.py documents the methods
 
 from collections.abc import Sequence
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.backend.remote_errors import error_code
 from tensorstore_ck.backend.resumable_upload import Upload, UploadGoneError, UploadPiece
-from tensorstore_ck.backend.s3_create import NewObject, UploadedPieces, is_taken, new_object
+from tensorstore_ck.backend.s3_create import NewObject, S3Creator, UploadedPieces, is_taken, new_object
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 
 _NOT_THE_PIECES: Final = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall", "NoSuchUpload"}
 
 
-class Creator(Protocol):
-    """What an upload needs of a backend: see `S3Creator`."""
-
-    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """One request."""
-
-    def put(self, new: NewObject, body: BinaryIO) -> None:
-        """Creates an object with one request."""
-
-    def begin(self, new: NewObject) -> str:
-        """Begins a multipart upload."""
-
-    def complete(self, new: NewObject, upload: UploadedPieces) -> None:
-        """Makes an object of its pieces."""
-
-    def has(self, new: NewObject, size_bytes: int) -> bool:
-        """Whether the object is there."""
-
-
 class Destination(NamedTuple):
-    """The object to be."""
+    """The object to create."""
 
-    creator: Creator
+    creator: S3Creator
     new: NewObject
     size_bytes: int
 
@@ -53,11 +35,11 @@ class Destination(NamedTuple):
         return self.creator.has(self.new, self.size_bytes)
 
     def token(self, piece_bytes: int, upload_id: str = "") -> str:
-        """What it takes to go on."""
+        """With which another process continues."""
         return f"{piece_bytes}-{self.new.mark}/{upload_id}"
 
 
-def begin(creator: Creator, name: str, key: str, size_bytes: int) -> Upload:
+def begin(creator: S3Creator, name: str, key: str, size_bytes: int) -> Upload:
     """See `ResumableBackend.begin_upload`."""
     destination = Destination(creator, new_object(name, key), size_bytes)
     pieces = pieces_of(size_bytes, s3_multipart_writer.PIECE_BYTES)
@@ -67,7 +49,7 @@ def begin(creator: Creator, name: str, key: str, size_bytes: int) -> Upload:
     return MultipartUpload(destination, destination.token(s3_multipart_writer.PIECE_BYTES, upload_id), pieces, {})
 
 
-def resume(creator: Creator, name: str, key: str, size_bytes: int, token: str) -> Upload:
+def resume(creator: S3Creator, name: str, key: str, size_bytes: int, token: str) -> Upload:
     """See `ResumableBackend.resume_upload`."""
     piece_bytes, _, mark = token.partition("/")[0].partition("-")
     destination = Destination(creator, NewObject(name, key, mark), size_bytes)
@@ -81,13 +63,13 @@ def resume(creator: Creator, name: str, key: str, size_bytes: int, token: str) -
             return MultipartUpload(destination, token, [piece for piece in pieces if piece.number not in tags], tags)
     if destination.is_there():
         return PutUpload(destination, token, ())
-    if mark and not upload_id_of(token):  # what was sent may still come: it has this mark
+    if mark and not upload_id_of(token):  # a sent request may still arrive: its object has this mark
         return PutUpload(destination, token, pieces_of(size_bytes, int(piece_bytes)))
     raise UploadGoneError(f"the upload of {name} is gone")
 
 
 def upload_id_of(token: str) -> str:
-    """The multipart upload's id; empty where there is none."""
+    """The multipart upload's id; empty without one."""
     return token.partition("/")[2]
 
 
@@ -119,7 +101,7 @@ class PutUpload:
             raise
 
     def complete(self) -> None:
-        """A PutObject is."""
+        """Nothing is left to do."""
 
 
 class MultipartUpload:
@@ -155,10 +137,10 @@ class MultipartUpload:
 
 
 def _taken(new: NewObject) -> CorruptObjectError:
-    """A staged object cannot be given another name: the staged manifests have this one."""
+    """A staged object cannot get another name: the staged manifests refer to this one."""
     return CorruptObjectError(
-        f"{new.name} in the store is not what was staged: another writer of this bucket took its name. Find out who; "
-        "the staged snapshot cannot be published: drop it (`tsck staging drop`) and put it again",
+        f"{new.name} in the store is not the staged object: another writer of this bucket took its name. Find out which one; "
+        "the staged snapshot cannot be published: drop it (`tsck staging drop`) and save it again",
         object_id=new.name,
     )
 

@@ -1,8 +1,8 @@
-"""How long a snapshot of some size by some ranks will take, and whether it fits: measured with a part of it, then scaled.
+"""How long a snapshot of a given size by some ranks will take, and whether it fits: measured with a part of it, then scaled.
 
-Threads of this process stand for the ranks: they hash blocks, as a save does, and append them to an object for each rank; then all of it
-is read back and hashed, as a restore does. What one host measures is what ranks on this host get together. Ranks on other hosts may get
-more, up to what the place itself can take, which nobody knows from here. Writes below ``probe/<ulid>/`` only, and removes it.
+Threads of this process stand for the ranks: they hash blocks, as a save does, and append them to an object per rank; then everything
+is read back and hashed, as a restore does. The result is what ranks on this host get together. Ranks on other hosts may get more, up to
+what the storage itself can take, which cannot be measured from here. Writes below ``probe/<ulid>/`` only, and removes it.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.probe import in_folder
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
-from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.common.free_space import MinFree, require_free_space
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -26,7 +26,7 @@ BLOCK_BYTES: Final = 4 << 20
 QUICK_BYTES: Final = 64 << 20
 SAMPLE_BYTES: Final = 1 << 30
 SAMPLE_SECONDS: Final = 10
-"""The sample is smaller where one rank alone would take longer than that."""
+"""The sample is smaller if one rank alone would take longer."""
 TIMED_COMMITS: Final = 5
 PART_BYTES: Final = 64 << 10
 RECORD_BYTES: Final = 4 << 10
@@ -35,7 +35,7 @@ ENTRY_BYTES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class SaveEstimate:
-    """What was measured, and what follows for a snapshot of `size_bytes` by `ranks`, all of whose blocks are new and kept as they are."""
+    """The measurements, and the estimate for a snapshot of `size_bytes` by `ranks` whose blocks are all new and stored uncompressed."""
 
     size_bytes: int
     ranks: int
@@ -47,10 +47,10 @@ class SaveEstimate:
     rank_write_bytes_per_second: float
     """Of one rank alone."""
     read_bytes_per_second: float
-    """Of what had just been written, so perhaps out of a cache."""
+    """Of the data just written, so perhaps from a cache."""
     rank_read_bytes_per_second: float
     commit_seconds: float
-    """A part, a record and a log entry: what a snapshot with nothing new takes."""
+    """A part, a record and a log entry: a snapshot with nothing new."""
     save_seconds: float
     """With all ranks on this host."""
     save_seconds_elsewhere: float
@@ -58,7 +58,7 @@ class SaveEstimate:
     restore_seconds: float
     restore_seconds_elsewhere: float
     free_bytes: int | None
-    """None: the place cannot tell."""
+    """None: unknown."""
     fits: bool | None
 
 
@@ -67,11 +67,11 @@ class _Speed(NamedTuple):
     read: float
 
 
-def forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
-    """Measures with a tenth of `size_bytes`, but at least 64 MiB and at most 1 GiB, or what passes in about 10 s.
+def estimate_save(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
+    """Measures with a tenth of `size_bytes`, at least 64 MiB, and at most 1 GiB or about 10 s.
 
     Raises:
-        InvalidOptionError: no size, or no ranks.
+        InvalidOptionError: the size or the number of ranks is not above 0.
         NoSpaceError: not even the sample fits.
     """
     for name, count in (("size", size_bytes), ("ranks", ranks)):
@@ -79,7 +79,7 @@ def forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
             raise InvalidOptionError(f"{name} must be above 0, not {count}", object_id=name)
     space = backend.space()
     sample_bytes = min(max(size_bytes // 10, QUICK_BYTES), SAMPLE_BYTES)
-    require_room(backend, MinFree(), QUICK_BYTES + sample_bytes, "a trial write")
+    require_free_space(backend, MinFree(), QUICK_BYTES + sample_bytes, "a trial write")
     measured_ranks = min(ranks, MAX_RANKS)
 
     def measure(folder: str) -> tuple[int, _Speed, _Speed, float]:
@@ -109,7 +109,7 @@ def forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
 
 
 def _measure(backend: Backend, name: str, ranks: int, size_bytes: int) -> _Speed:
-    """Bytes per second of so many objects that are written at once, and read at once."""
+    """Bytes per second of one object per rank, all written at once and read at once."""
     block = os.urandom(BLOCK_BYTES)
     blocks = range(-(-size_bytes // BLOCK_BYTES))
     names = [f"{name}-{rank}" for rank in range(ranks)]
@@ -142,7 +142,7 @@ def _measure(backend: Backend, name: str, ranks: int, size_bytes: int) -> _Speed
 
 
 def _time_commits(backend: Backend, folder: str) -> float:
-    """The median time of what follows the packs, in its order."""
+    """The median time of the writes that follow the packs, in their order."""
     seconds = []
     for number in range(TIMED_COMMITS):
         began = time.perf_counter()

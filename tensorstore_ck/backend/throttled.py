@@ -1,8 +1,9 @@
-"""A backend that lets its bytes pass no faster than told, and stops writing before its place is full.
+"""A backend that limits its rates of reads and writes, and stops writing before its filesystem is full.
 
-For what reads or writes in bulk beside training. It paces whole objects, ranges and appends, whatever their names are; so a log, which
-nobody should wait for, is given the backend itself. `create`, `replace`, listings and deletions are never delayed. Ranges and appends of
-more than a second's worth pass in slices of that. Free space is asked for once for each `CHECK_BYTES` written, of all objects together.
+For bulk reads and writes in the background of a training. Uploads from a staging disk are limited in `backend.staging.upload_pass`
+instead. All objects, ranges and appends are limited, so the log, for which nobody should wait, uses the backend itself. `create`,
+`replace`, listings and deletions are never delayed. Large ranges and appends pass in slices. Free space is checked once per
+`CHECK_BYTES` written, for all objects together.
 """
 
 import threading
@@ -12,7 +13,7 @@ from typing import Any, Final, cast
 
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
-from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.common.free_space import MinFree, require_free_space
 from tensorstore_ck.common.rate_limit import RateLimit
 
 CHECK_BYTES: Final = 64 << 20
@@ -20,7 +21,7 @@ CHECK_BYTES: Final = 64 << 20
 Sleep = Callable[[float], object]
 
 
-def limited(
+def throttled(
     backend: Backend,
     *,
     writes: RateLimit | None = None,
@@ -28,25 +29,25 @@ def limited(
     min_free: MinFree | None = None,
     sleep: Sleep = time.sleep,
 ) -> Backend:
-    """`backend` with these limits; itself where there is none. One `RateLimit` may be shared by several backends."""
+    """`backend` with these limits; `backend` itself without any. Several backends may share a `RateLimit`."""
     if writes is None and reads is None and min_free is None:
         return backend
     return cast(Backend, ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
 
 
-def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
-    """`backend`, that reads no more than so much and writes no more than so much; None: no limit.
+def throttled_to(backend: Backend, rate: float | str | None) -> Backend:
+    """`backend` with this limit for reads, and the same for writes; None: no limit.
 
     Raises:
         InvalidOptionError: not a rate.
     """
-    if bytes_per_second is None:
+    if rate is None:
         return backend
-    return limited(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
+    return throttled(backend, writes=RateLimit(rate), reads=RateLimit(rate))
 
 
 class ThrottledBackend:
-    """See `limited`. What is not here is the backend's own."""
+    """See `throttled`. All other attributes are the backend's own."""
 
     def __init__(
         self, inner: Backend, *, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None, sleep: Sleep
@@ -63,13 +64,13 @@ class ThrottledBackend:
         return getattr(self._inner, name)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Reads, then waits as long as that should have taken: the size is not known before."""
+        """Reads, then waits: the size is not known before."""
         data = self._inner.get(name, max_bytes=max_bytes)
         self._wait(self._reads, len(data))
         return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Reads, in slices where that takes long."""
+        """Waits and reads, in slices."""
         done = 0
         for size in _slices(self._reads, len(target)):
             self._wait(self._reads, size)
@@ -98,11 +99,11 @@ class ThrottledBackend:
             if self._unchecked_bytes < CHECK_BYTES:
                 return
             self._unchecked_bytes = 0
-        require_room(self._inner, self._min_free, size, name)
+        require_free_space(self._inner, self._min_free, size, name)
 
 
 class _ThrottledWriter:
-    """Appends of several threads stay whole: one at a time where they are paced, as the filesystem would have it anyway."""
+    """Limited appends of several threads go one at a time, so that each stays contiguous."""
 
     def __init__(self, backend: ThrottledBackend, name: str, inner: ObjectWriter) -> None:
         self._backend = backend
@@ -138,7 +139,7 @@ class _ThrottledWriter:
 
 
 def _slices(limit: RateLimit | None, size: int) -> list[int]:
-    """The sizes in which so many bytes pass."""
+    """The sizes of the slices of `size` bytes."""
     if limit is None or size <= limit.burst_bytes:
         return [size]
     whole, rest = divmod(size, limit.burst_bytes)

@@ -1,23 +1,25 @@
-"""A relational database fed from the logs of stores, for questions over all snapshots of all jobs.
+"""A relational database of all snapshots of all jobs, filled from the logs of stores.
 
-Never the truth: it can be made again from the stores at any time, and nothing here writes to one. Knows a store's log and its fold alone.
+It can be rebuilt from the stores at any time, and nothing here writes to a store.
 
-database.py            SQLite or PostgreSQL: connections, transactions, errors
-schema.py, views.py    what is in it
-making.py              makes it, once, whoever comes first
-replay.py              entries of a log -> what they say, in memory
-feed.py, syncing.py    the same -> rows, one batch a transaction
-several.py             several stores at a time
-standing.py            what is read from the fold: refs, tags, pins, policies, states
-grammar.py             a condition -> its tests
-conditions.py, query.py the same -> SQL, and what is found
-catalog.py             class Catalog
+catalog.py          class Catalog
+results.py          what its methods return
+schema.py           the tables
+views.py            the views for dashboards
+create_tables.py    creates tables and views
+database.py         SQLite or PostgreSQL: connections, transactions, errors
+read_entries.py     log entries -> the changes they make
+current_refs.py     refs, tags, pins, policies and states, as the log's cache has them
+row_writer.py       changes -> rows
+sync.py             one batch of a sync, in one transaction
+sync_stores.py      syncs several stores at a time
+sql_conditions.py   a parsed condition -> SQL
+query.py            `find`
 """
 
 from tensorstore_ck.common.extras import missing_extra
 
 try:
-    import lark as _lark
     import sqlalchemy as _sqlalchemy
 except ImportError as exc:
     raise missing_extra("catalog", "the catalog") from exc
@@ -27,4 +29,4 @@ from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapsh
 
 __all__ = ["Catalog", "CatalogJob", "CatalogStore", "FoundSnapshot", "SyncOutcome", "SyncReport"]
 
-del _lark, _sqlalchemy
+del _sqlalchemy

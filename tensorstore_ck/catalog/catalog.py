@@ -1,4 +1,4 @@
-"""`Catalog`: a database of all snapshots of all jobs in several stores, fed from their logs."""
+"""`Catalog`: a database of all snapshots of all jobs in several stores, filled from their logs."""
 
 import os
 import time
@@ -24,23 +24,23 @@ BATCH_ENTRIES: Final = 2000
 _TRIES: Final = 4
 
 Progress = Callable[[int, int], None]
-"""Told how many entries were read, of how many."""
+"""Called with the number of entries read so far, and of all."""
 
 
-def _look(url: str) -> ReadOnlyStore:
+def _open_read_only(url: str) -> ReadOnlyStore:
     return open_store(url, read_only=True)
 
 
 class Catalog:
-    """Thread-safe; a context manager. It changes nothing in a store, and can be made again from the stores at any time."""
+    """Thread-safe; a context manager. It changes nothing in a store, and can be rebuilt from the stores at any time."""
 
     def __init__(self, url: str | os.PathLike[str], *, batch_entries: int = BATCH_ENTRIES, clock: Clock = time.time_ns) -> None:
         """Connects to nothing yet.
 
         Args:
             url: ``postgresql://...``, ``sqlite:///...``, or the path of an SQLite file.
-            batch_entries: So many entries of a log are written at a time, and are there for others.
-            clock: For ages, and for when a store was synced.
+            batch_entries: The entries of a log that one transaction writes.
+            clock: What ages count from, and what says when a store was synced.
         """
         if batch_entries < 1:
             raise InvalidOptionError("batch_entries must be a whole number from 1 on", object_id="batch_entries")
@@ -69,80 +69,80 @@ class Catalog:
     # --- fill ---------------------------------------------------------------------------------------------------------
 
     def sync(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
-        """Reads what came into the store's log since it was synced last. Any number of processes may, at once; killed, the next goes on.
+        """Reads the new entries of the store's log. Several processes may sync at once; after one was killed, the next goes on from there.
 
         Raises:
-            FormatVersionError: the catalog was made by another build; see `rebuild`.
+            FormatVersionError: another version made the catalog; see `rebuild`.
             BackendUnavailableError: the database or the store does not answer.
         """
         with self._database.writing() as connection:
-            create_tables.make(connection, self.url)
-        return self._feed(store, progress, anew=False)
+            create_tables.create(connection, self.url)
+        return self._sync(store, progress, from_start=False)
 
     def rebuild(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
-        """Reads the store's log from its first entry on. A catalog of another version is dropped first, with all stores in it."""
+        """Reads the store's log from its first entry. A catalog of another version is dropped first, with all stores in it."""
         with self._database.writing() as connection:
-            create_tables.drop_if_other(connection)
-            create_tables.make(connection, self.url)
-        return self._feed(store, progress, anew=True)
+            create_tables.drop_other_version(connection)
+            create_tables.create(connection, self.url)
+        return self._sync(store, progress, from_start=True)
 
     def sync_all(
         self,
         urls: Sequence[str] | None = None,
         *,
-        open_store: OpenStore = _look,
+        open_store: OpenStore = _open_read_only,
         parallel: int = PARALLEL,
         rebuild: bool = False,
         synced: Callable[[SyncOutcome], object] = lambda outcome: None,
     ) -> tuple[SyncOutcome, ...]:
-        """Syncs several stores, some at a time; those that fail do not stop the others.
+        """Syncs several stores in parallel; a store that fails does not stop the others.
 
         Args:
-            urls: The stores; None: all that the catalog knows.
-            open_store: Opens one, for stores that need more than their URL.
+            urls: The stores; None: all in the catalog.
+            open_store: Opens a store; for stores that need more than their URL.
             parallel: How many at a time.
-            rebuild: Read their logs from the first entry on.
-            synced: Called with what became of each, as soon as that is known, from any thread.
+            rebuild: Read their logs from the first entry.
+            synced: Called with each outcome as soon as it is known, from any thread.
 
         Returns:
-            What became of each, in the order of `urls`, with the error of each that failed.
+            The outcomes in the order of `urls`.
 
         Raises:
             StoreError: the catalog itself cannot be used.
         """
         with self._database.writing() as connection:
             if rebuild:
-                create_tables.drop_if_other(connection)
-            create_tables.make(connection, self.url)
+                create_tables.drop_other_version(connection)
+            create_tables.create(connection, self.url)
         known = urls if urls is not None else self.known()
         sync = self.rebuild if rebuild else self.sync
         return sync_several(known, open_store, sync, parallel=parallel, synced=synced)
 
-    def _feed(self, store: ReadOnlyStore, progress: Progress, *, anew: bool) -> SyncReport:
-        head_n = store.engine.log.sync().n  # so that the lock is not held for it
+    def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
+        head_n = store.engine.log.sync().n  # before the transaction, which would hold the lock meanwhile
         entries = found = 0
         reason = ""
         while True:
-            batch = self._batch(store, anew=anew)
-            anew = False
-            entries, found, reason = entries + batch.entries, found + batch.snapshots, reason or batch.anew
+            batch = self._batch(store, from_start=from_start)
+            from_start = False
+            entries, found, reason = entries + batch.entries, found + batch.snapshots, reason or batch.restart_reason
             progress(batch.head_n, max(head_n, batch.head_n))
             if batch.is_last:
                 if entries >= BATCH_ENTRIES:
-                    self._database.count_anew(snapshots.name, metrics.name)
+                    self._database.analyze(snapshots.name, metrics.name)
                 return SyncReport(store.engine.config.uuid, store.url, entries, found, batch.head_n, reason)
 
-    def _batch(self, store: ReadOnlyStore, *, anew: bool) -> SyncBatch:
+    def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
         for _ in range(_TRIES):
             try:
                 with self._database.writing() as connection:
                     options = {"size": self._batch_entries, "now_ns": self._clock()}
-                    return sync_batch(connection, store.engine, store.url, **options, anew=anew)
+                    return sync_batch(connection, store.engine, store.url, **options, from_start=from_start)
             except CacheMovedError:
                 continue
         raise BackendUnavailableError(
-            f"another process of this host empties the cache of {store.url} again and again, maybe one of another version: "
-            "give this one a cache of its own (cache_dir, TSCK_CACHE_DIR)",
+            f"another process on this host, maybe of another version, keeps emptying the cache of {store.url}: "
+            "give this process its own cache (cache_dir, TSCK_CACHE_DIR)",
             object_id=store.url,
         )
 
@@ -157,26 +157,26 @@ class Catalog:
         limit: int | None = None,
         state: str | None = LIVE,
     ) -> tuple[FoundSnapshot, ...]:
-        """The snapshots that fit, of all stores, newest first.
+        """The snapshots of all stores for which a condition holds, newest first.
 
         Args:
-            condition: Such as ``val_loss < 2.1 and step > 5000 and job like 'gpt%'``; README has what can be said. Empty: all.
-            order_by: A field, or a metric: lowest first, and last what does not have it.
+            condition: Such as ``val_loss < 2.1 and step > 5000 and job like 'gpt%'``; see README. Empty: all.
+            order_by: A field or a metric: lowest first; snapshots without it come last.
             descending: Highest first.
-            limit: So many at most.
-            state: ``live``, ``forgotten`` or ``gone``; None: all. Not looked at where `condition` speaks of the state.
+            limit: The most snapshots to return.
+            state: ``live``, ``forgotten`` or ``gone``; None: all. Ignored if `condition` tests the state.
 
         Raises:
-            InvalidOptionError: the condition cannot be understood; the message says where.
+            InvalidOptionError: the condition is wrong; the message says where.
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
-        asked = CheckedQuery.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
+        query = CheckedQuery.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
         with self._reading() as connection:
-            return find(connection, asked)
+            return find(connection, query)
 
     @staticmethod
     def metrics_in(condition: str, order_by: str | None = None) -> tuple[str, ...]:
-        """The metrics that a condition, and an order, speak of."""
+        """The metrics that a condition and an order use."""
         return CheckedQuery.of(condition, order_by=order_by).metrics
 
     def synced(self) -> dict[str, int]:
@@ -186,7 +186,7 @@ class Catalog:
             return {url: at for url, at in rows}  # noqa: C416 - rows are no pairs for mypy
 
     def known(self) -> list[str]:
-        """The URLs of the stores that were synced; none where there is no catalog yet."""
+        """The URLs of the stores that were synced; none if there is no catalog yet."""
         try:
             return list(self.synced())
         except NotFoundError:
@@ -232,6 +232,6 @@ class Catalog:
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
         with self._database.reading() as connection:
-            if not create_tables.is_made(connection, self.url):
+            if not create_tables.has_tables(connection, self.url):
                 raise self._database.missing()
             yield connection

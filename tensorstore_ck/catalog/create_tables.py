@@ -1,4 +1,4 @@
-"""Makes the tables, once, whoever of several processes comes first; and never touches what is not a catalog's."""
+"""Creates the tables, once for several processes that start together; never changes a table that is not a catalog's."""
 
 from typing import Final
 
@@ -9,49 +9,49 @@ from tensorstore_ck.catalog.views import VIEWS, create_view
 from tensorstore_ck.errors import AlreadyExistsError, FormatVersionError
 
 _LOCK: Final = 0x7473636B
-"""Of PostgreSQL's advisory ones."""
+"""An advisory lock of PostgreSQL."""
 
 
 def version_of(connection: Connection) -> int | None:
-    """Which version of the catalog is there; None: none."""
+    """The version of the catalog in the database; None: there is none."""
     if not inspect(connection).has_table(catalog_version.name):
         return None
     return connection.execute(select(catalog_version.c.version)).scalar()
 
 
-def is_made(connection: Connection, shown: str) -> bool:
-    """Whether there is a catalog that this build can use.
+def has_tables(connection: Connection, shown: str) -> bool:
+    """Whether there is a catalog of this version.
 
     Raises:
-        FormatVersionError: there is another one.
+        FormatVersionError: there is one of another version.
     """
     found = version_of(connection)
     if found not in (None, VERSION):
         raise FormatVersionError(
-            f"the catalog in {shown} has version {found}, this build makes and reads version {VERSION}: "
-            "`tsck catalog rebuild` makes it anew, without the other stores in it until they are synced again",
+            f"the catalog in {shown} has version {found}, this build reads and writes version {VERSION}: "
+            "`tsck catalog rebuild` replaces it; other stores in it are missing until they are synced again",
             object_id=shown,
         )
     return found is not None
 
 
-def make(connection: Connection, shown: str) -> None:
-    """Makes the tables and views, unless they are there.
+def create(connection: Connection, shown: str) -> None:
+    """Creates the tables and views, unless they exist.
 
     Raises:
-        AlreadyExistsError: something else has one of their names.
+        AlreadyExistsError: another table has one of their names.
         FormatVersionError: there is a catalog of another version.
     """
-    if is_made(connection, shown):
+    if has_tables(connection, shown):
         return
     _lock(connection)
-    if is_made(connection, shown):
+    if has_tables(connection, shown):
         return
     inspector = inspect(connection)
     taken = sorted({*inspector.get_table_names(), *inspector.get_view_names()} & {*metadata.tables, *VIEWS})
     if taken:
         raise AlreadyExistsError(
-            f"{shown} has a table {taken[0]!r} that is no catalog's: give the catalog a database of its own, "
+            f"{shown} has a table {taken[0]!r} that is not a catalog's: give the catalog its own database, "
             "or a schema (postgresql://.../name?options=-csearch_path%3Dtsck)",
             object_id=taken[0],
         )
@@ -61,8 +61,8 @@ def make(connection: Connection, shown: str) -> None:
     connection.execute(insert(catalog_version), {"version": VERSION})
 
 
-def drop_if_other(connection: Connection) -> bool:
-    """Drops a catalog of another version; whether there was one."""
+def drop_other_version(connection: Connection) -> bool:
+    """Drops a catalog of another version; returns whether there was one."""
     _lock(connection)
     if version_of(connection) in (None, VERSION):
         return False
@@ -72,8 +72,8 @@ def drop_if_other(connection: Connection) -> bool:
     return True
 
 
-def forget_store(connection: Connection, store_id: int) -> None:
-    """Deletes a store's rows, but not where it was read up to."""
+def delete_rows(connection: Connection, store_id: int) -> None:
+    """Deletes a store's rows, but not its row in `stores`."""
     its = metrics.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
     connection.execute(delete(metrics).where(its))
     for table in OF_STORES:

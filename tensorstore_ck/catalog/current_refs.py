@@ -1,6 +1,6 @@
-"""What is read from the fold as it stands: refs, tags, pins, policies, and what holds each snapshot.
+"""Refs, tags, pins, policies and states of snapshots, as the fold has them now.
 
-The fold may be ahead of the entries that a catalog has: what those hit is then read once more with the next batch.
+The fold may be ahead of the catalog: what the entries between them change is read again with the next batch.
 """
 
 import json
@@ -19,7 +19,7 @@ STATES: Final = (LIVE, FORGOTTEN, GONE)
 
 
 def states(view: RefTable, ulids: Iterable[Ulid]) -> dict[str, str]:
-    """What each snapshot is: held by a history, tag or pin; by undo windows alone; or by nothing."""
+    """The state of each snapshot: live if a history, tag or pin holds it, forgotten if only undo windows do, else gone."""
     in_windows = Counter(move.ulid for window in view.windows() for move in window.moves)
     found = {}
     for ulid in ulids:
@@ -29,7 +29,7 @@ def states(view: RefTable, ulids: Iterable[Ulid]) -> dict[str, str]:
 
 
 def refs(view: RefTable) -> list[Row]:
-    """Every branch."""
+    """Rows of the table `refs`: the branches."""
     heads = [head for name in view.branches() if (head := view.branch(name)) is not None]
     return [
         {
@@ -46,13 +46,13 @@ def refs(view: RefTable) -> list[Row]:
 
 
 def tags(view: RefTable) -> list[Row]:
-    """Every tag."""
+    """Rows of the table `tags`."""
     found = [(name, row) for name in view.tags() if (row := view.tag_row(name)) is not None]
     return [{"name": name, "ulid": ulid_text(row.ulid), "root": row.root.hex(), "n": row.n, "time_ns": row.time_ns} for name, row in found]
 
 
 def pins(view: RefTable) -> list[Row]:
-    """Every pin."""
+    """Rows of the table `pins`."""
     return [
         {
             "ulid": ulid_text(pin.ulid),
@@ -67,7 +67,7 @@ def pins(view: RefTable) -> list[Row]:
 
 
 def policies(view: RefTable) -> list[Row]:
-    """Every policy."""
+    """Rows of the table `policies`."""
     return [
         {"glob": glob, "rules": json.dumps(row.rules, ensure_ascii=False, sort_keys=True), "n": row.n, "time_ns": row.time_ns}
         for glob, row in view.policies().items()

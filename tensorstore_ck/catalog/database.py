@@ -1,6 +1,6 @@
-"""SQLite or PostgreSQL behind one face: transactions that read or write, and errors as a user wants them.
+"""SQLite or PostgreSQL: transactions that read or write, and errors as `StoreError`.
 
-SQLite keeps its rollback journal: its other one corrupts the file where several hosts share it. A reader waits for one batch's commit.
+SQLite keeps its rollback journal: a write-ahead log corrupts a file that several hosts share. Readers wait while a batch is committed.
 """
 
 import os
@@ -28,7 +28,7 @@ from tensorstore_ck.redaction import secret_values, without
 BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
 _NOT_OPENED: Final = ("unable to open", "authentication failed", "pg_hba.conf", "does not exist", "no password supplied")
-"""What SQLite and PostgreSQL say where trying again does not help; psycopg has no code for it."""
+"""In messages of SQLite and PostgreSQL for which trying again does not help; psycopg has no code for them."""
 _WRITES: Final = "tsck_writes"
 _DRIVERS: Final = {
     "sqlite": "sqlite",
@@ -39,7 +39,7 @@ _DRIVERS: Final = {
 
 
 class Database:
-    """One database. Thread-safe; nothing is connected before a transaction."""
+    """One database. Thread-safe; connects with the first transaction."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         """`url`: ``postgresql://...``, ``sqlite:///...``, or the path of a file."""
@@ -50,7 +50,7 @@ class Database:
             if self.is_sqlite
             else self._url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
         )
-        """For messages: without the password."""
+        """The URL or path for messages, without the password."""
         password = [str(self._url.password)] if self._url.password else []
         self._secrets: Final = [*password, *secret_values(self._url.query)]
         arguments: dict[str, Any]
@@ -62,8 +62,8 @@ class Database:
                 "max_overflow": -1,
                 "connect_args": {"connect_timeout": CONNECT_SECONDS, "application_name": "tsck catalog"},
             }
-        self._turn: AbstractContextManager[object] = threading.RLock() if self.is_sqlite else nullcontext()
-        """Of the threads of this process that write: SQLite's own waiting gives up after `BUSY_SECONDS`, whoever had the turns."""
+        self._write_lock: AbstractContextManager[object] = threading.RLock() if self.is_sqlite else nullcontext()
+        """Held by the thread of this process that writes: SQLite's own lock is not fair, and gives up after `BUSY_SECONDS`."""
         try:
             self._engine = create_engine(self._url, **arguments)
         except ImportError as error:
@@ -73,7 +73,7 @@ class Database:
             event.listen(self._engine, "begin", _begin_sqlite)
 
     def exists(self) -> bool:
-        """False: there is no such file."""
+        """False: SQLite's file does not exist."""
         return not self.is_sqlite or Path(self.shown).exists()
 
     @contextmanager
@@ -81,13 +81,13 @@ class Database:
         """A transaction that sees one state of the database throughout.
 
         Raises:
-            NotFoundError: there is no such file.
+            NotFoundError: SQLite's file does not exist.
             CorruptObjectError: the file is damaged.
         """
         if not self.exists():
             raise self.missing()
         try:
-            with self._told(), self._engine.connect() as connection:
+            with self._store_errors(), self._engine.connect() as connection:
                 if not self.is_sqlite:
                     connection = connection.execution_options(isolation_level="REPEATABLE READ")
                 with connection.begin():
@@ -95,20 +95,20 @@ class Database:
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             if not self.is_sqlite:
                 raise
-            raise self._damaged() from error  # SQLite gives what a file holds, whatever the table's columns are
+            raise self._damaged() from error  # SQLite returns what a file holds, whatever types the columns have
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that is committed at the end; in SQLite it is the only one that writes."""
+        """A transaction that is committed at the end; in SQLite the only one that writes."""
         if self.is_sqlite:
-            self._make_folder()
-        with self._told(), self._turn, self._engine.connect() as connection:
+            self._create_file()
+        with self._store_errors(), self._write_lock, self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITES: True})
             with connection.begin():
                 yield connection
 
-    def count_anew(self, *tables: str) -> None:
-        """Tells PostgreSQL's planner of what came, which it would look at some minutes later."""
+    def analyze(self, *tables: str) -> None:
+        """Updates the statistics of PostgreSQL's planner, which does so itself only minutes later."""
         if not self.is_sqlite:
             with self.writing() as connection:
                 connection.exec_driver_sql(f"ANALYZE {', '.join(tables)}")
@@ -121,34 +121,34 @@ class Database:
         """The error where there is no catalog yet."""
         return NotFoundError(f"there is no catalog in {self.shown}: `tsck catalog sync STORE` makes one", object_id=self.shown)
 
-    def _make_folder(self) -> None:
+    def _create_file(self) -> None:
         folder = Path(self.shown).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not self.exists():
-                os.close(os.open(self.shown, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would let others read it
+                os.close(os.open(self.shown, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would create it readable by others
         except OSError as error:
-            raise PermissionDeniedError(f"the catalog {self.shown} cannot be made: {error.strerror}", object_id=str(folder)) from error
+            raise PermissionDeniedError(f"cannot create the catalog {self.shown}: {error.strerror}", object_id=str(folder)) from error
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except exc.DBAPIError as error:
-            raise self._error(error) from error
-        except UnicodeDecodeError as error:  # of what SQLite quotes from a damaged file
+            raise self._store_error(error) from error
+        except UnicodeDecodeError as error:  # SQLite quotes a damaged file in its message
             raise self._damaged() from error
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise StoreError(f"the catalog {self.shown} failed: {self._words(error)}", object_id=self.shown) from error
 
-    def _error(self, error: exc.DBAPIError) -> StoreError:
+    def _store_error(self, error: exc.DBAPIError) -> StoreError:
         words, state = self._words(error.orig), getattr(error.orig, "sqlstate", None)
         if state == "42501" or "readonly database" in words:
-            return PermissionDeniedError(f"the catalog {self.shown} refuses: {words}", object_id=self.shown)
+            return PermissionDeniedError(f"the catalog {self.shown} denies access: {words}", object_id=self.shown)
         if state == "42P01" or "no such table" in words:
-            return BackendUnavailableError(f"the catalog {self.shown} is being made anew: try again", object_id=self.shown)
+            return BackendUnavailableError(f"another process is rebuilding the catalog {self.shown}: try again", object_id=self.shown)
         if state == "53100" or "disk is full" in words:
-            return NoSpaceError(f"the catalog {self.shown} has no room: {words}", object_id=self.shown)
+            return NoSpaceError(f"the catalog {self.shown} has no free space: {words}", object_id=self.shown)
         if "not a database" in words or "malformed" in words:
             return self._damaged()
         if isinstance(error, exc.OperationalError) and any(said in words for said in _NOT_OPENED):
@@ -161,12 +161,12 @@ class Database:
 
     def _damaged(self) -> CorruptObjectError:
         return CorruptObjectError(
-            f"{self.shown} is no SQLite file, or a damaged one: take another, or delete it and run `tsck catalog sync`",
+            f"{self.shown} is not an SQLite file, or is damaged: name another, or delete it and run `tsck catalog sync`",
             object_id=self.shown,
         )
 
     def _words(self, error: object) -> str:
-        """What went wrong, on one line, without the statement and the password."""
+        """The database's message on one line, without the password."""
         return without(" ".join(str(error).split()), self._secrets)
 
 
@@ -181,7 +181,7 @@ def _parsed(url: str | os.PathLike[str]) -> URL:
         parsed = make_url(text).set(drivername=_DRIVERS[scheme])
     except (exc.ArgumentError, ValueError):
         raise InvalidUrlError(
-            "that is no URL of a database: it looks like postgresql://user:password@host:5432/name", object_id=scheme
+            "not a URL of a database, which looks like postgresql://user:password@host:5432/name", object_id=scheme
         ) from None
     if scheme != "sqlite":
         return parsed
@@ -191,9 +191,9 @@ def _parsed(url: str | os.PathLike[str]) -> URL:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:
-    connection.isolation_level = None  # transactions are begun below, not by the driver as it sees fit
+    connection.isolation_level = None  # `_begin_sqlite` begins transactions, not the driver
     connection.execute("PRAGMA case_sensitive_like = ON")  # as in PostgreSQL
-    connection.execute("PRAGMA cache_size = -65536")  # so that a batch is not written before its commit, which would keep readers out
+    connection.execute("PRAGMA cache_size = -65536")  # a batch that exceeds the cache is written before its commit, which locks readers out
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""`find`: which snapshots fit, in which order, and what is told of them."""
+"""`find`: the snapshots for which a condition holds, in order."""
 
 import difflib
 import math
@@ -9,12 +9,12 @@ from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Select, and_, func, select, tuple_
 
-from tensorstore_ck.catalog.condition_grammar import Node, TestedName, is_text, parse
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.results import FoundSnapshot
 from tensorstore_ck.catalog.row_writer import VALUES_A_STATEMENT
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
-from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, to_sql
+from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, parse_query, to_sql
+from tensorstore_ck.common.conditions import Condition, Name, is_text
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 
 MAX_RARE: Final = 5000
@@ -25,20 +25,20 @@ _ORDERS: Final[dict[str, Any]] = {
     "time": snapshots.c.time_ns,
     "size": snapshots.c.logical_bytes,
 }
-"""Field -> what to order by; an age is a time in the other direction."""
+"""Field -> what to order by. An age is ordered as a time, reversed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedQuery:
-    """A question that makes sense, but for metrics that nobody may have."""
+    """A query whose options are valid; whether its metrics exist is not checked yet."""
 
-    node: Node | None
-    """None: any snapshot fits."""
+    node: Condition | None
+    """None: all snapshots."""
     state: str | None
     now_ns: int
     metrics: tuple[str, ...]
-    """Those that it speaks of."""
-    order_by: TestedName | None
+    """Those in the condition and the order."""
+    order_by: Name | None
     descending: bool
     limit: int | None
 
@@ -53,32 +53,32 @@ class CheckedQuery:
         state: str | None = None,
         now_ns: int = 0,
     ) -> Self:
-        """The question that these stand for.
+        """Checks the options of `Catalog.find`.
 
         Raises:
-            InvalidOptionError: they stand for none.
+            InvalidOptionError: one of them is wrong.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidOptionError(f"limit must be a whole number from 1 on, not {limit!r}", object_id="limit")
         if state is not None and state not in STATES:
             raise InvalidOptionError(f"there is no state {state!r}: there are {', '.join(STATES)}", object_id="state")
-        node = None if text == "" else parse(text)
+        node = None if text == "" else parse_query(text)
         names = names_of(node) if node is not None else []
         if node is not None:
-            to_sql(node, now_ns, lambda _: True)  # to find what makes no sense
-        if TestedName("state", is_metric=False) in names:
+            to_sql(node, now_ns, lambda _: True)  # raises for comparisons that make no sense
+        if Name("state", is_metric=False) in names:
             state = None
         order = _order_name(order_by) if order_by is not None else None
-        asked = [*names, *([order] if order is not None else [])]
-        metrics = tuple(dict.fromkeys(name.text for name in asked if is_metric(name)))
+        query = [*names, *([order] if order is not None else [])]
+        metrics = tuple(dict.fromkeys(name.text for name in query if is_metric(name)))
         return cls(node, state, now_ns, metrics, order, descending, limit if limit is None else min(limit, _MAX_LIMIT))
 
 
-def find(connection: Connection, asked: CheckedQuery) -> tuple[FoundSnapshot, ...]:
-    """The snapshots that fit."""
-    for name in asked.metrics:
+def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ...]:
+    """Runs a query."""
+    for name in query.metrics:
         _require_metric(connection, name)
-    ids = list(connection.execute(statement(asked, partial(_is_rare, connection))).scalars())
+    ids = list(connection.execute(statement(query, partial(_is_rare, connection))).scalars())
     by_id = {row.id: row for row in _select(connection, snapshots.c.id, ids, snapshots)}
     rows = [by_id[at] for at in ids]
     urls = {row.store_id: row.url for row in connection.execute(select(stores.c.store_id, stores.c.url))}
@@ -115,43 +115,41 @@ def find(connection: Connection, asked: CheckedQuery) -> tuple[FoundSnapshot, ..
     )
 
 
-def statement(asked: CheckedQuery, is_rare: IsRare) -> Select[Any]:
-    """The ids of those that fit, in order: sorting them alone is faster than sorting whole rows."""
+def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
+    """Selects ids in order: sorting ids is faster than sorting whole rows."""
     joined = select(snapshots.c.id)
-    if asked.node is not None:
-        joined = joined.where(to_sql(asked.node, asked.now_ns, is_rare))
-    if asked.state is not None:
-        joined = joined.where(snapshots.c.state == asked.state)
+    if query.node is not None:
+        joined = joined.where(to_sql(query.node, query.now_ns, is_rare))
+    if query.state is not None:
+        joined = joined.where(snapshots.c.state == query.state)
     newest_first = (snapshots.c.time_ns.desc(), snapshots.c.id.desc())
-    if asked.order_by is None:
-        return joined.order_by(*newest_first).limit(asked.limit)
-    turned = asked.descending
-    if is_metric(asked.order_by):
-        its = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == asked.order_by.text)
+    if query.order_by is None:
+        return joined.order_by(*newest_first).limit(query.limit)
+    turned = query.descending
+    if is_metric(query.order_by):
+        its = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == query.order_by.text)
         joined, column = joined.outerjoin(metrics, its), metrics.c.value
     else:
-        turned = turned != (asked.order_by.text == "age")
-        column = _ORDERS["time" if asked.order_by.text == "age" else asked.order_by.text]
+        turned = turned != (query.order_by.text == "age")
+        column = _ORDERS["time" if query.order_by.text == "age" else query.order_by.text]
     ordered = column.desc() if turned else column.asc()
-    return joined.order_by(ordered.nulls_last(), *newest_first).limit(asked.limit)
+    return joined.order_by(ordered.nulls_last(), *newest_first).limit(query.limit)
 
 
 def _is_rare(connection: Connection, those: Select[Any]) -> bool:
-    """SQLite has to be told; PostgreSQL plans either form alike, by what it knows of the values."""
+    """Only SQLite needs to know: PostgreSQL plans both forms alike, by its statistics."""
     if connection.dialect.name != "sqlite":
         return False
     some = those.limit(MAX_RARE + 1).subquery()
     return connection.execute(select(func.count()).select_from(some)).scalar_one() <= MAX_RARE
 
 
-def _order_name(text: str) -> TestedName:
+def _order_name(text: str) -> Name:
     if not is_text(text):
         raise InvalidOptionError(f"order_by must be the name of a field or a metric, not {text!r}", object_id="order_by")
-    name = TestedName(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else TestedName(text, is_metric=False)
+    name = Name(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else Name(text, is_metric=False)
     if not is_metric(name) and name.text != "age" and name.text not in _ORDERS:
-        raise InvalidOptionError(
-            f"there is no order of {name.text}: take one of {', '.join(_ORDERS)}, age, or a metric", object_id=name.text
-        )
+        raise InvalidOptionError(f"cannot order by {name.text}: use one of {', '.join(_ORDERS)}, age, or a metric", object_id=name.text)
     return name
 
 
@@ -163,7 +161,7 @@ def _select(connection: Connection, column: Any, values: Sequence[Any], *columns
 
 
 def _require_metric(connection: Connection, name: str) -> None:
-    """Refuses what is a slip of the pen."""
+    """Raises, with similar names, if no snapshot has the metric."""
     if connection.execute(select(metrics.c.name).where(metrics.c.name == name).limit(1)).first() is not None:
         return
     known = list(connection.execute(select(metrics.c.name).distinct().order_by(metrics.c.name)).scalars())

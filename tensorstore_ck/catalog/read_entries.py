@@ -1,7 +1,7 @@
-"""What entries of a log say, operation by operation, as far as a catalog wants to know. Pure: entries in, plain values out.
+"""Log entries -> the changes that they make to a catalog, as plain values.
 
-A put counts unless it was aborted or came before; what an operation does to refs and holds is not worked out here, only which
-snapshots it may hit: their state is then read from the fold.
+A put counts unless it was aborted or is a repetition. Operations on refs, tags and pins only note the snapshots that they may affect:
+their state is then read from the fold.
 """
 
 import json
@@ -15,7 +15,7 @@ from tensorstore_ck.log import FOLDERS, Entry, Op
 from tensorstore_ck.log.object_set import split_ulids
 
 Row = dict[str, Any]
-REFS: Final[Mapping[str, tuple[str, ...]]] = {
+CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "put": ("refs",),
     "branch": ("refs",),
     "reset": ("refs",),
@@ -38,7 +38,7 @@ REFS: Final[Mapping[str, tuple[str, ...]]] = {
     "place": (),
     "settle": (),
 }
-"""Operation -> the tables that it may change, of those that are read from the fold. One that is not here changes nothing."""
+"""Operation -> the tables that it may change, of those that are read from the fold. Any other operation changes none."""
 _GC: Final = ("condemn", "sweep", "relocate", "purge", "settle")
 _TEXTS: Final = ("mark", "reason", "owner", "glob", "url")
 _NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns")
@@ -53,16 +53,16 @@ class PutEvent(NamedTuple):
 
 
 class AnnotatedEvent(NamedTuple):
-    """Something was said about a root."""
+    """Metrics or a mark were added to a root."""
 
     root: str
     metrics: Mapping[str, float]
     mark: tuple[str, str] | None
-    """With its reason; None: nothing was said of that."""
+    """With its reason; None: unchanged."""
 
 
 class FreedEvent(NamedTuple):
-    """A snapshot's record was swept, and the fold has forgotten it."""
+    """A snapshot's record was swept, and the fold no longer has it."""
 
     ulid: str
     n: int
@@ -70,42 +70,43 @@ class FreedEvent(NamedTuple):
 
 @dataclass(slots=True)
 class EntryEvents:
-    """What a batch of entries says."""
+    """The changes of a batch of entries."""
 
     store_id: int
     counts: Callable[[int, bytes], bool]
-    """Whether the put of entry n under a transaction is its outcome."""
+    """Whether the put of entry n with this transaction is the transaction's outcome."""
     is_known: Callable[[Ulid], bool]
-    """Whether the fold has a snapshot, as of its head."""
+    """Whether the fold has a snapshot at its head."""
     events: list[Row] = field(default_factory=list)
     gc_runs: list[Row] = field(default_factory=list)
     changes: list[PutEvent | AnnotatedEvent | FreedEvent] = field(default_factory=list)
-    hit_ulids: set[str] = field(default_factory=set)
-    """These may have another state now."""
-    hit_roots: set[str] = field(default_factory=set)
-    all_hit: bool = False
-    """Any snapshot may."""
+    affected_ulids: set[str] = field(default_factory=set)
+    """Snapshots whose state may have changed."""
+    affected_roots: set[str] = field(default_factory=set)
+    """The state of all their snapshots may have changed."""
+    all_affected: bool = False
+    """The state of any snapshot may have changed."""
     tables: set[str] = field(default_factory=set)
-    """Those that are read from the fold, and may be different now."""
+    """Those that are read from the fold and may have changed."""
 
     def add(self, entry: Entry) -> None:
-        """One more entry."""
-        put_before: set[bytes] = set()
+        """Adds the changes of one entry."""
+        put_txns: set[bytes] = set()
         for position, op in enumerate(entry.ops):
-            counted = op.name == "put" and op.fields["txn"] not in put_before and self.counts(entry.n, op.fields["txn"])
+            counted = op.name == "put" and op.fields["txn"] not in put_txns and self.counts(entry.n, op.fields["txn"])
             if counted:
-                self._put(entry, len(put_before), op.fields)
-                put_before.add(op.fields["txn"])
+                self._put(entry, len(put_txns), op.fields)
+                put_txns.add(op.fields["txn"])
             self.events.append(_event(entry, position, op, counted=counted))
-            self._say(entry, op)
+            self._add_changes(entry, op)
             if counted or op.name != "put":
-                self._hit(op)
+                self._note_affected(op)
         if any(op.name in _GC for op in entry.ops):
             self.gc_runs.append(_gc_run(entry))
 
-    def _put(self, entry: Entry, place: int, fields: Mapping[str, Any]) -> None:
+    def _put(self, entry: Entry, position: int, fields: Mapping[str, Any]) -> None:
         row = {
-            "id": snapshot_id(self.store_id, entry.n, place),
+            "id": snapshot_id(self.store_id, entry.n, position),
             "store_id": self.store_id,
             "ulid": ulid_text(fields["snapshot"]),
             "root": fields["root"].hex(),
@@ -121,7 +122,7 @@ class EntryEvents:
         }
         self.changes.append(PutEvent(row, cleaned(fields["metrics"])))
 
-    def _say(self, entry: Entry, op: Op) -> None:
+    def _add_changes(self, entry: Entry, op: Op) -> None:
         fields = op.fields
         if op.name == "annotate":
             self.changes.append(AnnotatedEvent(fields["root"].hex(), cleaned(fields["metrics"]), None))
@@ -130,17 +131,17 @@ class EntryEvents:
         elif op.name == "sweep":
             self.changes += [FreedEvent(ulid_text(ulid), entry.n) for ulid in split_ulids(fields["snapshots"]) if not self.is_known(ulid)]
 
-    def _hit(self, op: Op) -> None:
-        """Notes which snapshots, and which tables, an operation may change."""
-        self.tables.update(REFS.get(op.name, ()))
+    def _note_affected(self, op: Op) -> None:
+        """Notes the snapshots and tables that an operation may change."""
+        self.tables.update(CHANGED_TABLES.get(op.name, ()))
         if op.name in ("untag", "purge") or (op.name == "expire" and op.fields["snapshots"] is None):
-            self.all_hit = True
+            self.all_affected = True
         elif op.name in ("put", "unpin"):
-            self.hit_ulids.add(ulid_text(op.fields["snapshot"]))
+            self.affected_ulids.add(ulid_text(op.fields["snapshot"]))
         elif op.name in ("expire", "undo", "sweep"):
-            self.hit_ulids.update(map(ulid_text, split_ulids(op.fields["snapshots"])))
+            self.affected_ulids.update(map(ulid_text, split_ulids(op.fields["snapshots"])))
         elif op.name in ("branch", "reset", "tag", "pin"):
-            self.hit_roots.add(op.fields["root"].hex())
+            self.affected_roots.add(op.fields["root"].hex())
 
 
 def job_of(ref: str) -> str:
@@ -154,7 +155,7 @@ def clean(text: str) -> str:
 
 
 def cleaned(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics whose names are `clean`."""
+    """Metrics with `clean` names."""
     return {clean(name): value for name, value in metrics.items()}
 
 
@@ -175,7 +176,7 @@ def _event(entry: Entry, position: int, op: Op, *, counted: bool) -> Row:
 
 
 def _detail(op: Op, *, counted: bool) -> Iterator[tuple[str, object]]:
-    """What is worth telling, in few words."""
+    """The fields of an operation, with counts instead of lists."""
     fields = op.fields
     if op.name == "put" and not counted:
         yield "counted", False

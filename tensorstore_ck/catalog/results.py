@@ -1,4 +1,4 @@
-"""What a catalog answers."""
+"""What the methods of `Catalog` return."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,29 +14,28 @@ class SyncReport:
     """The store's uuid."""
     url: str
     entries: int
-    """How many entries of the log it read."""
+    """Entries of the log that it read."""
     snapshots: int
-    """How many of them were puts that count."""
+    """Snapshots that these entries published."""
     head_n: int
-    """The entry up to which the catalog knows the store now."""
+    """The last entry of the log that the catalog has read."""
     anew: str
-    """Why all was read from the first entry on, though some of it was there before; else empty."""
+    """Why the log was read from its first entry again; empty if it was not."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOutcome:
-    """What became of one of several stores that were synced."""
+    """The outcome of `Catalog.sync_all` for one store."""
 
     url: str
     report: SyncReport | None
-    """None: it failed."""
+    """None: the sync failed."""
     error: StoreError | None
-    """Why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogJob:
-    """The line of snapshots that were put to one branch, whatever is left of them."""
+    """The snapshots that were put to one branch, including those that are gone."""
 
     store: str
     ref: str
@@ -45,20 +44,20 @@ class CatalogJob:
     puts: int
     processes: int
     live: int
-    """How many of its snapshots a history, tag or pin holds."""
+    """Snapshots that a history, tag or pin holds."""
     first_step: int | None
     last_step: int | None
     first_time_ns: int
     last_time_ns: int
     logical_bytes: int
-    """Of the newest."""
+    """Of the newest snapshot."""
     new_bytes: int
-    """Of all together, when they were put."""
+    """Of all snapshots together, when they were put."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogStore:
-    """A store, as far as the catalog knows it."""
+    """A store in the catalog."""
 
     uuid: str
     url: str
@@ -70,10 +69,10 @@ class CatalogStore:
 
 @dataclass(frozen=True, slots=True)
 class FoundSnapshot:
-    """A snapshot that fits."""
+    """A snapshot that `Catalog.find` returned."""
 
     store: str
-    """The store's URL, as it was when it was synced."""
+    """The store's URL when it was synced."""
     ref: str
     """The branch that it was put to."""
     job: str

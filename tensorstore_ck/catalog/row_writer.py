@@ -1,7 +1,7 @@
-"""Writes what a batch of entries says into the tables, inside the caller's transaction, with a bounded number of statements.
+"""Writes a batch of changes into the tables, inside the caller's transaction, with a bounded number of statements.
 
-As in the fold, what is said about a root holds for all its snapshots that are not freed, and for those that are put later, as long as
-one of them is left.
+As in the fold, metrics and marks that were added to a root hold for all its snapshots that are not freed, and for later ones as long as one
+of them is left.
 """
 
 import math
@@ -28,7 +28,7 @@ MAX_BIGINT: Final = (1 << 63) - 1
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A row of `snapshots`, as it is to be."""
+    """A row of `snapshots` after the batch."""
 
     id: int
     ulid: str
@@ -37,15 +37,15 @@ class _Snapshot:
     reason: str
     freed_n: int | None
     new: Row | None = None
-    """All of it, if it is not in the table yet."""
+    """The whole row, if the table does not have it yet."""
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Those to be written: value and whether it was noted."""
+    """Metrics to write: value, and 1 if it was added after the put."""
     changed: bool = False
 
 
 @dataclass(slots=True)
 class _Root:
-    """The snapshots of a root that are not freed, and what was said about it."""
+    """The snapshots of a root that are not freed, and what was added to it."""
 
     members: list[_Snapshot] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -63,25 +63,25 @@ class RowWriter:
         self._by_root: dict[str, _Root] = {}
         self._replaced: list[int] = []
 
-    def write(self, replay: EntryEvents, view: RefTable) -> int:
+    def write(self, read: EntryEvents, view: RefTable) -> int:
         """Writes a batch; returns the number of its snapshots."""
-        self._load(replay.changes)
-        for change in replay.changes:
+        self._load(read.changes)
+        for change in read.changes:
             self._apply(change)
         new = [snapshot for snapshot in self._by_ulid.values() if snapshot.new is not None]
-        self._write_snapshots(new, replay, view)
+        self._write_snapshots(new, read, view)
         self._write_metrics()
-        self._insert(events, replay.events)
-        self._insert(gc_runs, replay.gc_runs)
+        self._insert(events, read.events)
+        self._insert(gc_runs, read.gc_runs)
         self._write_jobs({str(snapshot.new["ref"]) for snapshot in new if snapshot.new is not None})
-        for name in sorted(replay.tables):
+        for name in sorted(read.tables):
             self._replace(metadata.tables[name], current_refs.TABLES[name](view))
         return len(new)
 
-    # --- what was said, in memory -------------------------------------------------------------------------------------
+    # --- changes, in memory -------------------------------------------------------------------------------------------
 
     def _load(self, changes: Iterable[PutEvent | AnnotatedEvent | FreedEvent]) -> None:
-        """Reads the snapshots that the changes are about, and all others of the same roots."""
+        """Reads the snapshots that change, and all others of their roots."""
         ulids = {
             change.row["ulid"] if isinstance(change, PutEvent) else change.ulid
             for change in changes
@@ -101,15 +101,15 @@ class RowWriter:
                 root.members.append(snapshot)
                 root.mark, root.reason = snapshot.mark, snapshot.reason
         first = {root.members[0].id: root for root in self._by_root.values()}
-        for ids in _pieces(sorted(first)):
+        for ids in _batches(sorted(first)):
             said = select(metrics.c.snapshot, metrics.c.name, metrics.c.value).where(metrics.c.snapshot.in_(ids), metrics.c.noted == 1)
             for at, name, value in self._connection.execute(said):
                 first[at].metrics[name] = math.nan if value is None else value
 
     def _select(self, columns: Sequence[Any], column: Any, values: Iterable[object]) -> list[Any]:
         found: list[Any] = []
-        for piece in _pieces(sorted(values, key=str)):
-            found += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(piece)))
+        for batch in _batches(sorted(values, key=str)):
+            found += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(batch)))
         return found
 
     def _apply(self, change: PutEvent | AnnotatedEvent | FreedEvent) -> None:
@@ -117,15 +117,15 @@ class RowWriter:
             case PutEvent():
                 self._put(change)
             case AnnotatedEvent():
-                self._note(change)
+                self._annotate(change)
             case FreedEvent():
                 self._free(change)
 
     def _put(self, put: PutEvent) -> None:
         row = put.row
         before = self._by_ulid.get(row["ulid"])
-        if before is not None:  # no writer draws a ULID twice; but what the fold does with such a log is done here
-            self._leave(before)
+        if before is not None:  # no writer draws a ULID twice; but of such a log the fold, too, keeps the later
+            self._detach(before)
             if before.new is None:
                 self._replaced.append(before.id)
         root = self._by_root.setdefault(row["root"], _Root())
@@ -135,7 +135,7 @@ class RowWriter:
         root.members.append(snapshot)
         self._by_ulid[snapshot.ulid] = snapshot
 
-    def _note(self, noted: AnnotatedEvent) -> None:
+    def _annotate(self, noted: AnnotatedEvent) -> None:
         root = self._by_root.get(noted.root)
         if root is None or not root.members:
             return
@@ -153,10 +153,10 @@ class RowWriter:
         snapshot = self._by_ulid.get(freed.ulid)
         if snapshot is not None and snapshot.freed_n is None:
             snapshot.freed_n, snapshot.changed = freed.n, True
-            self._leave(snapshot)
+            self._detach(snapshot)
 
-    def _leave(self, snapshot: _Snapshot) -> None:
-        """It is none of its root's any more; with the last one goes what was said."""
+    def _detach(self, snapshot: _Snapshot) -> None:
+        """Removes a snapshot from its root, and with the last one what was added to the root."""
         root = self._by_root.get(snapshot.root)
         if root is not None and snapshot in root.members:
             root.members.remove(snapshot)
@@ -165,17 +165,17 @@ class RowWriter:
 
     # --- into the tables ----------------------------------------------------------------------------------------------
 
-    def _write_snapshots(self, new: Sequence[_Snapshot], replay: EntryEvents, view: RefTable) -> None:
+    def _write_snapshots(self, new: Sequence[_Snapshot], read: EntryEvents, view: RefTable) -> None:
         mine = snapshots.c.store_id == self._store_id
-        for ids in _pieces(self._replaced):
+        for ids in _batches(self._replaced):
             self._connection.execute(delete(metrics).where(metrics.c.snapshot.in_(ids)))
             self._connection.execute(delete(snapshots).where(snapshots.c.id.in_(ids)))
         columns = (snapshots.c.ulid, snapshots.c.state)
-        if replay.all_hit:
+        if read.all_affected:
             old = {row.ulid: row.state for row in self._connection.execute(select(*columns).where(mine))}
         else:
-            rows = self._select(columns, snapshots.c.ulid, replay.hit_ulids)
-            old = {row.ulid: row.state for row in rows + self._select(columns, snapshots.c.root, replay.hit_roots)}
+            rows = self._select(columns, snapshots.c.ulid, read.affected_ulids)
+            old = {row.ulid: row.state for row in rows + self._select(columns, snapshots.c.root, read.affected_roots)}
         states = current_refs.states(view, _ulids({*old, *(snapshot.ulid for snapshot in new)}))
         self._insert(
             snapshots,
@@ -190,7 +190,7 @@ class RowWriter:
         self._update(("state",), [(ulid, states[ulid]) for ulid, state in old.items() if states[ulid] != state])
 
     def _update(self, names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
-        """Sets columns of snapshots; each row is led by its ULID."""
+        """Sets columns of snapshots. Each row begins with its ULID."""
         if rows:
             which = and_(snapshots.c.store_id == self._store_id, snapshots.c.ulid == bindparam("of_ulid"))
             statement = update(snapshots).where(which).values({name: bindparam(f"to_{name}") for name in names})
@@ -211,10 +211,10 @@ class RowWriter:
         self._upsert(metrics, rows)
 
     def _write_jobs(self, refs: set[str]) -> None:
-        """Counts jobs anew that had puts. Sums are made as floats: those of a log that lies must not overflow."""
+        """Counts jobs with new puts again. Sums are floats, so that false sizes in a log cannot overflow."""
         rows: list[Row] = []
-        for piece in _pieces(sorted(refs)):
-            its = and_(snapshots.c.store_id == self._store_id, snapshots.c.ref.in_(piece))
+        for batch in _batches(sorted(refs)):
+            its = and_(snapshots.c.store_id == self._store_id, snapshots.c.ref.in_(batch))
             summed = select(
                 snapshots.c.ref,
                 snapshots.c.job,
@@ -236,7 +236,7 @@ class RowWriter:
         self._upsert(jobs, [{"store_id": self._store_id, **row} for row in rows])
 
     def _replace(self, table: Table, rows: Iterable[Row]) -> None:
-        """Makes a table's rows of this store those; what is there already is left alone."""
+        """Replaces a table's rows of this store; equal rows are not written."""
         key = [column.name for column in table.primary_key if column.name != "store_id"]
         old = {}
         for row in self._connection.execute(select(table).where(table.c.store_id == self._store_id)):
@@ -271,5 +271,5 @@ def _ulids(texts: Iterable[str]) -> Iterable[Ulid]:
     return (ulid for text in texts if (ulid := parse_ulid(text)) is not None)
 
 
-def _pieces(values: Sequence[T]) -> Iterable[Sequence[T]]:
+def _batches(values: Sequence[T]) -> Iterable[Sequence[T]]:
     return (values[at : at + VALUES_A_STATEMENT] for at in range(0, len(values), VALUES_A_STATEMENT))

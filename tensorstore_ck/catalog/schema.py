@@ -1,6 +1,6 @@
-"""The tables. Times are nanoseconds since 1970; the views have them as dates, too.
+"""The tables. Times are nanoseconds since 1970; the views also have them as dates.
 
-What is there follows from the stores' logs alone, but for `stores`, which says how far each was read and when.
+Everything follows from the stores' logs, except `stores`: how far each log was read, and when.
 """
 
 from typing import Any, Final
@@ -8,12 +8,12 @@ from typing import Any, Final
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
 VERSION: Final = 1
-"""Raised with each change; a catalog of another version is made anew."""
+"""Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
-"""An entry, of 1 MiB, has fewer puts."""
+"""An entry of 1 MiB has fewer puts."""
 STORE_BITS: Final = 47
-"""A snapshot's id is its store's, its entry's number and its place among that entry's puts: the same however often it is fed."""
+"""A snapshot's id is its store's, its entry's number and its position among that entry's puts: the same in every sync."""
 
 metadata: Final = MetaData()
 
@@ -27,7 +27,7 @@ def _key(name: str, kind: Any = BigInteger) -> "Column[Any]":
     return Column(name, kind, primary_key=True, autoincrement=False)
 
 
-def _said(name: str, kind: Any = BigInteger) -> "Column[Any]":
+def _required(name: str, kind: Any = BigInteger) -> "Column[Any]":
     return Column(name, kind, nullable=False)
 
 
@@ -38,11 +38,11 @@ stores: Final = Table(
     metadata,
     Column("store_id", Integer, primary_key=True, autoincrement=True),
     Column("uuid", _text(), nullable=False, unique=True),
-    _said("url", _text()),
-    _said("log", _text()),
-    _said("head_n"),
-    _said("head_hash", _text()),
-    _said("synced_ns"),
+    _required("url", _text()),
+    _required("log", _text()),
+    _required("head_n"),
+    _required("head_hash", _text()),
+    _required("synced_ns"),
 )
 
 jobs: Final = Table(
@@ -50,37 +50,37 @@ jobs: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("ref", _text()),
-    _said("job", _text()),
-    _said("puts"),
-    _said("processes"),
+    _required("job", _text()),
+    _required("puts"),
+    _required("processes"),
     Column("first_step", BigInteger),
     Column("last_step", BigInteger),
-    _said("first_time_ns"),
-    _said("last_time_ns"),
-    _said("logical_bytes"),
-    _said("new_bytes"),
+    _required("first_time_ns"),
+    _required("last_time_ns"),
+    _required("logical_bytes"),
+    _required("new_bytes"),
 )
-"""The lines of snapshots that were put to one branch each. `logical_bytes`: of the newest; `new_bytes`: of all together."""
+"""The snapshots of each branch. `logical_bytes`: of the newest; `new_bytes`: of all together."""
 
 snapshots: Final = Table(
     "snapshots",
     metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=False),
-    _said("store_id", Integer),
-    _said("ulid", _text()),
-    _said("root", _text()),
+    _required("store_id", Integer),
+    _required("ulid", _text()),
+    _required("root", _text()),
     Column("parent", _text()),
-    _said("ref", _text()),
-    _said("job", _text()),
+    _required("ref", _text()),
+    _required("job", _text()),
     Column("step", BigInteger),
-    _said("n"),
-    _said("time_ns"),
-    _said("actor", _text()),
-    _said("logical_bytes"),
-    _said("new_bytes"),
-    _said("mark", _text()),
-    _said("reason", _text()),
-    _said("state", _text()),
+    _required("n"),
+    _required("time_ns"),
+    _required("actor", _text()),
+    _required("logical_bytes"),
+    _required("new_bytes"),
+    _required("mark", _text()),
+    _required("reason", _text()),
+    _required("state", _text()),
     Column("freed_n", BigInteger),
     Index("snapshots_ulid", "store_id", "ulid", unique=True),
     Index("snapshots_root", "root"),
@@ -97,23 +97,23 @@ metrics: Final = Table(
     _key("snapshot"),
     _key("name", _text()),
     Column("value", Double),
-    _said("noted", Integer),
+    _required("noted", Integer),
     Index("metrics_value", "name", "value", "snapshot"),
     sqlite_with_rowid=False,
 )
-"""`snapshot`: its id. `value`: NULL for NaN, which SQLite cannot hold. `noted`: 1 where it was said after the put."""
+"""`snapshot`: its id. `value`: NULL for NaN, which SQLite cannot hold. `noted`: 1 if it was added after the put."""
 
 refs: Final = Table(
     "refs",
     metadata,
     _key("store_id", Integer),
     _key("name", _text()),
-    _said("ulid", _text()),
-    _said("root", _text()),
+    _required("ulid", _text()),
+    _required("root", _text()),
     Column("step", BigInteger),
-    _said("n"),
-    _said("time_ns"),
-    _said("moves"),
+    _required("n"),
+    _required("time_ns"),
+    _required("moves"),
 )
 
 tags: Final = Table(
@@ -121,10 +121,10 @@ tags: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("name", _text()),
-    _said("ulid", _text()),
-    _said("root", _text()),
-    _said("n"),
-    _said("time_ns"),
+    _required("ulid", _text()),
+    _required("root", _text()),
+    _required("n"),
+    _required("time_ns"),
     Index("tags_ulid", "store_id", "ulid"),
 )
 
@@ -134,10 +134,10 @@ pins: Final = Table(
     _key("store_id", Integer),
     _key("ulid", _text()),
     _key("owner", _text()),
-    _said("reason", _text()),
+    _required("reason", _text()),
     Column("expires_ns", BigInteger),
-    _said("n"),
-    _said("time_ns"),
+    _required("n"),
+    _required("time_ns"),
 )
 
 policies: Final = Table(
@@ -145,9 +145,9 @@ policies: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("glob", _text()),
-    _said("rules", _text()),
-    _said("n"),
-    _said("time_ns"),
+    _required("rules", _text()),
+    _required("n"),
+    _required("time_ns"),
 )
 """`rules`: as JSON."""
 
@@ -157,35 +157,35 @@ events: Final = Table(
     _key("store_id", Integer),
     _key("n"),
     _key("position", Integer),
-    _said("time_ns"),
-    _said("actor", _text()),
-    _said("op", _text()),
+    _required("time_ns"),
+    _required("actor", _text()),
+    _required("op", _text()),
     Column("ref", _text()),
     Column("root", _text()),
     Column("ulid", _text()),
-    _said("detail", _text()),
+    _required("detail", _text()),
     Index("events_time", "time_ns"),
 )
-"""Every operation in the log; `detail` is JSON, with counts instead of long lists."""
+"""Every operation in the log; `detail` is JSON with counts instead of lists."""
 
 gc_runs: Final = Table(
     "gc_runs",
     metadata,
     _key("store_id", Integer),
     _key("n"),
-    _said("time_ns"),
-    _said("actor", _text()),
-    *(_said(f"{what}_{kind}") for what in ("condemned", "swept", "rescued") for kind in ("packs", "parts", "snapshots", "moved")),
-    _said("relocated_packs"),
-    _said("purged_windows"),
+    _required("time_ns"),
+    _required("actor", _text()),
+    *(_required(f"{what}_{kind}") for what in ("condemned", "swept", "rescued") for kind in ("packs", "parts", "snapshots", "moved")),
+    _required("relocated_packs"),
+    _required("purged_windows"),
     Column("settled_n", BigInteger),
 )
-"""What gc listed, entry by entry."""
+"""The log entries of gc."""
 
 OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, events, gc_runs)
 """Every table with a `store_id`."""
 
 
-def snapshot_id(store_id: int, n: int, place: int) -> int:
+def snapshot_id(store_id: int, n: int, position: int) -> int:
     """The id of a snapshot that entry `n` put."""
-    return store_id << STORE_BITS | n << PUT_BITS | place
+    return store_id << STORE_BITS | n << PUT_BITS | position

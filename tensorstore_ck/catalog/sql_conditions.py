@@ -1,6 +1,6 @@
-"""Tests -> SQL. Values are bound, never written into the statement.
+"""A parsed condition -> SQL. Values are bound, never written into the statement.
 
-Every test is true or false: what a snapshot does not have, or is NaN, satisfies no comparison, and so every ``not`` of one.
+Every test is true or false: a value that is missing or NaN satisfies no comparison, and so every ``not`` of one.
 """
 
 import re
@@ -10,59 +10,79 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, ColumnElement, Double, Select, Table, Text, and_, exists, false, literal, not_, or_, select
 
-from tensorstore_ck.catalog.condition_grammar import ComparedValue, Node, Test, TestedName
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
+from tensorstore_ck.common.conditions import FLIPPED, Condition, Joined, Name, NameTest, Value, parse
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.field_checks import MARKS
 
-Condition = ColumnElement[bool]
+SqlCondition = ColumnElement[bool]
+MAX_CHARS: Final = 10_000
+MAX_DEPTH: Final = 40
+MAX_TESTS: Final = 200
+"""SQLite takes no expression that is 1,000 deep."""
 IsRare = Callable[[Select[Any]], bool]
 ORDERED: Final = ("=", "!=", "<", "<=", ">", ">=", "in", "between")
 _BEFORE: Final = ("<", "<=", ">", ">=", "between")
-_TURNED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _MAX_INT: Final = (1 << 63) - 1
 _ROOT: Final = re.compile(r"[0-9a-f]{1,64}")
 _CHOICES: Final = {"state": STATES, "mark": MARKS}
 
 
-def to_sql(node: Node, now_ns: int, is_rare: IsRare) -> Condition:
-    """What holds for a row of `snapshots` where `node` does.
+def parse_query(text: str) -> Condition:
+    """The tree of a condition that is short and shallow enough for a database.
+
+    Raises:
+        InvalidOptionError: it is not a condition, or too large a one.
+    """
+    node = parse(text, max_chars=MAX_CHARS)
+    if node.depth > MAX_DEPTH or node.tests > MAX_TESTS:
+        raise InvalidOptionError(
+            f"the condition is too long or too deep: at most {MAX_TESTS} tests, nested {MAX_DEPTH} deep", object_id="condition"
+        )
+    return node
+
+
+def to_sql(node: Condition, now_ns: int, is_rare: IsRare) -> SqlCondition:
+    """The rows of `snapshots` for which `node` holds.
 
     Args:
-        node: The tests.
+        node: The tree.
         now_ns: What ages count from.
-        is_rare: Whether a statement finds few snapshots, so that it is better to look these up than to look at each snapshot in turn.
+        is_rare: Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot.
 
     Raises:
         InvalidOptionError: a comparison that makes no sense.
     """
-    if isinstance(node, Test):
+    if isinstance(node, Joined):
+        parts = [to_sql(part, now_ns, is_rare) for part in node.parts]
+        return not_(parts[0]) if node.how == "not" else and_(*parts) if node.how == "and" else or_(*parts)
+    if isinstance(node, NameTest):
         return _metric(node, is_rare) if is_metric(node.name) else FIELDS[node.name.text](node, now_ns)
-    parts = [to_sql(part, now_ns, is_rare) for part in node.parts]
-    return not_(parts[0]) if node.how == "not" else and_(*parts) if node.how == "and" else or_(*parts)
+    raise TypeError("arithmetic has no SQL")
 
 
-def names_of(node: Node) -> list[TestedName]:
-    """What is tested, in order, each once."""
-    found = [node.name] if isinstance(node, Test) else [name for part in node.parts for name in names_of(part)]
+def names_of(node: Condition) -> list[Name]:
+    """The names in a condition, in order, each once."""
+    parts = node.parts if isinstance(node, Joined) else ()
+    found = [node.name] if isinstance(node, NameTest) else [name for part in parts for name in names_of(part)]
     return list(dict.fromkeys(found))
 
 
-def is_metric(name: TestedName) -> bool:
-    """Whether it is the name of a metric, and of no field."""
+def is_metric(name: Name) -> bool:
+    """Whether it is the name of a metric, not of a field."""
     return name.is_metric or name.text not in FIELDS
 
 
-def of_metric(is_rare: IsRare, name: str, *conditions: Condition) -> Condition:
-    """A snapshot has the metric, with a value for which that holds."""
+def has_metric(is_rare: IsRare, name: str, *conditions: SqlCondition) -> SqlCondition:
+    """The snapshots that have the metric, with a value for which `conditions` hold."""
     those = select(metrics.c.snapshot).where(metrics.c.name == name, *conditions)
     return snapshots.c.id.in_(those) if is_rare(those) else exists(those.where(metrics.c.snapshot == snapshots.c.id).correlate(snapshots))
 
 
-def of_table(table: Table, *conditions: Condition) -> Condition:
-    """A snapshot is in a table, with a row for which that holds."""
+def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
+    """The snapshots that have a row in a table for which `conditions` hold."""
     other = snapshots.alias()
     its = and_(other.c.store_id == table.c.store_id, other.c.ulid == table.c.ulid)
     return snapshots.c.id.in_(select(other.c.id).join(table, its).where(*conditions))
@@ -71,16 +91,16 @@ def of_table(table: Table, *conditions: Condition) -> Condition:
 # --- the kinds of fields ----------------------------------------------------------------------------------------------
 
 
-def _metric(test: Test, is_rare: IsRare) -> Condition:
+def _metric(test: NameTest, is_rare: IsRare) -> SqlCondition:
     name = test.name.text
     if test.op in ("null", "nan"):
-        found = of_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
+        found = has_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
         return found if (test.op == "nan") != test.negated else not_(found)
     _require(test, (*ORDERED, "null", "nan"), "a metric, so a number")
-    return of_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
+    return has_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
 
 
-def _step(test: Test, _: int) -> Condition:
+def _step(test: NameTest, _: int) -> SqlCondition:
     if test.op == "null":
         return snapshots.c.step.is_not(None) if test.negated else snapshots.c.step.is_(None)
     _require(test, (*ORDERED, "null"), "a number")
@@ -88,47 +108,47 @@ def _step(test: Test, _: int) -> Condition:
 
 
 def _bytes(column: Any) -> "_Kind":
-    def make(test: Test, _: int) -> Condition:
+    def make(test: NameTest, _: int) -> SqlCondition:
         _require(test, ORDERED, "a number of bytes")
         return _compared(column, test, [_whole(_size(test, value)) for value in test.values])
 
     return make
 
 
-def _time(test: Test, _: int) -> Condition:
+def _time(test: NameTest, _: int) -> SqlCondition:
     _require(test, _BEFORE, "a time")
     return _compared(snapshots.c.time_ns, test, [_whole(_date_ns(test, value)) for value in test.values])
 
 
-def _age(test: Test, now_ns: int) -> Condition:
+def _age(test: NameTest, now_ns: int) -> SqlCondition:
     _require(test, _BEFORE, "an age")
     born = [now_ns - int(_seconds(test, value) * 1e9) for value in test.values]
-    turned = Test(test.name, _TURNED.get(test.op, test.op), test.values, test.negated)
+    turned = NameTest(test.name, FLIPPED.get(test.op, test.op), test.values, test.negated)
     return _compared(snapshots.c.time_ns, turned, [_whole(ns) for ns in reversed(born)])
 
 
 def _text(column: Any) -> "_Kind":
-    def make(test: Test, _: int) -> Condition:
+    def make(test: NameTest, _: int) -> SqlCondition:
         is_mark = test.name.text == "mark"
         if test.op == "null" and is_mark:
-            is_said: Condition = column != ""
-            return is_said if test.negated else not_(is_said)
+            is_marked: SqlCondition = column != ""
+            return is_marked if test.negated else not_(is_marked)
         _require(test, ("=", "!=", "in", "like", *(("null",) if is_mark else ())), "a text")
         choices = _CHOICES.get(test.name.text)
         for value in test.values:
             if choices and test.op != "like" and value.text not in choices:
                 known = ", ".join(repr(choice) for choice in choices)
-                raise InvalidOptionError(f"there is no {test.name.text} {value.text!r}: there are {known}", object_id=value.text)
+                raise InvalidOptionError(f"there is no {test.name.text} {value.text!r}: use one of {known}", object_id=value.text)
         return _compared(column, test, _texts(test))
 
     return make
 
 
-def _store(test: Test, now_ns: int) -> Condition:
+def _store(test: NameTest, now_ns: int) -> SqlCondition:
     return snapshots.c.store_id.in_(select(stores.c.store_id).where(_text(stores.c.url)(test, now_ns)))
 
 
-def _root(test: Test, _: int) -> Condition:
+def _root(test: NameTest, _: int) -> SqlCondition:
     _require(test, ("=", "!=", "in"), "a root")
     begins = []
     for value in test.values:
@@ -137,20 +157,20 @@ def _root(test: Test, _: int) -> Condition:
             raise InvalidOptionError(
                 f"root must be compared with the first digits of one, such as '9f86d081', not {value.text!r}", object_id="root"
             )
-        begins.append(and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g"))  # g comes after all hex digits
+        begins.append(and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g"))  # g sorts after all hex digits
     return not_(or_(*begins)) if test.negated or test.op == "!=" else or_(*begins)
 
 
-def _tag(test: Test, _: int) -> Condition:
-    """Of several tags, one that fits is enough; ``!=`` and ``not`` say that none does."""
+def _tag(test: NameTest, _: int) -> SqlCondition:
+    """True if one of the snapshot's tags satisfies the test; ``!=`` and ``not``: if none does."""
     _require(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
-    positive = Test(test.name, "=" if test.op == "!=" else test.op, test.values)
-    found = of_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
+    positive = NameTest(test.name, "=" if test.op == "!=" else test.op, test.values)
+    found = is_in_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
     return not_(found) if (test.op == "!=") or (test.op == "null") != test.negated else found
 
 
-def _pinned(test: Test, _: int) -> Condition:
-    found = of_table(pins)
+def _pinned(test: NameTest, _: int) -> SqlCondition:
+    found = is_in_table(pins)
     if test.op == "flag":
         return found
     _require(test, ("=", "!="), "true or false")
@@ -159,7 +179,7 @@ def _pinned(test: Test, _: int) -> Condition:
     return found if (test.values[0].text.lower() == "true") == (test.op == "=") else not_(found)
 
 
-_Kind = Callable[[Test, int], Condition]
+_Kind = Callable[[NameTest, int], SqlCondition]
 FIELDS: Final[dict[str, _Kind]] = {
     "step": _step,
     "job": _text(snapshots.c.job),
@@ -177,16 +197,16 @@ FIELDS: Final[dict[str, _Kind]] = {
     "pinned": _pinned,
     "actor": _text(snapshots.c.actor),
 }
-"""What is no metric."""
+"""Any other name is a metric."""
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _compared(column: Any, test: Test, values: Sequence[Any]) -> Condition:
+def _compared(column: Any, test: NameTest, values: Sequence[Any]) -> SqlCondition:
     match test.op:
         case "=":
-            found: Condition = column == values[0]
+            found: SqlCondition = column == values[0]
         case "!=":
             found = column != values[0]
         case "<":
@@ -202,14 +222,14 @@ def _compared(column: Any, test: Test, values: Sequence[Any]) -> Condition:
         case "between":
             found = and_(column >= values[0], column <= values[1])
         case "like":
-            # as an expression: SQLite would else go through an index in another order than that of time, and sort all that fits
+            # as an expression, so that SQLite keeps to the index by time: with the column's own index it sorts all rows found
             found = (column + "").like(values[0], escape="\\")
         case _:
             return false()
     return not_(found) if test.negated else found
 
 
-def _require(test: Test, ops: Sequence[str], what: str) -> None:
+def _require(test: NameTest, ops: Sequence[str], what: str) -> None:
     if test.op not in ops:
         named = {"null": "is null", "nan": "is nan"}
         known = ", ".join(named.get(op, op) for op in ops)
@@ -217,17 +237,17 @@ def _require(test: Test, ops: Sequence[str], what: str) -> None:
         raise InvalidOptionError(f"{test.name.text} is {what}: test it with {known}, not with {said}", object_id=test.name.text)
 
 
-def _wrong(test: Test, value: ComparedValue, wanted: str) -> InvalidOptionError:
+def _wrong(test: NameTest, value: Value, wanted: str) -> InvalidOptionError:
     return InvalidOptionError(f"{test.name.text} must be compared with {wanted}, not with {value.text!r}", object_id=test.name.text)
 
 
-def _number(test: Test, value: ComparedValue) -> float:
+def _number(test: NameTest, value: Value) -> float:
     if value.kind != "number":
         raise _wrong(test, value, "a number")
-    return int(value.text) if value.text.lstrip("+-").isdecimal() and len(value.text) < 20 else float(value.text)
+    return value.number
 
 
-def _size(test: Test, value: ComparedValue) -> float:
+def _size(test: NameTest, value: Value) -> float:
     if value.kind == "number":
         return _number(test, value)
     try:
@@ -236,15 +256,15 @@ def _size(test: Test, value: ComparedValue) -> float:
         raise _wrong(test, value, "a size like 500MB, 10GB or 1.5GiB") from None
 
 
-def _seconds(test: Test, value: ComparedValue) -> float:
+def _seconds(test: NameTest, value: Value) -> float:
     try:
         return parse_seconds(value.text if value.kind in ("quantity", "text") else None, "age")
     except InvalidOptionError:
-        raise _wrong(test, value, "a length of time like 90s, 10m, 12h or 7d") from None
+        raise _wrong(test, value, "a duration like 90s, 10m, 12h or 7d") from None
 
 
-def _date_ns(test: Test, value: ComparedValue) -> int:
-    """Without a time zone it is UTC."""
+def _date_ns(test: NameTest, value: Value) -> int:
+    """A date without a time zone is in UTC."""
     try:
         found = datetime.fromisoformat(value.text if value.kind == "text" else "")
         aware = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
@@ -253,19 +273,17 @@ def _date_ns(test: Test, value: ComparedValue) -> int:
         raise _wrong(test, value, "a date like '2026-01-31' or '2026-01-31T12:00:00Z'") from None
 
 
-def _texts(test: Test) -> list[Any]:
+def _texts(test: NameTest) -> list[Any]:
     for value in test.values:
         if value.kind != "text":
             raise _wrong(test, value, "a text in single quotes")
         if test.op == "like" and len(value.text) - len(value.text.rstrip("\\")) & 1:
-            raise InvalidOptionError(
-                rf"{value.text!r} ends with a backslash, which takes the meaning of what follows: write \\", object_id="like"
-            )
+            raise InvalidOptionError(rf"{value.text!r} ends with a backslash, which escapes what follows: write \\", object_id="like")
     return [literal(value.text, Text) for value in test.values]
 
 
 def _whole(number: float) -> Any:
-    """Bound as the integer that it is; else as a float, which no database takes for one."""
+    """Binds an integer as an integer, and a larger or fractional number as a float."""
     if isinstance(number, int) and abs(number) <= _MAX_INT:
         return literal(number, BigInteger)
     return literal(float(number), Double)

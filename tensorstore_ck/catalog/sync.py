@@ -1,4 +1,4 @@
-"""One batch of a sync: the store's row is locked first, then the log is followed, so that no two syncs interleave or go backwards."""
+"""One batch of a sync: locks the store's row, then reads the log, so that two syncs neither interleave nor go backwards."""
 
 from itertools import islice
 from typing import Final, NamedTuple
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from sqlalchemy import Connection, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tensorstore_ck.catalog.create_tables import forget_store
+from tensorstore_ck.catalog.create_tables import delete_rows
 from tensorstore_ck.catalog.read_entries import EntryEvents
 from tensorstore_ck.catalog.row_writer import RowWriter
 from tensorstore_ck.catalog.schema import stores
@@ -15,56 +15,56 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.log import RefTable
 
 REPLACED: Final = "the store's log is not the one that was read before: the store was restored or salvaged"
-ASKED: Final = "as it was asked for"
+REBUILT: Final = "as requested"
 
 
 class CacheMovedError(Exception):
-    """Another process of this host emptied the cache that the fold lies in: what was read of it is not to be trusted."""
+    """Another process on this host emptied the cache of the fold while it was read."""
 
 
 class SyncBatch(NamedTuple):
-    """What one transaction did."""
+    """The result of one transaction."""
 
     entries: int
     snapshots: int
     head_n: int
-    anew: str
+    restart_reason: str
     is_last: bool
 
 
-def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, now_ns: int, anew: bool = False) -> SyncBatch:
-    """Feeds up to `size` entries, and notes how far it came.
+def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, now_ns: int, from_start: bool = False) -> SyncBatch:
+    """Writes up to `size` entries, and the position in the log.
 
     Raises:
-        CacheMovedError: to be tried again, in another transaction.
+        CacheMovedError: try again in another transaction.
         BrokenLogError: the log is damaged.
     """
     uuid, log = engine.config.uuid, engine.log
-    at = _lock(connection, uuid)
+    at = _lock_store(connection, uuid)
     head = log.sync()
     reason = ""
     if at.head_n:
         before = log.chain.read(at.head_n)
-        if anew or at.log != engine.config.log or before is None or before.hash.hex() != at.head_hash:
-            reason = ASKED if anew else REPLACED
-            forget_store(connection, at.store_id)
+        if from_start or at.log != engine.config.log or before is None or before.hash.hex() != at.head_hash:
+            reason = REBUILT if from_start else REPLACED
+            delete_rows(connection, at.store_id)
             at = at._replace(head_n=0, head_hash=log.chain.genesis.hex())
     view, last_n, last_hash = log.view(), at.head_n, at.head_hash
-    replay = EntryEvents(at.store_id, lambda n, txn: _counts(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
+    events = EntryEvents(at.store_id, lambda n, txn: _is_outcome(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
     first_hash = Digest(bytes.fromhex(at.head_hash)) if at.head_n else log.chain.genesis
     batches = log.chain.entries(at.head_n, first_hash, at_least=head.n)
     for entry in islice((entry for batch in batches for entry in batch), min(size, max(0, head.n - at.head_n))):
-        replay.add(entry)
+        events.add(entry)
         last_n, last_hash = entry.n, entry.hash.hex()
-    count = RowWriter(connection, at.store_id).write(replay, view)
+    count = RowWriter(connection, at.store_id).write(events, view)
     _require_folded(view, head.n)
     values = {"url": url, "log": engine.config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
     connection.execute(update(stores).where(stores.c.store_id == at.store_id).values(values))
     return SyncBatch(last_n - at.head_n, count, last_n, reason, last_n >= head.n)
 
 
-class _At(NamedTuple):
-    """How far a store was read."""
+class _Position(NamedTuple):
+    """The last entry of a store that was read."""
 
     store_id: int
     log: str
@@ -72,8 +72,8 @@ class _At(NamedTuple):
     head_hash: str
 
 
-def _lock(connection: Connection, uuid: str) -> _At:
-    """The store's row, which nobody else has until the transaction ends."""
+def _lock_store(connection: Connection, uuid: str) -> _Position:
+    """The store's row, locked until the transaction ends."""
     columns = (stores.c.store_id, stores.c.log, stores.c.head_n, stores.c.head_hash)
     its = select(*columns).where(stores.c.uuid == uuid).with_for_update()
     row = connection.execute(its).one_or_none()
@@ -82,13 +82,13 @@ def _lock(connection: Connection, uuid: str) -> _At:
         empty = {"uuid": uuid, "url": "", "log": "", "head_n": 0, "head_hash": "", "synced_ns": 0}
         connection.execute(make(stores).values(empty).on_conflict_do_nothing(index_elements=["uuid"]))
         row = connection.execute(its).one()
-    return _At(*row)
+    return _Position(*row)
 
 
-def _counts(view: RefTable, n: int, txn: bytes) -> bool:
+def _is_outcome(view: RefTable, n: int, txn: bytes) -> bool:
     outcome = view.outcome(Ulid(txn))
     if outcome is None:
-        raise CacheMovedError  # its entry is folded, or was
+        raise CacheMovedError  # the fold had its entry
     return outcome.put and outcome.n == n
 
 

@@ -1,4 +1,4 @@
-"""Syncs several stores at a time: one that cannot be read holds up none of the others, and is reported with its error."""
+"""Syncs several stores in parallel: a store that cannot be read is reported with its error, and stops none of the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -10,7 +10,7 @@ from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore
 
 PARALLEL: Final = 8
-"""Stores that are read at a time: most of a sync is waiting for a store."""
+"""Stores that are read at a time: a sync mostly waits for its store."""
 
 OpenStore = Callable[[str], ReadOnlyStore]
 
@@ -23,12 +23,12 @@ def sync_several(
     parallel: int,
     synced: Callable[[SyncOutcome], object],
 ) -> tuple[SyncOutcome, ...]:
-    """What became of each store, in the order of `urls`.
+    """The outcomes in the order of `urls`.
 
     Args:
         urls: The stores.
-        open_store: Opens one.
-        sync: Feeds an open one.
+        open_store: Opens a store.
+        sync: Syncs an open store.
         parallel: How many at a time.
         synced: Called with each outcome as soon as it is known, from any thread.
     """

@@ -1,6 +1,6 @@
 """The views: plain SQL for dashboards, with the stores' URLs, and times as dates.
 
-In PostgreSQL a time is a ``timestamptz``; SQLite has no such type, and a time is a text such as ``2026-01-31T12:00:00Z``.
+In PostgreSQL a time is a ``timestamptz``; in SQLite, which has no such type, a text such as ``2026-01-31T12:00:00Z``.
 """
 
 import re
@@ -46,7 +46,7 @@ VIEWS: Final[Mapping[str, str]] = {
 
 
 def create_view(name: str, dialect: str) -> str:
-    """The statement that makes it."""
+    """The statement that creates a view."""
     forms = {"time": _TIME[dialect], "joined": _JOINED[dialect]}
     body = re.sub(r"<(\w+) ([\w.]+)>", lambda found: forms[found[1]].format(found[2]), VIEWS[name])
     return f"CREATE VIEW {name} AS {body}"

@@ -1,7 +1,19 @@
-"""`tsck`: the store from a shell. Parses, calls `Store`, renders; every decision is made below it.
+"""`tsck`: the store from a shell. Parses the command line, calls `Store`, prints the result.
 
-Only here is the environment read (``TSCK_STORE``, ``TSCK_CACHE_DIR``). What needs torch imports it inside the command,
-so that everything else starts fast and runs without it. One document on stdout with ``--json``; progress and warnings on stderr.
+Only this package reads environment variables (``TSCK_STORE``, ``TSCK_CACHE_DIR``). A command that needs torch imports it when it runs, so
+that all others start fast and run without it. With ``--json`` stdout holds one document; progress and warnings go to stderr.
+
+app.py                the group of commands, errors and exit codes
+options.py            options that commands share, and the `StoreChoice` that they make
+cmd_*.py              the commands, named in the file's name
+import_history.py     `tsck import --history`
+model_files.py        model files as states, for `tsck put` and `tsck get`
+output.py             prints tables, facts and JSON
+progress.py           progress bars
+plot.py               curves, as text and as PNG
+hints.py              completes the commands in messages
+exit_codes.py         the table of exit codes
+allowed_locations.py  the user's file of allowed locations for moved packs
 """
 
 from tensorstore_ck.cli.app import main

@@ -1,26 +1,18 @@
-"""The user's file of allowed places, all that commands read of configuration: a URL or absolute path on each line, or ``# text``."""
+"""The user's file of allowed locations, the only configuration file: a URL or absolute path on each line, or ``# text``."""
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-import platformdirs
-
-from tensorstore_ck.backend.cold.allowed_locations import can_allow
+from tensorstore_ck.backend.cold.allowed_locations import can_allow, places_file
 from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.errors import InvalidOptionError
 
 
-def places_file() -> Path:
-    """``~/.config/tensorstore_ck/places``, or where else this system keeps such files."""
-    return platformdirs.user_config_path("tensorstore_ck", appauthor=False) / "places"
-
-
 def read_places() -> tuple[str, ...]:
-    """What the user allows.
+    """The locations that the user allows.
 
     Raises:
-        InvalidOptionError: a line is no place.
+        InvalidOptionError: a line is no location.
     """
     path = places_file()
     try:
@@ -28,7 +20,7 @@ def read_places() -> tuple[str, ...]:
     except UnicodeDecodeError as exc:
         raise InvalidOptionError(f"{path} is no text: write a URL or an absolute path on each line", object_id=str(path)) from exc
     except OSError:
-        return ()  # not there, or another user's: what cannot be read allows nothing
+        return ()  # it does not exist, or is another user's: it allows nothing
     lines = [line.strip() for line in text.splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     wrong = next((line for line in found if not can_allow(line)), None)
@@ -40,7 +32,7 @@ def read_places() -> tuple[str, ...]:
 
 
 def note_places(places: Sequence[str]) -> None:
-    """Adds lines to the file, and says so; where it cannot be written, says what commands need instead."""
+    """Adds lines to the file and prints that; if it cannot be written, prints what commands need instead."""
     path = places_file()
     for place in places:
         where = place if os.path.isabs(place) else place.partition("?")[0]

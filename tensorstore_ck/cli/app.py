@@ -1,10 +1,11 @@
-"""The `tsck` command group: which commands there are, and how an error leaves the process.
+"""The `tsck` command group: its commands, and how errors become exit codes.
 
 Every `StoreError` becomes one line on stderr (with ``--json``: a document on stdout) and its kind's exit code; 2 is a
 misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
 """
 
 import difflib
+import importlib
 import logging
 import sys
 import warnings
@@ -14,42 +15,21 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import (
-    cmd_advise,
-    cmd_catalog,
-    cmd_copy,
-    cmd_export,
-    cmd_fsck,
-    cmd_import,
-    cmd_init_probe_salvage,
-    cmd_log_show_diff,
-    cmd_pin_forget_gc,
-    cmd_policy,
-    cmd_put_get,
-    cmd_recode,
-    cmd_refs,
-    cmd_staging,
-    cmd_tier,
-    cmd_usage,
-    cmd_verify_resume,
-    cmd_watch,
-    exit_codes,
-)
+from tensorstore_ck.cli import exit_codes
 from tensorstore_ck.cli.hints import COMPLETE
-from tensorstore_ck.cli.options import split_leading
-from tensorstore_ck.cli.output import emit, printable, say
+from tensorstore_ck.cli.output import clear_line, emit, printable, say
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
 
-LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` what is in one."
+LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` the content of one."
 HELP: Final = """Keep every snapshot of training state in one store that never holds the same bytes twice.
 
 \b
 A first look:
   tsck init ./ckpt                                      make a store
   tsck put model.safetensors --ref runs/gpt -s ./ckpt   store a file as a snapshot
-  tsck log runs/gpt -s ./ckpt                           see what is there
-  tsck get runs/gpt~1 old.safetensors -s ./ckpt         bring one back
+  tsck log runs/gpt -s ./ckpt                           list the snapshots
+  tsck get runs/gpt~1 old.safetensors -s ./ckpt         write one to a file
 
 \b
 An ADDRESS names a snapshot:
@@ -60,20 +40,75 @@ An ADDRESS names a snapshot:
 
 With TSCK_STORE set, or inside the store's folder, -s is not needed."""
 EXIT_CODES: Final = "\n".join(["\b", "Exit codes, and kinds of errors with --json:", *exit_codes.help_lines()])
+COMMANDS: Final = {
+    "init": "cmd_init_probe_salvage",
+    "put": "cmd_put_get",
+    "get": "cmd_put_get",
+    "import": "cmd_import",
+    "export": "cmd_export",
+    "log": "cmd_log_show_diff",
+    "show": "cmd_log_show_diff",
+    "diff": "cmd_log_show_diff",
+    "branch": "cmd_refs",
+    "reset": "cmd_refs",
+    "tag": "cmd_refs",
+    "untag": "cmd_refs",
+    "annotate": "cmd_refs",
+    "mark": "cmd_refs",
+    "usage": "cmd_usage",
+    "advise": "cmd_advise",
+    "watch": "cmd_watch",
+    "catalog": "cmd_catalog",
+    "find": "cmd_catalog",
+    "pin": "cmd_pin_forget_gc",
+    "unpin": "cmd_pin_forget_gc",
+    "policy": "cmd_policy",
+    "forget": "cmd_pin_forget_gc",
+    "undo": "cmd_pin_forget_gc",
+    "gc": "cmd_pin_forget_gc",
+    "recode": "cmd_recode",
+    "tier": "cmd_tier",
+    "staging": "cmd_staging",
+    "copy": "cmd_copy",
+    "fsck": "cmd_fsck",
+    "verify-resume": "cmd_verify_resume",
+    "accept-log": "cmd_init_probe_salvage",
+    "salvage": "cmd_init_probe_salvage",
+    "probe": "cmd_init_probe_salvage",
+}
+"""Each command, in the order that a newcomer meets them, and its module, which is loaded when the command is asked for."""
+ALIASES: Final = {"checkout": "get"}
+RENAMED_OPTIONS: Final = {
+    "allow-bad": "allow-marked",
+    "daily": "growth-per-day",
+    "leave-out": "exclude",
+    "select": "include",
+    "skip": "exclude",
+    "take-places": "claim-locations",
+}
+"""Options' earlier spellings, which work for one more release."""
 
 
 class Program(click.Group):
     """The group of all commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order that a newcomer meets them, not that of the alphabet."""
-        return list(self.commands)
+        """In the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Loads the command's module if it is not loaded yet."""
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in self.commands and name in COMMANDS:
+            module = importlib.import_module(f"tensorstore_ck.cli.{COMMANDS[name]}")
+            self.commands.update((each.name, each) for each in vars(module).values() if isinstance(each, click.Command) and each.name)
+        return self.commands.get(name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it; of a command that is not there, says which one may be meant."""
+        """As click does; for an unknown command, names similar ones."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = [f"`tsck {found}`" for found in difflib.get_close_matches(name, self.commands, 3)]
+            close = [f"`tsck {found}`" for found in difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 3)]
             meant = LISTS if name in ("ls", "list") else f"did you mean {' or '.join(close)}?" if close else "`tsck --help` lists them."
             raise click.UsageError(f"There is no command {name!r}: {meant}", ctx)
         return super().resolve_command(ctx, args)
@@ -101,7 +136,7 @@ class Program(click.Group):
             _fail("usage", f"{exc.format_message()} {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
             return exit_codes.USAGE
         except click.Abort:
-            _fail("interrupted", "interrupted; what was not published yet is not visible", "", as_json=as_json)
+            _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
             return exit_codes.INTERRUPTED
         except StoreError as exc:
             _fail(exc.kind, str(exc), exc.object_id, as_json=as_json)
@@ -109,9 +144,27 @@ class Program(click.Group):
         return code if isinstance(code, int) else 0
 
 
+_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
+_LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
+
+
+def _split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options that choose a store and stand before the command, with their values; and the rest."""
+    at = 0
+    while at < len(arguments):
+        name, equals, _ = arguments[at].partition("=")
+        if arguments[at] in _LEADING:
+            at += 2
+        elif arguments[at] in _LEADING_FLAGS or (equals and name in _LEADING) or (name.startswith("-s") and not name.startswith("--")):
+            at += 1
+        else:
+            break
+    return list(arguments[:at]), list(arguments[at:])
+
+
 def _arranged(arguments: list[str]) -> list[str]:
     """The command first: options of the command that stand before it come after it; ``help`` and ``version`` are options."""
-    leading, rest = split_leading(arguments)
+    leading, rest = _split_leading(arguments)
     match rest:
         case ["version"]:
             return ["--version"]
@@ -126,6 +179,13 @@ def _arranged(arguments: list[str]) -> list[str]:
     return []
 
 
+def _renamed(option: str) -> str:
+    """The spelling of an option today. click asks for each that a command line has."""
+    if option in RENAMED_OPTIONS:
+        say(f"tsck: --{option} is deprecated: use --{RENAMED_OPTIONS[option]}", err=True)
+    return RENAMED_OPTIONS.get(option, option)
+
+
 def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
     if as_json:
         emit({"error": {"kind": kind, "message": redacted(message), "object": object_id}}, (), as_json=True)
@@ -134,63 +194,26 @@ def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
 
 
 class _Lines(logging.Handler):
-    """Prints what goes to the log as warnings are printed, and takes away the progress bar that the terminal's last line may be."""
+    """Prints log records as warnings are printed."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr.isatty():
-            click.echo("\r\x1b[K", nl=False, err=True)
+        clear_line()
         say(f"tsck: warning: {printable(record.getMessage())}", err=True)
         for line in logging.Formatter().formatException(record.exc_info).splitlines() if record.exc_info else ():
             say(line, err=True)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as a user wants it: what it says, not where the code is."""
+    """Prints a warning's text, without the place in the code."""
     context = click.get_current_context(silent=True)
     complete: Callable[[str], str] = str if context is None else context.meta.get(COMPLETE, str)
     say(f"tsck: warning: {printable(complete(str(message)))}", err=True)
 
 
-@click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "token_normalize_func": _renamed}
+
+
+@click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings=_SETTINGS)
 @click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
 def main() -> None:
     """The entry point of ``tsck``."""
-
-
-for _command in (
-    cmd_init_probe_salvage.init,
-    cmd_put_get.put,
-    cmd_put_get.get,
-    cmd_import.import_,
-    cmd_export.export,
-    cmd_log_show_diff.log,
-    cmd_log_show_diff.show,
-    cmd_log_show_diff.diff,
-    cmd_refs.branch,
-    cmd_refs.reset,
-    cmd_refs.tag,
-    cmd_refs.untag,
-    cmd_refs.annotate,
-    cmd_refs.mark,
-    cmd_usage.usage,
-    cmd_advise.advise,
-    cmd_watch.watch,
-    cmd_catalog.catalog,
-    cmd_catalog.find,
-    cmd_pin_forget_gc.pin,
-    cmd_pin_forget_gc.unpin,
-    cmd_policy.policy,
-    cmd_pin_forget_gc.forget,
-    cmd_pin_forget_gc.undo,
-    cmd_pin_forget_gc.gc,
-    cmd_recode.recode,
-    cmd_tier.tier,
-    cmd_staging.staging,
-    cmd_copy.copy,
-    cmd_fsck.fsck,
-    cmd_verify_resume.verify_resume,
-    cmd_init_probe_salvage.accept_log,
-    cmd_init_probe_salvage.salvage,
-    cmd_init_probe_salvage.probe,
-):
-    main.add_command(_command)

@@ -20,12 +20,12 @@ FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval
     "tsck advise runs/gpt --stall 2s --bandwidth 500MB --plot advice.png",
 )
 @click.argument("ref")
-@click.option("--stall", type=seconds, metavar="TIME", help="What a save holds the training up for; default: as Checkpointer noted.")
-@click.option("--lag", type=seconds, metavar="TIME", help="From then until the snapshot is published; default: as noted, or 0s.")
-@click.option("--restart", type=seconds, metavar="TIME", help="From a failure until training goes on; default: the restore, or 5m.")
-@click.option("--mtbf", type=seconds, metavar="TIME", help="Mean time between failures; default: as the run was resumed, or 4h.")
-@click.option("--bandwidth", type=byte_rate, metavar="RATE", help="What the store can take per second, e.g. 500MB.")
-@click.option("--daily", type=byte_count, metavar="SIZE", help="What the store may grow by in a day, e.g. 2TB.")
+@click.option("--stall", type=seconds, metavar="TIME", help="How long a save holds up the training; default: as Checkpointer measured.")
+@click.option("--lag", type=seconds, metavar="TIME", help="From then until the snapshot is published; default: as measured, or 0s.")
+@click.option("--restart", type=seconds, metavar="TIME", help="From a failure until training goes on; default: the restore time, or 5m.")
+@click.option("--mtbf", type=seconds, metavar="TIME", help="Mean time between failures; default: by how often the run was resumed, or 4h.")
+@click.option("--bandwidth", type=byte_rate, metavar="RATE", help="How many bytes per second can be written to the store, e.g. 500MB.")
+@click.option("--growth-per-day", type=byte_count, metavar="SIZE", help="How much the store may grow in a day, e.g. 2TB.")
 @click.option("--plot", type=click.Path(), metavar="FILE", help="Draw the curve into a PNG.")
 @store_options()
 def advise(
@@ -37,13 +37,21 @@ def advise(
     restart: float | None,
     mtbf: float | None,
     bandwidth: float | None,
-    daily: float | None,
+    growth_per_day: float | None,
     plot: str | None,
     as_json: bool,
 ) -> None:
-    """Tell how often the job of the branch REF should save, so that it loses least time to saves, failures and restarts."""
+    """Compute how often the job of the branch REF should save to lose least time to saves, failures and restarts."""
     with choice.look() as store:
-        found = store.advise(ref, stall=stall, lag=lag, restart=restart, mtbf=mtbf, bytes_per_second=bandwidth, bytes_per_day=daily)
+        found = store.advise(
+            ref,
+            stall_seconds=stall,
+            lag_seconds=lag,
+            restart_seconds=restart,
+            mtbf_seconds=mtbf,
+            bandwidth=bandwidth,
+            bytes_per_day=growth_per_day,
+        )
     if plot is not None:
         draw(found, plot)
     emit(found, _lines(found), as_json=as_json)

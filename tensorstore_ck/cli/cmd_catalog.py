@@ -1,4 +1,4 @@
-"""The commands catalog and find: a database of all snapshots of all jobs, and questions to it. SQLAlchemy is loaded only when they run."""
+"""The commands catalog and find: a database of all snapshots of all jobs, and queries on it. They load SQLAlchemy when they run."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,16 +39,16 @@ _db_option = click.option(
 )
 @click.argument("action", type=click.Choice(["show", "sync", "rebuild"]), default="show", metavar="[show|sync|rebuild]")
 @click.argument("urls", nargs=-1, metavar="[STORE]...")
-@click.option("--parallel", type=click.IntRange(1, 64), default=PARALLEL, show_default=True, metavar="N", help="So many stores at a time.")
+@click.option("--parallel", type=click.IntRange(1, 64), default=PARALLEL, show_default=True, metavar="N", help="Sync N stores at a time.")
 @_db_option
 @store_options()
 def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, parallel: int, db: str | None, as_json: bool) -> None:
-    """Fill a database with what the logs of stores say, for `tsck find`, for SQL and for dashboards; show what is in it.
+    """Fill a database from the logs of stores, for `tsck find`, SQL and dashboards; or show its content.
 
-    `sync` reads what came since the last time: from cron, from several hosts at once, killed and run again. Without STORE or -s it syncs
-    all stores that the catalog knows, and the one of $TSCK_STORE or the current folder. A store that cannot be read stops none of the
-    others; the exit code is then that of its error, and of several different ones the highest. `rebuild` reads all from the start. Stores
-    are only followed, as by any reader, and need the database for nothing: it can be deleted at any time.
+    `sync` reads new entries; it may run from cron, on several hosts at once, and be killed at any time. Without STORE or -s it syncs all
+    stores of the catalog, and the one of $TSCK_STORE or the current folder. When a store cannot be read the others are still synced, and
+    the exit code is that of the error, the highest of several. `rebuild` reads all entries again. The stores are only read, and never
+    need the database: it can be deleted at any time.
     """
     if action == "show" and urls:
         raise click.UsageError("`show` is for the whole catalog; STORE is for sync and rebuild.")
@@ -62,7 +62,7 @@ def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, parallel
 
 
 def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parallel: int, rebuild: bool, as_json: bool) -> int:
-    """Syncs the stores that were asked for, and says what became of each; the exit code."""
+    """Syncs the stores, prints the outcome of each, and returns the exit code."""
     wanted = list(dict.fromkeys(urls)) or _wanted(opened, choice, rebuild=rebuild)
 
     def open_store(url: str) -> "ReadOnlyStore":
@@ -90,11 +90,11 @@ def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parall
 
 
 def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[str]:
-    """The store that -s names; else all that the catalog knows, and the one that the environment or the current folder says."""
+    """The store of -s; else all of the catalog, and the one of the environment or the current folder."""
     if click.get_current_context().get_parameter_source("store") is ParameterSource.COMMANDLINE:
         return [choice.require_url()]
     known: list[str] = []
-    with suppress(FormatVersionError) if rebuild else nullcontext():  # one of another version is dropped
+    with suppress(FormatVersionError) if rebuild else nullcontext():  # rebuild drops a catalog of another version
         known = opened.known()
     if known and not choice.url and not choice.is_here():
         return known
@@ -112,15 +112,15 @@ def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[st
 @_db_option
 @click.option("--sort", metavar="NAME", help="By a metric or field, lowest first; default: newest first.")
 @click.option("--desc", is_flag=True, help="With --sort: highest first.")
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=MAX_FOUND, show_default=True, metavar="N", help="So many at most.")
-@click.option("--all", "everything", is_flag=True, help="Also those that were let go, or are freed already.")
+@click.option("-n", "--limit", type=click.IntRange(min=1), default=MAX_FOUND, show_default=True, metavar="N", help="At most N.")
+@click.option("--all", "everything", is_flag=True, help="Also forgotten and freed snapshots.")
 @json_option
 def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit: int, everything: bool, as_json: bool) -> None:
-    """Find the snapshots for which CONDITION holds, in all stores of the catalog, as of when they were synced.
+    """Find snapshots that satisfy CONDITION in all stores of the catalog, as of their last sync.
 
     Metrics by name ("val/acc" in double quotes if it is no word) against numbers; step, job (a branch's name without its first folder),
     ref, store, root, actor, mark, state, tag, pinned; time < '2026-01-31', age < 7d, size > 10GB, new_bytes. With = != < <= > >=, in (...),
-    between ... and ..., like 'a%', is null, is nan; and, or, not, parentheses. What a snapshot lacks, or is NaN, satisfies no comparison.
+    between ... and ..., like 'a%', is null, is nan; and, or, not, parentheses. A missing value or NaN satisfies no comparison.
     """
     if desc and sort is None:
         raise click.UsageError("--desc is for --sort.")
@@ -157,7 +157,7 @@ def _summary_lines(url: str, count: int, failed: Mapping[str, StoreError], code:
         yield f"exit code {code}: {', '.join(kinds)}"
     elif count > 1:
         yield f"{counted(count, 'store')} synced"
-    yield f"in {printable(url)}; `tsck find` asks it"
+    yield f"in {printable(url)}; `tsck find` queries it"
 
 
 def _show_lines(url: str, stores: Sequence["CatalogStore"]) -> Iterable[str]:
@@ -194,10 +194,10 @@ def _found_lines(found: Sequence["FoundSnapshot"], names: Sequence[str], synced:
         yield from table(header, rows, right={"STEP", "SIZE", "NEW", *map(printable, names)}, styles=styles)
         yield f"... and more: -n {2 * len(found)} shows them" if more else counted(len(found), "snapshot")
     else:
-        yield "no snapshot fits"
+        yield "no snapshot matches"
     oldest = min(synced.values(), default=None)
     as_of = "no store is in it yet" if oldest is None else f"as of {iso_time(oldest)}"
-    yield f"{as_of}; `tsck catalog sync` brings in what came since"
+    yield f"{as_of}; `tsck catalog sync` adds newer ones"
 
 
 def _cells(each: "FoundSnapshot", names: Sequence[str]) -> list[str]:

@@ -16,21 +16,23 @@ from tensorstore_ck.maintenance.copy_store import CopyReport, Pace, copy_refs
 
 
 @command(
-    "Copy refs to another store, as far as it lacks them.",
+    "Copy refs to another store.",
     "tsck copy ./ckpt s3://bucket/ckpt",
     "tsck copy s3://bucket/ckpt ./ckpt --ref 'runs/gpt-*' --rate-limit 100MB",
 )
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--ref", "refs", metavar="GLOB", multiple=True, help="Only branches and tags that fit, e.g. 'runs/*' (repeatable).")
+@click.option("--ref", "refs", metavar="GLOB", multiple=True, help="Only branches and tags that match, e.g. 'runs/*' (repeatable).")
 @rate_option
 @click.option("--src-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For SRC's storage service (repeatable).")
 @click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
 @host_options
 @allow_place_option
-@click.option("--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits.")
-@click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged.")
-@click.option("--dask", metavar="ADDRESS", help="Carry the data on the workers of a Dask cluster.")
+@click.option(
+    "--single-writer-unsafe", is_flag=True, help="Write to a backend without exclusive creation: a second writer would lose commits."
+)
+@click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose acknowledged snapshots.")
+@click.option("--dask", metavar="ADDRESS", help="Copy the data on the workers of a Dask cluster.")
 @json_option
 @click.pass_context
 def copy(
@@ -53,8 +55,8 @@ def copy(
 ) -> None:
     """Copy branches with their histories, and tags, from the store SRC to the store DST.
 
-    Only blocks that DST lacks travel, each verified. May be killed at any time and run again: it goes on. A ref that has other snapshots
-    in DST is left as it is.
+    Only blocks that DST lacks are copied, each verified. May be killed at any time and run again. A ref that has other snapshots in DST is
+    not changed.
     """
     from_choice = StoreChoice(source, dict(src_storage_option), cache_dir, places=allow_place, state_dir=state_dir, rollback=rollback)
     to_choice = replace(

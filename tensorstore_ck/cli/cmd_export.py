@@ -1,11 +1,10 @@
-"""The command that leaves the store again: export. Loads torch when it runs, and only then."""
+"""The command export: a snapshot as files of other programs. Loads torch when it runs."""
 
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
@@ -14,33 +13,33 @@ if TYPE_CHECKING:
     from tensorstore_ck.integrations.exporting import ExportReport
 
 _FORMATS: Final = ("dcp", "safetensors", "torch")
-_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _SHOWN: Final = 5
 
 
-def byte_size(text: str) -> int:
-    """``500MB``, ``4GiB``: bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index((match[2] or " ").lower()))) if match else 0
-    if size <= 0:
-        raise click.BadParameter(f"{text!r} is no size: write 500MB, 5GB or 4GiB.")
+def file_size(text: str) -> int:
+    """As `byte_count`, but at least one byte."""
+    size = byte_count(text)
+    if size == 0:
+        raise click.BadParameter(f"{text!r} is not a size: write 500MB, 5GB or 4GiB.")
     return size
 
 
 @command(
     "Write a snapshot as files that other programs read.",
-    "tsck export runs/gpt --to safetensors gpt/ --select 'model.*'",
+    "tsck export runs/gpt --to safetensors gpt/ --include 'model.*'",
     "tsck export runs/gpt@1000 --to torch step-1000.pt",
     "tsck export runs/gpt --to dcp checkpoint/",
 )
 @click.argument("address")
 @click.argument("path", metavar="DIR", type=click.Path())
-@click.option("--to", "format_", type=click.Choice(_FORMATS), required=True, help="safetensors: tensors by name. torch, dcp: all of it.")
-@click.option("--select", metavar="GLOB", multiple=True, help="Only what fits, e.g. 'model.*' (repeatable).")
-@click.option("--skip", metavar="GLOB", multiple=True, help="All but what fits, e.g. 'optimizer.*' (repeatable).")
-@click.option("--max-file-size", metavar="SIZE", type=byte_size, default="5GB", show_default=True, help="Split larger files of a folder.")
+@click.option(
+    "--to", "format_", type=click.Choice(_FORMATS), required=True, help="safetensors: tensors by name. torch, dcp: the whole state."
+)
+@click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable).")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")
+@click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
-@click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+@click.option("--allow-marked", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
 @store_options()
 def export(
     address: str,
@@ -48,16 +47,16 @@ def export(
     choice: StoreChoice,
     *,
     format_: Any,
-    select: tuple[str, ...],
-    skip: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
     max_file_size: int,
     force: bool,
-    allow_bad: bool,
+    allow_marked: bool,
     as_json: bool,
 ) -> None:
-    """Write the snapshot at ADDRESS to DIR, every byte verified, and read back from the files.
+    """Write the snapshot at ADDRESS to DIR. Every byte is verified, and read back from the files.
 
-    DIR becomes a folder; with a name that ends in .safetensors or .pt it is that one file. It is whole, or not there.
+    DIR becomes a folder, or one file if its name ends in .safetensors or .pt. It is complete, or does not exist.
     """
     from tensorstore_ck.integrations.exporting import export_snapshot  # noqa: PLC0415 - loads torch
 
@@ -68,11 +67,11 @@ def export(
             address,
             path,
             format=format_,
-            select=list(select) or None,
-            skip=skip,
+            select=list(include) or None,
+            exclude=exclude,
             max_file_bytes=max_file_size,
             overwrite=force,
-            allow_bad=allow_bad,
+            allow_marked=allow_marked,
         )
     emit({**_document(report)}, _lines(report), as_json=as_json)
 

@@ -10,7 +10,6 @@ import click
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
@@ -29,12 +28,12 @@ from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
     "tsck fsck --read-data --repair --from s3://bucket/copy",
 )
 @click.option("--read-data", is_flag=True, help="Also read and hash every stored byte.")
-@click.option("--sample", type=fraction, metavar="PART", help="Read so much of it, e.g. 5%: what was verified longest ago first.")
-@click.option("--max-time", type=seconds, metavar="TIME", help="Read for so long, in that order; the next run goes on.")
-@click.option("--repair", is_flag=True, help="Repair what is damaged, and mark what cannot be repaired; deletes nothing.")
+@click.option("--sample", type=fraction, metavar="PART", help="Read this share of it, e.g. 5%: packs verified longest ago first.")
+@click.option("--max-time", type=seconds, metavar="TIME", help="Read for this long, in that order; the next run goes on.")
+@click.option("--repair", is_flag=True, help="Repair damage, and mark snapshots that cannot be repaired; deletes nothing.")
 @click.option("--from", "other", metavar="URL", help="With --repair: another store to take lost data from.")
 @click.option("--from-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For its storage service (repeatable).")
-@click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
+@click.option("--abort-uploads", is_flag=True, help="Also delete unfinished uploads that are older than a day.")
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Read the data on the workers of a Dask cluster.")
 @store_options(writes=True)
@@ -54,11 +53,11 @@ def fsck(
     dask: str | None,
     as_json: bool,
 ) -> None:
-    """Check the store: is everything that branches, tags and pins hold there, whole and unaltered? Ends with 40 where not.
+    """Check that everything that branches, tags and pins hold is complete and unaltered. Exits with 40 if it is not.
 
-    Runs beside jobs and gc. Without options it reads log, records, parts and the packs' tables, and of the data only packs in which this
-    host found damage before; --repair also reads the data of snapshots that are marked as damaged. Damage in other data is found by
-    --read-data, with and without --repair.
+    Jobs and gc may run meanwhile. Without options it reads the log, records, parts and the packs' tables, and the data of packs in which
+    this host found damage before; --repair also reads the data of snapshots that are marked as damaged. --read-data finds damage in all
+    other data, with and without --repair.
     """
     if other is not None and not repair:
         raise click.UsageError("--from is for --repair.")
@@ -66,7 +65,7 @@ def fsck(
         raise click.UsageError("--dask checks; --repair runs here.")
     with ExitStack() as stack:
         source: Engine | None = None
-        if other is not None:  # a copy of this store's files has its uuid, and must not share what this host keeps for it
+        if other is not None:  # a copy of this store's files has the same uuid, and must not share this host's cache
             folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
             from_choice = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder)
             source = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
@@ -77,14 +76,14 @@ def fsck(
             choice.make_portable(engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
-        options = FsckOptions(read_data, sample, max_time, max_bytes_per_second=rate_limit)
+        options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)
         if options.reads_data:
             options = replace(options, progress=bar)
         repaired: RepairReport | None = None
         if repair:
             if is_sure:
                 repaired = run_repair(engine, options, other=source)
-            else:  # nothing may be written to what may be another store's log
+            else:  # the log may be another store's: write nothing
                 found = run_fsck(engine, options)
                 repaired = RepairReport(found, (), (), (), found)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
@@ -93,7 +92,7 @@ def fsck(
             report = _completed(run_fsck(engine, options, executor=executor), choice)
     lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
     lines += _fsck_lines(report, repaired.before if repaired else report, options)
-    lines += space_lines(choice, report.freeable.said() if report.freeable is not None else ())
+    lines += choice.advice_lines(report.freeable.describe() if report.freeable is not None else ())
     document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
     emit(document, lines, as_json=as_json)
     if not report.ok:
@@ -101,7 +100,7 @@ def fsck(
 
 
 def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, read_only: bool) -> tuple[Engine, bool]:
-    """The store, also where its store.json is damaged; and whether it is certain that it is this store's log that is checked."""
+    """The store, even if its store.json is damaged; and whether the log is certainly that of this store."""
     try:
         engine = choice.open_engine(read_only=read_only)
         if is_of_log(engine.backend, engine.config) is not False:
@@ -112,7 +111,7 @@ def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, read_o
             raise
     with closing(choice.open_backend()) as backend:
         found = find_config(backend, other.config if other is not None else None, is_writable=not read_only)
-    if not found.is_sure:  # nothing of this host's cache is about it
+    if not found.is_sure:  # this host's cache may be another store's
         choice = replace(choice, cache_dir=stack.enter_context(TemporaryDirectory(prefix="tsck-")))
     return stack.enter_context(closing(choice.open_engine(read_only=read_only, config=found.config))), found.is_sure
 
@@ -122,16 +121,16 @@ def _completed(report: FsckReport, choice: StoreChoice) -> FsckReport:
 
 
 def _repair_lines(report: RepairReport) -> list[str]:
-    lines = [f"{green('repaired')}  {printable(mended.object)}: {printable(mended.how)}" for mended in report.mended]
+    lines = [f"{green('repaired')}  {printable(repaired.object)}: {printable(repaired.how)}" for repaired in report.mended]
     lines += [f"{red('marked damaged')}  {root}" for root in report.marked]
-    lines += [f"{green('whole again')}  {root}" for root in report.unmarked]
+    lines += [f"{green('no longer damaged')}  {root}" for root in report.unmarked]
     if lines:
         return [*lines, ""]
     return ["nothing was repaired" if not report.ok else "nothing to repair in what was checked", ""]
 
 
 def _fsck_lines(report: FsckReport, looked_at: FsckReport, options: FsckOptions) -> list[str]:
-    """`report` says what is damaged now, `looked_at` what was read to find that out."""
+    """`report` lists the damage that is left; `looked_at` what was read to find it."""
     lines = [line for finding in report.findings for line in _finding_lines(finding)]
     errors = sum(finding.severity == "error" for finding in report.findings)
     looked = ", ".join(
@@ -154,7 +153,7 @@ def _suspects_part(report: FsckReport) -> Iterator[str]:
     if not report.read_packs:
         yield "data not read (--read-data does)"
     else:
-        yield f"data read only of {counted(report.read_packs, 'pack')} known or suspected to be damaged (--read-data reads all)"
+        yield f"read only the data of {counted(report.read_packs, 'pack')} known or suspected to be damaged (--read-data reads all)"
 
 
 def _data_parts(report: FsckReport) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command that brings checkpoints of other libraries into the store: import. Loads torch when it runs."""
+"""The command import: checkpoints of other libraries as snapshots. Loads torch when it runs."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,20 +25,22 @@ def named_metric(text: str) -> tuple[str, float | str]:
 
 
 @command(
-    "Bring checkpoints of other libraries into the store.",
+    "Import checkpoints of other libraries.",
     "tsck import checkpoint.ckpt --ref runs/old",
     "tsck import ./llama/ --ref models/llama --metadata license=llama3",
     "tsck import ./dcp-step-5000/ --ref runs/old --step 5000",
     "tsck import --history 'old/*.pt' --step-from name --metric val_loss=key:val_loss --ref runs/old",
     "tsck import --history 'lightning/*.ckpt' --step-from key:global_step --ref runs/old",
-    "tsck import checkpoint.ckpt --ref runs/old --leave-out 'hyper_parameters.*' --dry-run",
+    "tsck import checkpoint.ckpt --ref runs/old --exclude 'hyper_parameters.*' --dry-run",
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
-@click.option("--history", is_flag=True, help="Each file (or folder) that fits PATH is a step: one snapshot each. Goes on when run again.")
-@click.option("--step-from", metavar="name|key:PATH", help="With --history: the step is in the file's name, or at PATH inside the file.")
+@click.option("--history", is_flag=True, help="Each file or folder that matches PATH is one snapshot. Goes on when run again.")
+@click.option(
+    "--step-from", metavar="name|key:PATH", help="With --history: where the step is: in the file's name, or at PATH inside the file."
+)
 @click.option("--as-one", is_flag=True, help="One snapshot of a folder, even if its files are of several steps.")
-@click.option("--step", type=int, metavar="N", help="The training step, instead of the one that the checkpoint says it has.")
+@click.option("--step", type=int, metavar="N", help="The training step, instead of the one in the checkpoint.")
 @click.option(
     "--metric",
     "metrics",
@@ -47,9 +49,9 @@ def named_metric(text: str) -> tuple[str, float | str]:
     multiple=True,
     help="A number to rank by, e.g. val_loss=2.3; with --history also val_loss=key:PATH, read from each file (repeatable).",
 )
-@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
-@click.option("--leave-out", metavar="GLOB", multiple=True, help="What not to import, e.g. 'hyper_parameters.*' (repeatable).")
-@click.option("--dry-run", is_flag=True, help="Say what would be imported, and write nothing.")
+@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="Metadata, as JSON or text (repeatable).")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Do not import matching paths, e.g. 'hyper_parameters.*' (repeatable).")
+@click.option("--dry-run", is_flag=True, help="Only print what would be imported.")
 @codec_option
 @store_options(writes=True)
 def import_(
@@ -63,25 +65,25 @@ def import_(
     step: int | None,
     metrics: tuple[tuple[str, float | str], ...],
     metadata: tuple[tuple[str, object], ...],
-    leave_out: tuple[str, ...],
+    exclude: tuple[str, ...],
     dry_run: bool,
     codec: CodecName,
     as_json: bool,
 ) -> None:
-    """Import the checkpoint at PATH as the next snapshot on a branch, all of it or nothing; with --history, many as one snapshot each.
+    """Import the checkpoint at PATH as the next snapshot on a branch, as a whole; or, with --history, each of many as a snapshot.
 
     PATH is a file of torch.save, Lightning or safetensors; an index or folder of such files, as on Hugging Face; or a folder of
-    torch.distributed.checkpoint, also as FSDP1, accelerate and Lightning write it. Nothing in it is ever run.
+    torch.distributed.checkpoint, also as FSDP1, accelerate and Lightning write it. No code in it is run.
 
-    With --history, PATH is a glob in quotes, or several paths. Checkpoints are put in the order of their steps. Killed and run again,
-    it skips what is on the branch already, if the file still holds exactly that.
+    With --history, PATH is a glob in quotes, or several paths. Checkpoints are imported in the order of their steps. Killed and
+    run again, it skips files whose snapshots are on the branch and still the same.
     """
     if history:
         if step is not None or as_one:
             raise click.UsageError(f"{'--as-one' if as_one else '--step'} is for a single snapshot, and --history makes several.")
         if step_from is None:
             raise click.UsageError("--history needs --step-from name, or --step-from key:PATH such as key:global_step.")
-        asked = import_history.AskedHistory(paths, ref, step_from, dict(metrics), dict(metadata), leave_out)
+        asked = import_history.AskedHistory(paths, ref, step_from, dict(metrics), dict(metadata), exclude)
         import_history.run(asked, choice, codec, dry_run=dry_run, as_json=as_json)
         return
     if step_from is not None:
@@ -94,9 +96,9 @@ def import_(
     from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint  # noqa: PLC0415 - loads torch
 
     (path,) = paths
-    with import_history.hinting(choice, path, ref, leave_out):
+    with import_history.hinting(choice, path, ref, exclude):
         if dry_run:
-            contents = inspect_checkpoint(path, leave_out=leave_out, as_one=as_one)
+            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one)
             emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
             return
         with Bar("importing") as bar, choice.open(bar, codec) as store:
@@ -108,7 +110,7 @@ def import_(
                 step=step,
                 metrics=numbers,
                 metadata=dict(metadata),
-                leave_out=leave_out,
+                exclude=exclude,
                 as_one=as_one,
                 expect=head,
                 started=lambda contents: bar.expect(contents.tensor_bytes),

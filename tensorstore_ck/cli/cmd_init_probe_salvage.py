@@ -1,4 +1,4 @@
-"""Commands about the store itself: init, probe, salvage. They need no torch."""
+"""Commands on a whole store: init, probe, accept-log, salvage. They need no torch."""
 
 import warnings
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import click
 
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
-from tensorstore_ck.backend.save_estimate import SaveEstimate, forecast
+from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
 from tensorstore_ck.common.units import human_bytes
@@ -29,16 +29,20 @@ def init(choice: StoreChoice, *, as_json: bool) -> None:
     emit({"url": backend.url, "config": config}, [f"made a store at {printable(backend.url)}"], as_json=as_json)
 
 
-@command("Try out a place: is it safe, how fast is it?", "tsck probe s3://bucket/ckpt", "tsck probe s3://bucket/ckpt --size 10GB --ranks 8")
-@click.option("--size", type=byte_count, metavar="SIZE", help="Foretell how long a snapshot of that size takes, and whether it fits.")
+@command(
+    "Test whether a location is safe for a store, and how fast.",
+    "tsck probe s3://bucket/ckpt",
+    "tsck probe s3://bucket/ckpt --size 10GB --ranks 8",
+)
+@click.option("--size", type=byte_count, metavar="SIZE", help="Estimate how long a snapshot of this size takes, and whether it fits.")
 @click.option("--ranks", type=click.IntRange(1), metavar="COUNT", help="With --size: how many processes write it; default: 1.")
 @store_options(url_argument=True)
 @click.pass_context
 def probe(context: click.Context, choice: StoreChoice, *, size: int | None, ranks: int | None, as_json: bool) -> None:
-    """Try out whether the place at URL can hold a store that several processes write to, and how fast it is.
+    """Test whether the location URL can hold a store that several processes write to, and how fast it is.
 
-    Writes 64 MiB under probe/ and removes them again; the store that may be there is not touched. With --size also a tenth of that, up to
-    1 GiB, and ends with 34 where the snapshot does not fit.
+    Writes 64 MiB under probe/ and removes them again; a store at URL is not touched. With --size it also writes a tenth of SIZE, up to
+    1 GiB, and exits with 34 if the snapshot does not fit.
     """
     if ranks is not None and size is None:
         raise click.UsageError("--ranks is for --size.")
@@ -46,7 +50,7 @@ def probe(context: click.Context, choice: StoreChoice, *, size: int | None, rank
     with closing(choice.open_backend()) as backend:
         result = run_probe(backend)
         if size is not None and result.exclusive_create:
-            found = forecast(backend, size, ranks or 1)
+            found = estimate_save(backend, size, ranks or 1)
     lines = _probe_lines(result) + (["", *_forecast_lines(found)] if found is not None else [])
     emit({"url": backend.url, "result": result, **({} if size is None else {"forecast": found})}, lines, as_json=as_json)
     if not result.exclusive_create:
@@ -75,9 +79,11 @@ def _probe_lines(result: ProbeResult) -> list[str]:
     lines += [red(printable(problem)) for problem in result.problems]
     if result.exclusive_create and not (result.refuses_second_put and result.refuses_second_upload):
         which = "any object" if not result.refuses_second_put else "packs of more than 15 MiB"
-        lines.append(f"another writer of this place can write over {which}: give credentials only to those whom you trust with all of it")
+        lines.append(f"another writer can overwrite {which} here: give credentials only to people whom you trust with the whole store")
     if not result.exclusive_create:
-        lines.append("several processes would lose each other's commits here: use another place, or --single-writer-unsafe with one writer")
+        lines.append(
+            "several processes would lose each other's commits here: use another location, or --single-writer-unsafe with one writer"
+        )
     return lines
 
 
@@ -93,11 +99,11 @@ def _forecast_lines(found: SaveEstimate) -> list[str]:
         at_best = f" with all ranks on this host; {_seconds(elsewhere)} at best, on hosts of their own" if found.ranks > 1 else ""
         return f"{_seconds(here)}{at_best}"
 
-    space = "this place cannot tell what is free"
+    space = "this location cannot report its free space"
     if found.free_bytes is not None:
         space = f"{human_bytes(found.free_bytes)} are free: it {green('fits') if found.fits else red('does NOT fit')}"
     return [
-        f"A snapshot of {human_bytes(found.size_bytes)} by {counted(found.ranks, 'rank')}, nothing of which is in the store yet:",
+        f"A snapshot of {human_bytes(found.size_bytes)} by {counted(found.ranks, 'rank')}, with no block in the store yet:",
         *facts(
             [
                 ("save", lasts(found.save_seconds, found.save_seconds_elsewhere)),
@@ -108,8 +114,8 @@ def _forecast_lines(found: SaveEstimate) -> list[str]:
                 ("reads", bandwidth(found.read_bytes_per_second, found.rank_read_bytes_per_second)),
             ]
         ),
-        f"Measured from this host alone, with {human_bytes(found.sample_bytes)} that were hashed, too, and read back at once, so perhaps",
-        "out of a cache. Ranks on other hosts get no more than the place itself can take, which one host cannot tell.",
+        f"Measured from this host alone, with {human_bytes(found.sample_bytes)} that were also hashed, and read back at once, perhaps",
+        "from a cache. One host cannot measure how much ranks on several hosts get together.",
     ]
 
 
@@ -120,40 +126,39 @@ def _seconds(count: float) -> str:
     return f"{count:.1f} s" if count < 120 else f"{count / 60:.1f} min"
 
 
-@command("Say that you have looked at a log that went back or forked.", "tsck accept-log -s ./ckpt")
+@command("Accept a log that went back or forked.", "tsck accept-log -s ./ckpt")
 @store_options()
 def accept_log(choice: StoreChoice, *, as_json: bool) -> None:
-    """Accept the log as it is, though you have seen entries in it that are gone, or others now (every command warns of that).
+    """Accept the log as it is, although entries that you have seen are gone or have changed (every command warns of that).
 
-    Look at what is there first: after a restore from a copy, or when somebody ran `tsck salvage`, it is what it should be. Nothing in the
-    store is changed.
+    Look at the store first: a restore from a copy and `tsck salvage` change the log like this. Nothing in the store is changed.
     """
     url, head, gone = _accept(choice)
-    line = f"the log of {url} ends at entry {head.n}, and holds what you have seen of it: there is nothing to accept"
+    line = f"the log of {url} ends at entry {head.n}, and holds all entries that you have seen: there is nothing to accept"
     if gone is not None:
-        line = f"accepted the log of {url}, which ends at entry {head.n}; entry {gone.n}, which you had seen, is no longer looked for"
+        line = f"accepted the log of {url}, which ends at entry {head.n}; entry {gone.n}, which you had seen, is no longer expected"
     emit({"accepted": gone is not None, "head": head.n, "gone": gone and gone.n}, [line], as_json=as_json)
 
 
 def _accept(choice: StoreChoice) -> tuple[str, Head, Head | None]:
-    """(where, head, the entry that is no longer looked for)."""
+    """(the store's URL, its head, the entry that is no longer expected)."""
     with closing(replace(choice, rollback="warn").open_engine(read_only=True)) as engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore", LogChangedWarning)  # this is the answer to it
+        warnings.simplefilter("ignore", LogChangedWarning)  # which accepting answers
         return printable(engine.backend.url), *engine.log.accept()
 
 
-@command("Make a new log when the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
+@command("Make a new log after the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
+@click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 @store_options()
 def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
-    """Make a new log of every intact snapshot, when log entries or store.json were destroyed (`tsck fsck` tells).
+    """Make a new log of every intact snapshot after log entries or store.json were destroyed, as `tsck fsck` reports.
 
-    No other process may write to the store meanwhile. Nothing is deleted; where all is well, nothing is done.
+    No other process may write to the store meanwhile. Nothing is deleted; an intact log is not changed.
     """
     with closing(choice.open_backend()) as backend:
         report = run_salvage(backend, dry_run=dry_run, open_place=choice.place_opener(backend.url))
     if report.log and not dry_run:
-        with suppress(StoreError):  # else the next command tells of the new log
+        with suppress(StoreError):  # else the next command warns of the new log
             _accept(choice)
     emit(report, map(choice.complete, _salvage_lines(report, dry_run=dry_run)), as_json=as_json)
 

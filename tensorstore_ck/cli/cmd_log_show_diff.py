@@ -1,4 +1,4 @@
-"""Commands that look: log, show, diff. They change nothing, read no tensor data and need no torch."""
+"""The commands log, show and diff. They change nothing, read no tensor data and need no torch."""
 
 from typing import Final
 
@@ -24,8 +24,8 @@ from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 from tensorstore_ck.maintenance.describe import SnapshotDiff
 
 MAX_SHOWN: Final = 40
-NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 """Tensors and values that `show` prints without ``--all``."""
+NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
 
@@ -38,13 +38,13 @@ _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str | None, output: str | None, as_json: bool) -> None:
     """Show the history of a branch or tag, newest first; of all branches together without REF.
 
-    KEPT BY tells which tags, pins and rules of policies keep a snapshot, where there are any (`tsck policy`).
+    KEPT BY lists the tags, pins and policy rules that keep a snapshot (see `tsck policy`).
     """
     if output is not None and metric is None:
         raise click.UsageError("--output is for --plot.")
     with choice.look() as store:
         snapshots = store.log(ref, limit=limit)
-        kept_by = store.kept_by(ref) if ref else {}
+        kept_by = store.explain_retention(ref) if ref else {}
     if metric is not None:
         points = metric_points(snapshots, metric)
         if output is not None:
@@ -79,7 +79,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
             ("parent", snapshot.parent or "none"),
             ("metrics", metrics_text(snapshot.metrics)),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
-            ("size", f"{logical}, stored as {stored}; the put made the store grow by {new}"),
+            ("size", f"{logical}, stored as {stored}; the save made the store grow by {new}"),
             ("ranks", str(details.ranks) if details.ranks > 1 else ""),
             ("id", snapshot.id),
         ]
@@ -94,7 +94,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
         costs = [[printable(it.name), *_cost(it)] for it in details.groups[:limit]]
         lines += [
             "",
-            "what it takes",
+            "space used",
             *indented(table(["GROUP", "SIZE", "STORED", "RATIO", "CODECS"], costs, right={"SIZE", "STORED", "RATIO"})),
         ]
         lines += _rest(len(details.groups) - len(costs))

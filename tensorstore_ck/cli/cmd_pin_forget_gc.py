@@ -1,14 +1,11 @@
-"""Commands that say what stays and what goes: pin, unpin, forget, undo, gc."""
-
-import sys
+"""Commands that keep and free snapshots: pin, unpin, forget, undo, gc."""
 
 import click
 
-from tensorstore_ck.cli.cmd_policy import verdict_lines
+from tensorstore_ck.cli.cmd_policy import apply_policies
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, short_root, snapshot_line, table
-from tensorstore_ck.cli.progress import Phases
-from tensorstore_ck.cli.space import space_lines
+from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, say, short_root, snapshot_line, table
+from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc import GcOptions, GcReport
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot
@@ -17,14 +14,14 @@ from tensorstore_ck.maintenance.forget import Forgotten
 MAX_SHOWN = 40
 
 
-@command("Hold a snapshot, or list what is held.", "tsck pin", 'tsck pin runs/gpt@1000 --reason "mmlu running" --expires 7d')
+@command("Pin a snapshot, or list the pins.", "tsck pin", 'tsck pin runs/gpt@1000 --reason "mmlu running" --expires 7d')
 @click.argument("address", required=False)
 @click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck pin`.")
-@click.option("--owner", metavar="NAME", help="Who holds it; default: this user.")
+@click.option("--owner", metavar="NAME", help="Who pins it; default: this user.")
 @click.option("--expires", type=seconds, metavar="TIME", help="For how long, e.g. 12h or 30d; default: until unpinned.")
 @store_options(writes=True)
 def pin(address: str | None, reason: str, owner: str | None, expires: float | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """Hold the snapshot ADDRESS, whatever is forgotten, until it is unpinned; without ADDRESS list all pins."""
+    """Keep the snapshot ADDRESS until it is unpinned; without ADDRESS list all pins."""
     with choice.open(read_only=address is None) as store:
         if address is None:
             pins = store.pins()
@@ -54,38 +51,36 @@ def _snapshot_cells(snapshot: Snapshot) -> list[str]:
     return [short_root(snapshot.root), printable(snapshot.ref), "-" if snapshot.step is None else str(snapshot.step)]
 
 
-@command("Let a pinned snapshot go.", "tsck unpin runs/gpt@1000")
+@command("Remove a pin.", "tsck unpin runs/gpt@1000")
 @click.argument("address")
 @click.option("--owner", metavar="NAME", help="Whose pin; default: this user's.")
 @store_options(writes=True)
 def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """Take a pin from the snapshot ADDRESS."""
+    """Remove a pin from the snapshot ADDRESS."""
     with choice.open() as store:
         store.unpin(address, owner=owner)
     emit({"unpinned": address}, [f"unpinned {printable(address)}"], as_json=as_json)
 
 
 @command(
-    "Take snapshots out of the history.",
+    "Remove snapshots from the history.",
     "tsck forget runs/gpt@900 runs/gpt@1000",
-    "tsck forget --dry-run",
-    "tsck forget --by-policy",
     "tsck forget",
 )
 @click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
-@click.option("--by-policy", is_flag=True, help="What the policies let go, of all branches or the given ones.")
-@click.option("--dry-run", is_flag=True, help="Only tell what the policies would let go, and why each snapshot stays or goes.")
+@click.option("--by-policy", is_flag=True, hidden=True)
+@click.option("--dry-run", is_flag=True, hidden=True)
 @store_options(writes=True)
 def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, dry_run: bool, as_json: bool) -> None:
-    """Take snapshots (REF@STEP, REF~N, a root) out of their branches' histories, or whole branches and tags; or what policies let go.
+    """Remove snapshots (REF@STEP, REF~N, a root) from the histories of branches, or whole branches and tags.
 
-    `tsck undo` brings them back for a day; then `tsck gc` frees what nothing else holds. Without ADDRESS list what can be undone.
+    `tsck undo` brings them back for a day; then `tsck gc` frees their space. Without ADDRESS list what can be undone.
     """
-    with choice.open(read_only=dry_run or not (addresses or by_policy)) as store:
-        if by_policy or dry_run:
-            report = store.retain(*addresses, dry_run=dry_run)
-            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
-            return
+    if by_policy or dry_run:
+        say(f"tsck: {'--by-policy' if by_policy else '--dry-run'} is deprecated: use `tsck policy apply`", err=True)
+        apply_policies(choice, addresses, dry_run=dry_run, as_json=as_json)
+        return
+    with choice.open(read_only=not addresses) as store:
         found = store.forget(*addresses) if addresses else store.forgotten()
     nothing = "nothing was forgotten that can be undone"
     emit(found, _forgotten_lines(found, "forgot" if addresses else "") or [nothing], as_json=as_json)
@@ -95,7 +90,7 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
 @click.argument("address", required=False)
 @store_options(writes=True)
 def undo(address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """Bring back what was forgotten last; or last of a ref, or the snapshot REF@STEP."""
+    """Bring back what was forgotten last, of all refs or of one; or the snapshot REF@STEP."""
     with choice.open() as store:
         found = store.undo(address)
     emit(found, _forgotten_lines(found, "brought back"), as_json=as_json)
@@ -121,11 +116,16 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
     return lines
 
 
-@command("Free what nothing holds any more.", "tsck gc --dry-run", "tsck gc", "tsck gc --undo-window 0s --max-delete 100%")
-@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
-@click.option("--grace", type=seconds, default="0s", show_default=True, metavar="TIME", help="Free only what was condemned that long ago.")
+@command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --undo-window 0s --max-delete 100%")
+@click.option("--dry-run", is_flag=True, help="Only print what would be freed.")
+@click.option("--grace", type=seconds, default="0s", show_default=True, metavar="TIME", help="Free only objects condemned this long ago.")
 @click.option(
-    "--max-delete", type=fraction, default="50%", show_default=True, metavar="PART", help="Refuse when more of all bytes would go."
+    "--max-delete",
+    type=fraction,
+    default="50%",
+    show_default=True,
+    metavar="PART",
+    help="Abort if more than this share of the stored bytes would be deleted.",
 )
 @click.option(
     "--min-age",
@@ -133,11 +133,16 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
     default="1d",
     show_default=True,
     metavar="TIME",
-    help="Leave younger leftovers of saves alone, unless their process is known to have ended.",
+    help="Keep younger leftovers of saves, unless their process is known to have ended.",
 )
-@click.option("--undo-window", type=seconds, default="1d", show_default=True, metavar="TIME", help="Let go what was forgotten longer ago.")
+@click.option("--undo-window", type=seconds, default="1d", show_default=True, metavar="TIME", help="Free what was forgotten longer ago.")
 @click.option(
-    "--compact-below", type=fraction, default="50%", show_default=True, metavar="PART", help="Rewrite packs with less live bytes."
+    "--compact-below",
+    type=fraction,
+    default="50%",
+    show_default=True,
+    metavar="PART",
+    help="Rewrite packs with a smaller share of live bytes.",
 )
 @rate_option
 @store_options(writes=True)
@@ -153,7 +158,7 @@ def gc(
     rate_limit: float | None,
     as_json: bool,
 ) -> None:
-    """Free what no branch, tag, pin or undo window holds; from any number of hosts, while jobs save and restore.
+    """Free what no branch, tag, pin or undo window holds. Jobs and other hosts' gc may run meanwhile.
 
     May be killed at any time and run again. --max-delete, --compact-below: a percentage, or a fraction.
     """
@@ -163,12 +168,12 @@ def gc(
         undo_window_seconds=undo_window,
         max_delete=max_delete,
         compact_below=compact_below,
-        max_bytes_per_second=rate_limit,
+        rate_limit=rate_limit,
     )
-    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
-        report = store.gc(options, dry_run=dry_run, progress=phases)
+    with choice.open(read_only=dry_run) as store, Bar() as bar:
+        report = store.gc(options, dry_run=dry_run, progress=bar.phase)
     document = {"report": report, "freed_bytes": report.freed_bytes}
-    emit(document, [*map(choice.complete, _gc_lines(report)), *space_lines(choice, _space_said(report))], as_json=as_json)
+    emit(document, [*map(choice.complete, _gc_lines(report)), *choice.advice_lines(_advice(report))], as_json=as_json)
 
 
 def _gc_lines(report: GcReport) -> list[str]:
@@ -197,6 +202,6 @@ def _gc_lines(report: GcReport) -> list[str]:
     return lines
 
 
-def _space_said(report: GcReport) -> list[str]:
+def _advice(report: GcReport) -> list[str]:
     now = [f"`{report.command}` frees it"] if report.dry_run and report.freed_bytes > 0 and report.command else []
-    return [*now, *(later.said() for later in report.later)]
+    return [*now, *(later.describe() for later in report.later)]

@@ -1,6 +1,6 @@
-"""The command policy: rules of what stays, set, shown and tried out; and what they say of snapshots, as `tsck forget` shows it too."""
+"""The command policy: retention rules, set, shown, tried and applied."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -15,51 +15,66 @@ from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.maintenance.apply_policies import RetentionReport
 
 RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
+ACTIONS: Final = ("show", "set", "test", "apply", "remove")
 MAX_SHOWN: Final = 60
 
 
 @command(
-    "What stays of branches, by rule.",
+    "Set retention rules for branches.",
     "tsck policy set 'runs/*' keep_last=5 keep_best=3:val_loss:min expire_after=30d",
     "tsck policy show",
+    "tsck policy apply --dry-run",
     "tsck policy set 'runs/*' recode_after=7d move_after=30d:s3://cold/ckpt?storage_class=GLACIER_IR",
     "tsck policy test runs/gpt keep_last=2 keep_every=1000",
     "tsck policy remove 'runs/*'",
 )
-@click.argument("action", type=click.Choice(["show", "set", "test", "remove"]), default="show", metavar="[show|set|test|remove]")
+@click.argument("action", type=click.Choice(ACTIONS), default="show", metavar=f"[{'|'.join(ACTIONS)}]")
 @click.argument("target", required=False, metavar="[GLOB|REF]")
 @click.argument("rules", nargs=-1, metavar="[RULE=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="With apply: only print why each snapshot stays or goes.")
 @store_options(writes=True)
-def policy(action: str, target: str | None, rules: tuple[str, ...], choice: StoreChoice, *, as_json: bool) -> None:
-    """Say what stays of the histories of branches; with each put, and with `tsck forget --by-policy`, the rest is let go.
+def policy(action: str, target: str | None, rules: tuple[str, ...], choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
+    """Set retention rules for branches; each save applies those of its branch, and `apply` those of all branches or of each REF.
 
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
-    keep_steps=1000,5000, keep_first=yes, keep_younger=7d: what any of them keeps stays. Limits on that: expire_after=30d, max_bytes=2TB.
-    The newest, a fallback beside it, and what is tagged or pinned stay always. `test REF` says what the policies, or RULEs, would do.
-    What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This user's commands on
-    this host are then allowed to use that place; others may need --allow-place.
+    keep_steps=1000,5000, keep_first=yes, keep_younger=7d: a snapshot stays if any of them keeps it. Limits on that: expire_after=30d,
+    max_bytes=2TB. The newest, a second one as a fallback, and tagged or pinned snapshots always stay. `test REF` shows what the policies,
+    or RULEs, would do. `tsck tier` applies the age rules: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This
+    user's commands on this host may then use that location; others may need --allow-place.
     """
+    if dry_run and action != "apply":
+        raise click.UsageError("--dry-run is for apply.")
+    if action == "apply":
+        apply_policies(choice, rules if target is None else (target, *rules), dry_run=dry_run, as_json=as_json)
+        return
     if (target is None) != (action == "show"):
-        raise click.UsageError("`show` is for all policies; `set`, `test` and `remove` need to be told which GLOB or REF.")
+        raise click.UsageError("`show` lists all policies; `set`, `test` and `remove` need a GLOB or REF.")
     if bool(rules) != (action == "set") and action != "test":
-        raise click.UsageError("RULE=VALUE is for set, which needs one at least, and for test.")
-    said = _rules(rules)
-    named = [url for url in _urls(said) if can_allow(url)] if action == "set" else []
-    choice = replace(choice, places=(*choice.places, *named))  # who names a place here allows it
+        raise click.UsageError("RULE=VALUE is for set, which needs at least one, and for test.")
+    values = _rules(rules)
+    named = [url for url in _urls(values) if can_allow(url)] if action == "set" else []
+    choice = replace(choice, places=(*choice.places, *named))  # setting a policy allows its locations
     with choice.open(read_only=action in ("show", "test")) as store:
         if action == "set":
-            made = store.set_policy(str(target), **said)
+            made = store.set_policy(str(target), **values)
             note_places([url for url in named if not is_allowed(url, store.engine.backend.url, read_places())])
             emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)
         elif action == "remove":
             store.remove_policy(str(target))
-            emit({"removed": target}, [f"nothing is said of {printable(str(target))} any more"], as_json=as_json)
+            emit({"removed": target}, [f"removed the policy for {printable(str(target))}"], as_json=as_json)
         elif action == "test":
-            report = store.retain(str(target), dry_run=True, rules=said or None)
-            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
+            report = store.apply_policies(str(target), dry_run=True, rules=values or None)
+            emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
         else:
             found = store.policies()
             emit({glob: each.encode() for glob, each in found.items()}, map(choice.complete, _policy_lines(found)), as_json=as_json)
+
+
+def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
+    """Forgets what the policies no longer keep, and prints the reasons."""
+    with choice.open(read_only=dry_run) as store:
+        report = store.apply_policies(*refs, dry_run=dry_run)
+    emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
 
 
 def _rules(words: tuple[str, ...]) -> dict[str, object]:
@@ -69,13 +84,13 @@ def _rules(words: tuple[str, ...]) -> dict[str, object]:
         if not equals or not value:
             raise click.UsageError(f"{word!r} is not RULE=VALUE, such as: {RULES}")
         if name in found:
-            raise click.UsageError(f"{name} is said twice")
+            raise click.UsageError(f"{name} is given twice")
         found[name] = _value(name, value)
     return found
 
 
 def _value(name: str, text: str) -> object:
-    """As `Store.set_policy` takes it; what cannot be one stays text, which is then refused."""
+    """A value for `Store.set_policy`; text that does not parse is passed on, and refused there."""
     if name in ("keep_last", "keep_every"):
         return int(text) if text.isdecimal() else text
     if name == "keep_steps":
@@ -89,8 +104,8 @@ def _value(name: str, text: str) -> object:
     return text
 
 
-def _urls(said: Mapping[str, object]) -> list[str]:
-    stages = said.get("move_after")
+def _urls(values: Mapping[str, object]) -> list[str]:
+    stages = values.get("move_after")
     return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
 
 
@@ -102,14 +117,14 @@ def _best(text: str) -> tuple[object, ...]:
 
 def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:
     if not found:
-        yield f"no policies, so all stays: `tsck policy set 'runs/*' {RULES.partition(' keep_every')[0]}` makes one"
+        yield f"no policies, so every snapshot stays: `tsck policy set 'runs/*' {RULES.partition(' keep_every')[0]}` makes one"
     yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(each))] for glob, each in found.items()]) if found else ()
 
 
-def verdict_lines(report: RetentionReport) -> Iterator[str]:
-    """What stays and what goes, and why."""
+def _verdict_lines(report: RetentionReport) -> Iterator[str]:
+    """Which snapshots stay or go, and why."""
     if not report.branches:
-        yield "no policy is for any of these branches: all stays (see `tsck policy`)"
+        yield "no policy matches these branches: every snapshot stays (see `tsck policy`)"
         return
     for branch in report.branches:
         yield f"{printable(branch.ref)}: {counted(len(branch.snapshots), 'snapshot')}, by {', '.join(map(printable, branch.policies))}"

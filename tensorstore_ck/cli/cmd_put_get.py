@@ -1,4 +1,4 @@
-"""Commands that carry a model file into the store and out of it: put, get. The only ones that load torch, and only when they run."""
+"""The commands put and get: a model file into the store, and out of it. They load torch when they run."""
 
 import click
 
@@ -6,7 +6,7 @@ from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named
 from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.format.codec import CodecName
-from tensorstore_ck.format.record import NOTE
+from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.log.snapshot import refuse_marked
 
 
@@ -26,7 +26,7 @@ from tensorstore_ck.log.snapshot import refuse_marked
     multiple=True,
     help="A number to rank by, e.g. val_loss=2.3 (repeatable).",
 )
-@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
+@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="Metadata, as JSON or text (repeatable).")
 @codec_option
 @store_options(writes=True)
 def put(
@@ -42,7 +42,7 @@ def put(
 ) -> None:
     """Store a model FILE (.safetensors, .pt, .pth, .bin, .ckpt) as the next snapshot on a branch.
 
-    Bytes that the store holds already cost nothing. A torch file is loaded with weights_only=True, never otherwise.
+    Bytes that the store has are not stored again. Torch files are only loaded with weights_only=True.
     """
     from tensorstore_ck.cli.model_files import load_file  # noqa: PLC0415 - only put and get need torch
 
@@ -50,33 +50,35 @@ def put(
         head = store.branches().get(ref)
         loaded = load_file(file)
         bar.expect(loaded.tensor_bytes)
-        said = {key: value for key, value in loaded.metadata.items() if key != NOTE}
+        stored = {key: value for key, value in loaded.metadata.items() if key != STORE_KEY}
         snapshot = store.put_snapshot(
-            loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**said, **dict(metadata)}, expect=head, unchanged="ok"
+            loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**stored, **dict(metadata)}, expect=head, unchanged="ok"
         )
     emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)], as_json=as_json)
 
 
-@command("Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --select 'model.*'", "tsck get runs/gpt@1000 step-1000.pt")
+@command(
+    "Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --include 'model.*'", "tsck get runs/gpt@1000 step-1000.pt"
+)
 @click.argument("address")
 @click.argument("file", type=click.Path())
-@click.option("--select", metavar="GLOB", multiple=True, help="Only tensors whose names fit, e.g. 'model.*' (repeatable).")
+@click.option("--include", metavar="GLOB", multiple=True, help="Only tensors whose names match, e.g. 'model.*' (repeatable).")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+@click.option("--allow-marked", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
 @store_options()
-def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_bad: bool, as_json: bool) -> None:
-    """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth all of it."""
+def get(address: str, file: str, include: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_marked: bool, as_json: bool) -> None:
+    """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth the whole state."""
     from tensorstore_ck.cli.model_files import check_target, save_file  # noqa: PLC0415 - only put and get need torch
 
     check_target(file, overwrite=force)
     with Bar("getting") as bar, choice.look(bar) as store:
         snapshot = store.resolve(address)
-        if not allow_bad:
-            refuse_marked(snapshot, address, "give --allow-bad")
+        if not allow_marked:
+            refuse_marked(snapshot, address, "give --allow-marked")
         metadata = store.show(snapshot.root).metadata
         bar.expect(snapshot.logical_bytes)
-        # By its root, since a branch may have moved meanwhile.
-        state = store.checkout(snapshot.root, select=list(select) or None, allow_bad=allow_bad)
+        # by its root: the branch may have moved meanwhile
+        state = store.checkout(snapshot.root, select=list(include) or None, allow_marked=allow_marked)
     left_out = save_file(state, file, metadata, overwrite=force)
     lines = [snapshot_line(f"wrote {printable(file)} from", snapshot)]
     if left_out:

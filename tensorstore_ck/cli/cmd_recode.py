@@ -1,25 +1,26 @@
 """The command that makes old snapshots smaller: recode."""
 
-import sys
 from collections.abc import Iterator
 
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, printable, table
-from tensorstore_ck.cli.progress import Phases
+from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.recode import RecodeReport
 
 MAX_SHOWN = 40
 
 
-@command("Encode old snapshots anew, smaller.", "tsck recode runs/gpt --older-than 7d", "tsck recode --all --codec small --dry-run")
+@command(
+    "Re-encode old snapshots so that they are smaller.", "tsck recode runs/gpt --older-than 7d", "tsck recode --all --codec small --dry-run"
+)
 @click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All snapshots that anything holds.")
-@click.option("--codec", type=click.Choice(["small", "fast"]), default="small", show_default=True, help="How.")
-@click.option("--older-than", type=seconds, metavar="AGE", help="Only snapshots that were put longer ago, e.g. 7d.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be gained, by some blocks of each pack.")
+@click.option("--all", "everything", is_flag=True, help="All snapshots that a ref, pin or undo window holds.")
+@click.option("--codec", type=click.Choice(["small", "fast"]), default="small", show_default=True, help="The codec to encode with.")
+@click.option("--older-than", type=seconds, metavar="AGE", help="Only snapshots older than this, e.g. 7d.")
+@click.option("--dry-run", is_flag=True, help="Only estimate the savings, from some blocks of each pack.")
 @rate_option
 @store_options(writes=True)
 def recode(
@@ -33,17 +34,15 @@ def recode(
     rate_limit: float | None,
     as_json: bool,
 ) -> None:
-    """Encode snapshots anew so that they take less: a branch with its history, single snapshots, or all; from any host, beside jobs.
+    """Re-encode snapshots so that they are smaller: a branch with its history, single snapshots, or all. Jobs may run meanwhile.
 
-    Roots and addresses stay as they are, and every block is verified. What it replaces goes with the next `tsck gc`; until then the store
-    takes more. May be killed at any time and run again.
+    Roots and addresses do not change, and every block is verified. The next `tsck gc` frees the replaced packs; until then the store is
+    larger. May be killed at any time and run again.
     """
     if everything == bool(addresses):
         raise click.UsageError("Give branches or snapshots, or --all.")
-    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
-        report = store.recode(
-            *addresses, codec=codec, older_than=older_than, dry_run=dry_run, max_bytes_per_second=rate_limit, progress=phases
-        )
+    with choice.open(read_only=dry_run) as store, Bar() as bar:
+        report = store.recode(*addresses, codec=codec, older_than=older_than, dry_run=dry_run, rate_limit=rate_limit, progress=bar.phase)
     emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""Commands that name, move and judge snapshots: branch, reset, tag, untag, annotate, mark. Each is one entry in the log."""
+"""Commands on refs and marks: branch, reset, tag, untag, annotate, mark. Each writes one log entry."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_jso
 @click.argument("address")
 @store_options(writes=True)
 def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; its history keeps where it was."""
+    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; its history keeps the old position."""
     with choice.open() as store:
         _done(f"branch {printable(name)} is now at", store.reset(name, address), as_json=as_json)
 
@@ -40,7 +40,7 @@ def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> Non
 @click.argument("address", required=False)
 @store_options(writes=True)
 def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """List the tags, or give the snapshot ADDRESS the tag NAME, a name that never moves."""
+    """List the tags, or give the snapshot ADDRESS the tag NAME, which never moves."""
     with choice.open(read_only=name is None) as store:
         if name is None:
             _list_refs(store.tags(), "TAG", choice.complete("no tags yet: `tsck tag NAME ADDRESS` makes one"), as_json=as_json)
@@ -53,7 +53,7 @@ def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: 
 @click.argument("name")
 @store_options(writes=True)
 def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Remove the tag NAME; `tsck undo` brings it back. The snapshot stays as long as anything else holds it."""
+    """Remove the tag NAME; `tsck undo` brings it back. The snapshot stays while another ref or pin holds it."""
     with choice.open() as store:
         store.untag(name)
     emit({"untagged": name}, [f"removed tag {printable(name)}"], as_json=as_json)
@@ -73,10 +73,10 @@ def annotate(address: str, metrics: tuple[tuple[str, float], ...], choice: Store
 @click.argument("address")
 @click.argument("mark", metavar="[bad]", type=click.Choice(["bad"]), default="bad")
 @click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck log`.")
-@click.option("--clear", is_flag=True, help="Take the mark back.")
+@click.option("--clear", is_flag=True, help="Remove the mark.")
 @store_options(writes=True)
 def mark(address: str, mark: str, reason: str, choice: StoreChoice, *, clear: bool, as_json: bool) -> None:
-    """Mark the snapshot ADDRESS as bad, so that nobody resumes from it unless told to."""
+    """Mark the snapshot ADDRESS as bad, so that restoring it needs --allow-marked."""
     if clear and reason:
         raise click.UsageError("--clear takes no --reason.")
     with choice.open() as store:
@@ -86,7 +86,7 @@ def mark(address: str, mark: str, reason: str, choice: StoreChoice, *, clear: bo
 
 def _require_address(name: str, address: str | None, command: str) -> str:
     if address is None:
-        raise click.UsageError(f"Where shall {command} {name!r} be? Give an ADDRESS, as in `tsck {command} {name} runs/gpt~1`.")
+        raise click.UsageError(f"{command} {name!r} needs a snapshot: give an ADDRESS, as in `tsck {command} {name} runs/gpt~1`.")
     return address
 
 

@@ -1,4 +1,4 @@
-"""The command about what is durable on a host's disk, and not published yet: look, resume, drop."""
+"""The command staging: lists, resumes and drops snapshots that are durable on a host's disk and not published yet."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ from tensorstore_ck.session.staging.verify import verify_staged
 
 
 @command(
-    "What is staged on this host and not published.",
+    "List what is staged on this host and not published.",
     "tsck staging --staging /nvme/stage -s s3://bucket/ckpt",
     "tsck staging resume --staging /nvme/stage",
     "tsck staging drop 01K6AZ8Q9S3M6V7J0T2N5R8W1X --staging /nvme/stage",
@@ -42,15 +42,15 @@ from tensorstore_ck.session.staging.verify import verify_staged
 @click.argument("action", type=click.Choice(["list", "resume", "drop"]), default="list", metavar="[list|resume|drop]")
 @click.argument("txns", metavar="[TXN]...", nargs=-1)
 @click.option(
-    "--staging", "path", metavar="FOLDER", help="The staging disk, as in tsck.open(..., staging=FOLDER). Without it: what the log says."
+    "--staging", "path", metavar="FOLDER", help="The staging disk, as in tsck.open(..., staging=FOLDER). Default: only what the log lists."
 )
-@click.option("--all", "everything", is_flag=True, help="With drop: all of which something is on that disk.")
+@click.option("--all", "everything", is_flag=True, help="With drop: every snapshot of which that disk holds a part.")
 @click.option("--yes", is_flag=True, help="With drop: do not ask.")
 @click.option(
     "--accept-owner",
     type=click.IntRange(min=0),
     metavar="UID",
-    help="For root: the folder is that user's. What is resumed is read and verified before it is published.",
+    help="For root: the folder belongs to that user. Staged data is verified before it is published.",
 )
 @store_options(writes=True)
 @click.pass_context
@@ -66,13 +66,12 @@ def staging(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """List what is staged and not published, on the disk FOLDER of this host and by the log.
+    """List what is staged and not published: on the disk FOLDER of this host, and in the log.
 
-    `resume` uploads and publishes what lies there in full, whoever left it; it waits as long as the store does not answer. `drop` gives up
-    the staged snapshots TXN, or --all: they will never be published, and their files are deleted. A job that opens the store with that
-    disk resumes by itself.
+    `resume` uploads and publishes complete snapshots of any job; it waits until the store answers. `drop` deletes the files of the staged
+    snapshots TXN, or --all, which are then never published. A job that opens the store with that disk resumes by itself.
 
-    A staging folder is one user's alone, and refused to others. Root ends what the dead jobs of another user left with --accept-owner UID.
+    A staging folder belongs to one user, and is refused to others. With --accept-owner UID root takes over the folder of another user.
     """
     if action != "drop" and (everything or yes or txns):
         raise click.UsageError("TXN, --all and --yes are for drop.")
@@ -157,7 +156,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
 
 
 def _echo(event: Event) -> None:
-    """Prints what is no warning: those are printed for every command."""
+    """Prints events that are no warnings; those are printed for every command."""
     if LEVELS[event.kind] < logging.WARNING:
         say(f"tsck: {event_text(event)}", err=True)
 
@@ -176,9 +175,9 @@ def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, 
         (dropped if drop(engine, engine.tier, _txn(put)) is None else kept).append(put)
     if engine.tier is not None:
         tier = engine.tier
-        tier.folder.enter(lambda: sweep(tier))  # what nothing names any more, if no job uses the disk
+        tier.folder.enter(lambda: sweep(tier))  # files that no manifest names, if no job uses the disk
     lines = [f"dropped {_name(put)} ({put.txn})" for put in dropped]
-    lines += [f"{_name(put)} ({put.txn}) was published already: freed what the disk had of it" for put in kept]
+    lines += [f"{_name(put)} ({put.txn}) was published already: deleted its files" for put in kept]
     emit({"dropped": dropped, "published": kept}, lines or ["nothing is staged"], as_json=as_json)
 
 
@@ -187,7 +186,7 @@ def _confirm(puts: Sequence[StagedPutInfo]) -> None:
         raise click.UsageError("This cannot be undone: add --yes to drop without being asked.")
     for put in puts:
         say(f"{_name(put)} ({put.txn}): {human_bytes(put.size_bytes)}, {put.state}", err=True)
-    click.confirm(f"Give up {counted(len(puts), 'staged snapshot')} for good?", abort=True, err=True)
+    click.confirm(f"Give up {counted(len(puts), 'staged snapshot')} permanently?", abort=True, err=True)
 
 
 def _txn(put: StagedPutInfo) -> Ulid:
@@ -204,9 +203,7 @@ def _name(put: StagedPutInfo) -> str:
 
 def _lines(found: Sequence[StagedPutInfo], path: str | None) -> list[str]:
     if not found:
-        return [
-            "nothing is staged" + ("" if path is not None else ", as far as the log says; --staging FOLDER looks at this host's disk, too")
-        ]
+        return ["nothing is staged" + ("" if path is not None else ", by the log; --staging FOLDER also looks at this host's disk")]
     return [*_table(found), *_why(found)]
 
 
@@ -232,7 +229,7 @@ def _table(found: Sequence[StagedPutInfo]) -> list[str]:
 
 
 def _why(found: Sequence[StagedPutInfo]) -> Iterator[str]:
-    """What is wrong, below the table."""
+    """The problems, below the table."""
     for put in found:
         if put.problems:
             yield f"{_name(put)} ({put.txn}) cannot be published from here:"

@@ -1,4 +1,4 @@
-"""The command usage: who takes how many bytes."""
+"""The command usage: how many bytes refs, jobs and snapshots use."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -7,7 +7,6 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, printable, short_root, table
-from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
 
@@ -15,17 +14,17 @@ SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40
 
 
-@command("Show who takes how many bytes.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --codecs")
+@command("Show how many bytes refs use.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --codecs")
 @click.option("--snapshots", is_flag=True, help="Each snapshot, and what forgetting it would free.")
-@click.option("--jobs", is_flag=True, help="Each job: the refs whose names are alike up to the last '/'.")
-@click.option("--packs", is_flag=True, help=f"The {MAX_PACKS} packs of which least is live.")
+@click.option("--jobs", is_flag=True, help="Each job: the refs whose names are equal up to the last '/'.")
+@click.option("--packs", is_flag=True, help=f"The {MAX_PACKS} packs with the smallest live share.")
 @click.option("--codecs", is_flag=True, help="How the blocks are encoded.")
 @store_options()
 def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, codecs: bool, as_json: bool) -> None:
-    """Show how many bytes each branch and tag takes.
+    """Show how many bytes each branch and tag uses.
 
-    LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, SHARED how much of it
-    another one holds as well, and EXCLUSIVE what would go with it: what forgetting it frees, when the undo window has ended.
+    LOGICAL counts all bytes that were saved, UNIQUE each block once, STORED the bytes on disk, SHARED those that another ref holds too,
+    and EXCLUSIVE those that forgetting it frees when the undo window has ended.
     """
     with choice.look() as store:
         found = store.usage(per_snapshot=snapshots)
@@ -45,7 +44,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         header = ["REF", "SNAPSHOTS", *SIZES]
         rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
         lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
-    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *space_lines(choice, found.freeable.said())], as_json=as_json)
+    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *choice.advice_lines(found.freeable.describe())], as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command verify-resume: does a job go on bit for bit? It runs the user's own code, which it is given on purpose."""
+"""The command verify-resume: does a job resume bit for bit? It runs code of the user."""
 
 import importlib
 import importlib.util
@@ -13,9 +13,9 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, green, printable, red
 
 if TYPE_CHECKING:
-    from tensorstore_ck.training.verify_resume import Make
+    from tensorstore_ck.training.verify_resume import MakeJob
 
-DIFFERS_EXIT: Final = 3  # Python itself ends with 1 where the code that is run raises
+DIFFERS_EXIT: Final = 3  # Python exits with 1 when the user's code raises
 
 
 @command(
@@ -25,15 +25,15 @@ DIFFERS_EXIT: Final = 3  # Python itself ends with 1 where the code that is run 
 )
 @click.argument("function", metavar="MODULE:FUNCTION")
 @click.option("--ref", "address", required=True, metavar="ADDRESS", help="The snapshot to resume from.")
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="How many steps to make each time.")
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="How many steps to run each time.")
 @store_options()
 @click.pass_context
 def verify_resume(context: click.Context, function: str, address: str, steps: int, choice: StoreChoice, *, as_json: bool) -> None:
-    """Resume from a snapshot twice, make some steps each time, and compare all that they leave, bit by bit. Ends with 3 where it differs.
+    """Resume from a snapshot twice, run some steps each time, and compare the resulting states bit by bit. Exits with 3 if they differ.
 
-    MODULE is a module's name or a path to a .py file, and is imported: this runs your code. FUNCTION takes nothing, builds the job anew,
-    and returns its tsck.TrainingState and a function that makes one step. The store is not changed. What the TrainingState was not given is
-    not compared with how the job went on.
+    MODULE is a module's name or a path to a .py file, and is imported: this runs your code. FUNCTION takes no arguments, builds the job,
+    and returns its tsck.TrainingState and a function that runs one step. The store is not changed. Only what the TrainingState holds is
+    compared.
     """
     make = load_function(function)
     from tensorstore_ck.training import verify_resume as verify  # noqa: PLC0415 - loads torch
@@ -46,7 +46,7 @@ def verify_resume(context: click.Context, function: str, address: str, steps: in
         context.exit(DIFFERS_EXIT)
 
 
-def load_function(text: str) -> "Make":
+def load_function(text: str) -> "MakeJob":
     """The function that ``MODULE:FUNCTION`` names; its module is imported."""
     name, colon, attribute = text.rpartition(":")
     if not colon or not name or not attribute:

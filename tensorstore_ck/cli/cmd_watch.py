@@ -1,4 +1,4 @@
-"""The command watch: something is done with each snapshot as it is published."""
+"""The command watch: prints each snapshot as it is published, or runs a program on it."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from contextlib import closing
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
-from tensorstore_ck.cli.output import json_line, printable, say, snapshot_line
+from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.watch import PIN_SECONDS
@@ -21,10 +21,10 @@ from tensorstore_ck.maintenance.watch import PIN_SECONDS
 )
 @click.argument("ref")
 @click.option("--exec", "program", metavar="CMD", help="Run CMD for each, with {root}, {step}, {ref} and {store} filled in; no shell.")
-@click.option("--since-step", type=int, metavar="N", help="Also those that are there already, from step N on.")
-@click.option("--newest-only", is_flag=True, help="Of several that came while CMD ran only the newest.")
+@click.option("--since-step", type=int, metavar="N", help="Also existing snapshots, from step N on.")
+@click.option("--newest-only", is_flag=True, help="Skip all but the newest of the snapshots that came while CMD ran.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N snapshots.")
-@click.option("--pin-for", type=seconds, metavar="TIME", help="How long a pin holds at most. Default: 1d with --exec; else no pins.")
+@click.option("--pin-for", type=seconds, metavar="TIME", help="How long a pin lasts at most. Default: 1d with --exec; else no pins.")
 @click.option("--poll", type=seconds, default="2s", show_default=True, metavar="TIME", help="How often to look.")
 @store_options(writes=True)
 def watch(
@@ -39,16 +39,16 @@ def watch(
     poll: float,
     as_json: bool,
 ) -> None:
-    """Wait for snapshots of the branch REF and say each; or run CMD, while a pin holds it whatever policies say; until interrupted.
+    """Watch a branch: print each new snapshot, or run CMD on it; it stays pinned meanwhile. Runs until interrupted.
 
-    A CMD that fails is told, and does not end the watch. With --json one line for each. Without --exec the store is not changed.
+    A CMD that fails is reported, and does not end the watch. With --json a line for each snapshot. Without --exec the store is not changed.
     """
     words = _words(program) if program is not None else None
     held = PIN_SECONDS if pin_for is None and words is not None else pin_for
     options = {"since_step": since_step, "newest_only": newest_only, "pin_for": held, "poll_seconds": poll}
     with choice.open(read_only=held is None) as store, closing(store.watch(ref, **options)) as watched:
         for number, snapshot in enumerate(watched, start=1):
-            click.echo(json_line(snapshot)) if as_json else say(snapshot_line("published", snapshot))
+            emit_line(snapshot) if as_json else say(snapshot_line("published", snapshot))
             if words is not None:
                 _run(words, snapshot, choice.require_url())
             if number == count:

@@ -1,4 +1,4 @@
-"""The exit codes of `tsck`: one for each kind of error, as `errors` has them."""
+"""The exit codes of `tsck`: one for each kind of error in `errors`."""
 
 from typing import Final, NamedTuple
 
@@ -9,7 +9,7 @@ INTERRUPTED: Final = 130
 
 
 class ExitCode(NamedTuple):
-    """A code, and when a command ends with it."""
+    """A code, and when a command exits with it."""
 
     code: int
     kind: str
@@ -25,7 +25,7 @@ def exit_codes() -> list[ExitCode]:
         ExitCode(0, "", "Done."),
         ExitCode(errors.StoreError.exit_code, errors.StoreError.kind, "An error of no other kind; or a bug, with its traceback."),
         ExitCode(USAGE, "usage", "The command line is wrong."),
-        ExitCode(INTERRUPTED, "interrupted", "Ctrl-C; what was not published yet is not visible."),
+        ExitCode(INTERRUPTED, "interrupted", "Ctrl-C; unpublished snapshots are not visible."),
     ]
     return sorted([*own, *found])
 

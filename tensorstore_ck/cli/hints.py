@@ -1,4 +1,4 @@
-"""Commands that messages name, completed so that they work as they are printed: for the store that this command was given."""
+"""Completes the commands in messages, so that they work as they are printed: on the store of this command."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from tensorstore_ck.redaction import display_url, hidden_options
 
 COMPLETE: Final = "tensorstore_ck.complete"
-"""Under which click's context holds the completion for the store of the command that runs."""
+"""The key in click's context of the function that completes commands for the current store."""
 _COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
 
 
@@ -23,7 +23,7 @@ def store_arguments(
     folders: Mapping[str, str | None],
     places: Sequence[str],
 ) -> list[str]:
-    """What chose the store on this command line. What the environment and the current folder said, they say again to the next command.
+    """The arguments that chose the store, without those of the environment and the current folder, which hold for the next command, too.
 
     The values of secrets are not repeated.
     """
@@ -42,16 +42,16 @@ def store_arguments(
 
 
 def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str:
-    """`text`, with `arguments` added to each command in it that works on a store; of one that names its store not what names another."""
-    root = context.find_root().command
-    commands = root.commands if isinstance(root, click.Group) else {}
+    """`text`, with `arguments` added to each command that works on a store; a command that names its store gets no other."""
+    root = context.find_root()
     pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
     storage = [word for option, value in pairs if option == "--storage-option" for word in (option, value)]
     state = [word for option, value in pairs if option == "--state-dir" for word in (option, value)]
 
     def completed(found: re.Match[str]) -> str:
         name, rest = found.groups()
-        takes_store = name in commands and any(parameter.name == "store" for parameter in commands[name].params)
+        command = root.command.get_command(root, name) if isinstance(root.command, click.Group) else None
+        takes_store = command is not None and any(parameter.name == "store" for parameter in command.params)
         names_store = bool({"-s", "--store"} & set(rest.split()))
         more = arguments if not names_store else [*(storage if "://" in rest else ()), *state]
         return f"`tsck {name}{rest} {shlex.join(more)}`" if takes_store and more else found[0]

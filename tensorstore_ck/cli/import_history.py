@@ -1,4 +1,4 @@
-"""What `tsck import --history` does: several checkpoints, one snapshot each. And the hint to it where a folder needs it."""
+"""`tsck import --history`: several checkpoints, one snapshot each; and the hint to use it."""
 
 import os
 import shlex
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AskedHistory:
-    """What is to be imported: the arguments of `importing.import_history`."""
+    """The arguments of `importing.import_history`."""
 
     paths: Sequence[str]
     ref: str
     step_from: str
     metrics: Mapping[str, float | str]
     metadata: Mapping[str, object]
-    leave_out: Sequence[str]
+    exclude: Sequence[str]
 
 
 def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: bool, as_json: bool) -> None:
-    """Imports it, and says of each checkpoint what became of it as soon as that is known."""
+    """Imports the checkpoints, and prints the outcome of each at once."""
     from tensorstore_ck.integrations.importing import import_history, inspect_history  # noqa: PLC0415 - loads torch
 
     if dry_run:
-        plan = inspect_history(asked.paths, step_from=asked.step_from, metrics=asked.metrics, leave_out=asked.leave_out)
+        plan = inspect_history(asked.paths, step_from=asked.step_from, metrics=asked.metrics, exclude=asked.exclude)
         document = {"plan": plan, "steps": []}
         emit(document, [*_plan_lines(plan), f"{counted(len(plan), 'snapshot')}; nothing was written (--dry-run)"], as_json=as_json)
         return
@@ -59,7 +59,7 @@ def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: 
             step_from=asked.step_from,
             metrics=asked.metrics,
             metadata=asked.metadata,
-            leave_out=asked.leave_out,
+            exclude=asked.exclude,
             planned=planned,
             imported=imported,
         )
@@ -70,15 +70,15 @@ def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: 
 
 
 @contextmanager
-def hinting(choice: StoreChoice, path: str, ref: str, leave_out: Sequence[str]) -> Iterator[None]:
-    """Where a folder is refused because it is of several steps: says the command that imports it, so that it can be copied."""
+def hinting(choice: StoreChoice, path: str, ref: str, exclude: Sequence[str]) -> Iterator[None]:
+    """Adds the command that imports a folder to the error that refuses it because it holds several steps."""
     from tensorstore_ck.integrations.importing import SeveralStepsError  # noqa: PLC0415 - loads torch
 
     try:
         yield
     except SeveralStepsError as exc:
         store = ["-s", choice.url] if choice.url and choice.url != os.environ.get(STORE_VARIABLE) else []
-        left_out = [word for glob in leave_out for word in ("--leave-out", glob)]
+        left_out = [word for glob in exclude for word in ("--exclude", glob)]
         words = ["tsck", "import", "--history", *exc.paths(path), "--step-from", exc.step_from, "--ref", ref, *left_out, *store]
         exc.args = (exc.message(shlex.join(words)),)
         raise

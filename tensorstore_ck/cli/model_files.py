@@ -1,7 +1,7 @@
 """Model files as states, and states as model files: .safetensors, and what torch.save writes.
 
-A file is untrusted: torch files are only ever loaded with ``weights_only=True``. A file is written under a temporary name
-beside its target, made durable and then renamed, so a target is whole or untouched. Loads torch; knows nothing of stores.
+A file is untrusted: torch files are only loaded with ``weights_only=True``. A file is written under a temporary name in the target's
+folder, made durable and then renamed, so the target is complete or unchanged. Loads torch; knows no store.
 """
 
 import json
@@ -34,11 +34,11 @@ class LoadedFile(NamedTuple):
 
     state: Any
     metadata: dict[str, str]
-    """What a .safetensors file says about itself."""
+    """Of a .safetensors file."""
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of its tensors; of those that share memory, counted twice."""
+        """Bytes of its tensors; shared memory counts for each."""
         import torch  # noqa: PLC0415 - loads torch only where tensors are handled
 
         return sum(value.nbytes for _, value in _leaves(self.state, "") if isinstance(value, torch.Tensor))
@@ -50,7 +50,7 @@ def load_file(path: str) -> LoadedFile:
     Raises:
         NotFoundError: no such file.
         InvalidOptionError: neither a .safetensors nor a torch file, by its name.
-        CorruptObjectError: not what its name says.
+        CorruptObjectError: its content is not what its name says.
         UnsupportedValueError: it holds more than torch loads with ``weights_only=True``.
     """
     load = _load_safetensors if _is_safetensors(path) else _load_torch
@@ -61,10 +61,10 @@ def load_file(path: str) -> LoadedFile:
 
 
 def save_file(state: Any, path: str, metadata: Mapping[str, object], *, overwrite: bool) -> list[str]:
-    """Writes a state, whole and durable, and returns the names of what the format could not hold.
+    """Writes a state durably, and returns the names of values that the format cannot hold.
 
     Raises:
-        AlreadyExistsError: there is such a file, and `overwrite` is false.
+        AlreadyExistsError: the file exists, and `overwrite` is false.
         UnsupportedValueError: a tensor's dtype does not exist in the format.
     """
     safetensors = _is_safetensors(path)
@@ -85,9 +85,9 @@ def check_target(path: str, *, overwrite: bool) -> None:
     """Refuses a target that cannot be written, before any work is done.
 
     Raises:
-        AlreadyExistsError: there is such a file, and `overwrite` is false.
-        NotFoundError: its folder is not there.
-        InvalidOptionError: its name says no format.
+        AlreadyExistsError: the file exists, and `overwrite` is false.
+        NotFoundError: its folder does not exist.
+        InvalidOptionError: its name has no known suffix.
     """
     _is_safetensors(path)
     folder = os.path.dirname(path) or "."
@@ -172,7 +172,7 @@ def _save_safetensors(tensors: "dict[str, torch.Tensor]", temporary: str, path: 
 
 
 def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """The tensors contiguous and with memory of their own each, since the format knows no aliases."""
+    """Contiguous tensors with memory of their own: the format has no aliases."""
     taken: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
@@ -194,13 +194,13 @@ def _load_torch(path: str) -> LoadedFile:
     import torch  # noqa: PLC0415 - loads torch only where tensors are handled
 
     with open(path, "rb"):
-        pass  # what cannot be read is told as that, and not as damage
+        pass  # an unreadable file is not reported as damaged
     try:
-        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are none, and cannot be mapped
+        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are no zip files, and cannot be mapped
         return LoadedFile(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped), {})
     except pickle.UnpicklingError as exc:
         raise UnsupportedValueError(_refused(path, str(exc)), object_id=path) from exc
-    except Exception as exc:  # BLE: torch parses untrusted bytes in Python, and raises whatever they lead to
+    except Exception as exc:  # BLE: torch parses untrusted bytes in Python, and may raise any exception
         raise CorruptObjectError(f"{path} is not a whole torch file ({_first_line(exc)}): save or get it again", object_id=path) from exc
 
 
@@ -222,7 +222,7 @@ def _first_line(exc: Exception) -> str:
 
 @contextmanager
 def _replacing(path: str) -> Iterator[str]:
-    """A temporary name; what is written there takes the place of `path`, durably, when the block ends well."""
+    """A temporary name; the file written there replaces `path`, durably, when the block ends without an error."""
     folder = os.path.dirname(path) or "."
     temporary = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(6)}")
     try:
@@ -231,7 +231,7 @@ def _replacing(path: str) -> Iterator[str]:
             mode = os.fstat(descriptor).st_mode & 0o777
             os.close(descriptor)
             yield temporary
-            os.chmod(temporary, mode)  # safetensors puts a file of its own there, closed to everybody else
+            os.chmod(temporary, mode)  # safetensors replaces the file, with a mode for its owner only
             _sync(temporary)
             os.replace(temporary, path)
             _sync(folder)

@@ -1,12 +1,12 @@
 """The options that commands share: which store, how to open it, how to print.
 
-A command that works on a store takes a `StoreChoice`; nothing is opened before the command asks for it. Constructed from
-the command line, the environment variables named here and the file of allowed places, nothing else.
+A command that works on a store takes a `StoreChoice`, made from the command line, the environment variables named here and the file of
+allowed locations; it opens the store when the command asks for it.
 """
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast, get_args
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, cast, get_args
 import click
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.allowed_locations import as_places
+from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.picklable import PicklableBackend
@@ -22,6 +22,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
+from tensorstore_ck.cli.output import printable
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
@@ -42,7 +43,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 @dataclass(frozen=True, slots=True)
 class StoreChoice:
-    """Which store was asked for, and how it is to be opened."""
+    """Which store to open, and how."""
 
     url: str | None
     """None: the current folder, if it is a store."""
@@ -51,9 +52,9 @@ class StoreChoice:
     single_writer_unsafe: bool = False
     no_sync: bool = False
     places: tuple[str, ...] = ()
-    """The places that the command line allows; the user's file allows others."""
+    """Locations that the command line allows; the user's file allows others."""
     complete: Callable[[str], str] = str
-    """Completes the commands that a message names, so that they work on this store as they are printed."""
+    """Completes the commands in a message, so that they work on this store as they are printed."""
     state_dir: str | None = None
     rollback: Rollback = "warn"
 
@@ -61,7 +62,7 @@ class StoreChoice:
         """Where the store is.
 
         Raises:
-            NotAStoreError: nothing was said, and the current folder is not a store.
+            NotAStoreError: no store was given, and the current folder is none.
         """
         if self.url:
             return self.url
@@ -78,11 +79,11 @@ class StoreChoice:
         return os.path.isfile(CONFIG_NAME)
 
     def look(self, bar: Bar | None = None) -> ReadOnlyStore:
-        """The store, for a command that only looks."""
+        """The store, for a command that only reads."""
         return self.open(bar, read_only=True)
 
     def open(self, bar: Bar | None = None, codec: CodecName = "auto", *, read_only: bool = False) -> Store:
-        """The store; close it, or use it as a context manager. `bar` is told of the blocks' bytes that are read and written."""
+        """The store; close it, or use it as a context manager. `bar` counts the bytes of blocks that are read and written."""
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
             engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
@@ -105,48 +106,35 @@ class StoreChoice:
         )
 
     def make_portable(self, engine: Engine) -> None:
-        """Lets an engine reach its store in a form that travels to workers elsewhere."""
+        """Gives an engine a backend that can be pickled, for workers on other hosts."""
         own = cast(Backend, PicklableBackend(self.require_url(), self.storage_options, self.no_sync))
         if engine.read_only:
             own = cast(Backend, ReadOnlyBackend(own))
-        with suppress(StoreError):  # a log that cannot be read is for the command to tell
+        with suppress(StoreError):  # the command reports a log that cannot be read
             engine.log.sync()
         placed = ColdTierBackend(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
         engine.placed, engine.backend = placed, cast(Backend, placed)
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:
-        """Opens the places to which packs of the store at `url` were moved."""
-        return LocationOpener(url, self.storage_options, self.no_sync, read_only, allowed=as_places(self.allowed_places()))
+        """Opens the locations to which packs of the store at `url` were moved."""
+        return LocationOpener(url, self.storage_options, self.no_sync, read_only, allowed=parse_allowed(self.allowed_places()))
 
     def allowed_places(self) -> tuple[str, ...]:
-        """The places that packs of the store may lie at, besides those that need no word."""
+        """The locations where packs may lie, besides those that need no permission."""
         return (*self.places, *read_places())
 
+    def advice_lines(self, advice: Iterable[str]) -> list[str]:
+        """Lines with commands in them, without this command's storage options, which may be secrets."""
+        lines = [printable(line) for line in advice]
+        return [*lines, "(add the --storage-option of this command to each of these)"] if lines and self.storage_options else lines
+
     def open_backend(self) -> Backend:
-        """The place alone, where there may be no store (yet, or any more)."""
+        """The backend alone, for commands that work where there is no store."""
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
 
 
-_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
-_LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
-
-
-def split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options of `store_options` that stand before the command, with their values; and the rest."""
-    at = 0
-    while at < len(arguments):
-        name, equals, _ = arguments[at].partition("=")
-        if arguments[at] in _LEADING:
-            at += 2
-        elif arguments[at] in _LEADING_FLAGS or (equals and name in _LEADING) or (name.startswith("-s") and not name.startswith("--")):
-            at += 1
-        else:
-            break
-    return list(arguments[:at]), list(arguments[at:])
-
-
 def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a command; its help is the function's docstring, then the options, then the examples."""
+    """Makes a command, whose help is the function's docstring, the options and the examples."""
     lines = "\n".join(f"  {example}" for example in examples)
     return click.command(short_help=short_help, epilog=f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}")
 
@@ -163,7 +151,7 @@ def named_value(text: str) -> tuple[str, object]:
     """``NAME=VALUE``, the value in JSON or plain text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise click.BadParameter("one of its values is not NAME=VALUE.")  # which may be a secret
+        raise click.BadParameter("one of its values is not NAME=VALUE.")  # the value may be a secret
     return name, json_or_text(value)
 
 
@@ -173,7 +161,7 @@ def named_number(text: str) -> tuple[str, float]:
     try:
         return named_value(text)[0], float(value)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not NAME=NUMBER: {value!r} is no number.") from None
+        raise click.BadParameter(f"{text!r} is not NAME=NUMBER: {value!r} is not a number.") from None
 
 
 def seconds(text: str) -> float:
@@ -181,7 +169,7 @@ def seconds(text: str) -> float:
     try:
         return parse_seconds(text, "time")
     except InvalidOptionError:
-        raise click.BadParameter(f"{text!r} is no length of time: write 90s, 10m, 1h or 30d.") from None
+        raise click.BadParameter(f"{text!r} is not a duration: write 90s, 10m, 1h or 30d.") from None
 
 
 def fraction(text: str) -> float:
@@ -200,7 +188,7 @@ def byte_count(text: str) -> int:
     try:
         return parse_bytes(text, "size")
     except InvalidOptionError:
-        raise click.BadParameter(f"{text!r} is no size: write 500MB, 10GB or 1.5GiB.") from None
+        raise click.BadParameter(f"{text!r} is not a size: write 500MB, 10GB or 1.5GiB.") from None
 
 
 def byte_rate(text: str) -> int:
@@ -210,34 +198,34 @@ def byte_rate(text: str) -> int:
     except InvalidOptionError:
         rate = 0
     if rate <= 0:
-        raise click.BadParameter(f"{text!r} is no rate: write 500kB, 100MB or 1GiB, per second.")
+        raise click.BadParameter(f"{text!r} is not a rate: write 500kB, 100MB or 1GiB, per second.")
     return rate
 
 
 def rate_option(command: Command) -> Command:
     """Adds ``--rate-limit`` as the argument `rate_limit`."""
-    text = "Read and write no more than that per second, e.g. 100MB."
+    text = "Read and write no more than this per second, e.g. 100MB."
     return click.option("--rate-limit", metavar="RATE", type=byte_rate, help=text)(command)
 
 
 def codec_option(command: Command) -> Command:
     """Adds ``--codec`` as the argument `codec`."""
-    text = "How blocks are encoded, never with loss; auto: as they are, unless puts have shown that the store is slow."
+    text = "How to encode blocks, always without loss; auto: not at all, unless saves have shown that the store is slow."
     choices = click.Choice(get_args(CodecName))
     return click.option("--codec", type=choices, default="auto", show_default=True, help=text)(command)
 
 
 def allow_place_option(command: Command) -> Command:
     """Adds ``--allow-place`` as the argument `allow_place`."""
-    text = "Packs that `tsck tier` moved may lie there (repeatable). Not needed for buckets at the store's own endpoint."
+    text = "Allow packs that `tsck tier` moved there (repeatable). Not needed for buckets at the store's own endpoint."
     return click.option("--allow-place", metavar="URL", multiple=True, help=text)(command)
 
 
 def host_options(command: Command) -> Command:
-    """Adds what this host keeps for a store: the arguments `cache_dir`, `state_dir` and `rollback`."""
+    """Adds the arguments `cache_dir`, `state_dir` and `rollback`: what this host keeps for a store."""
     cache_help = f"Where this host keeps its cache (or ${CACHE_VARIABLE})."
-    state_help = f"Where you keep how far each log was seen (or ${STATE_VARIABLE})."
-    rollback_help = f"Where the log went back or forked, until `tsck accept-log` (or ${ROLLBACK_VARIABLE}; default: warn)."
+    state_help = f"Where this user keeps the last seen entry of each log (or ${STATE_VARIABLE})."
+    rollback_help = f"What to do about a log that went back or forked, until `tsck accept-log` (or ${ROLLBACK_VARIABLE}; default: warn)."
     for option in (
         click.option("--rollback", type=click.Choice(ROLLBACK), default="warn", envvar=ROLLBACK_VARIABLE, help=rollback_help),
         click.option("--state-dir", metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help),
@@ -256,8 +244,8 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
     """Adds the options that choose a store, as the argument `choice`, and ``--json``.
 
     Args:
-        writes: Whether the command can write, so that the two weakenings of safety are offered.
-        url_argument: Whether the store can be given as the command's first argument, too.
+        writes: Whether the command can write: adds the two options that weaken safety.
+        url_argument: Whether the first argument can be the store.
     """
 
     def decorate(command: Command) -> Callable[..., None]:
@@ -298,7 +286,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
         run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
         store_help = f"Where the store is (or ${STORE_VARIABLE}). Default: the current folder."
         storage_help = "For the storage service, e.g. endpoint_url=... (repeatable)."
-        unsafe_help = "Write where creation is not exclusive: a second writer would lose commits."
+        unsafe_help = "Write to a backend without exclusive creation: a second writer would lose commits."
         options = [
             click.option("-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=store_help),
             click.option("--storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help=storage_help),
@@ -308,7 +296,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
         if writes:
             options += [
                 click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help),
-                click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged."),
+                click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose acknowledged snapshots."),
             ]
         if url_argument:
             options.insert(0, click.argument("url", required=False))

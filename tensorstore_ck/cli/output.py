@@ -1,33 +1,36 @@
-"""What commands print: aligned tables and human units for people, one JSON document for programs.
+"""Prints what commands return: aligned tables for people, one JSON document for programs.
 
-Everything that comes from a store is untrusted: control characters are escaped before they reach a terminal. Colours are
-click's, which drops them where stdout is no terminal.
+Text from a store is untrusted: control characters are escaped before they reach a terminal. click removes the colours if stdout is no
+terminal.
 """
 
 import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line, redacted
 
+if TYPE_CHECKING:
+    from tensorstore_ck.log.snapshot import Snapshot
+
 _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
-"""Those of `bold`, `red`, `green`, and their end."""
+"""The codes of `bold`, `red`, `green`, and of their end."""
 _NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 ROOT_DIGITS: Final = 12
-"""Of a root in a table; 8 are enough for an address."""
+"""How many digits of a root a table shows; 8 are enough for an address."""
 
 
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Prints a command's result in the form that was asked for."""
+    """Prints a command's result, as text or as JSON."""
     if as_json:
         click.echo(_escaped(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
     else:
@@ -36,18 +39,24 @@ def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Prints one line of text: nothing of it but our own colours does anything to a terminal, and no secret of a URL is in it."""
+    """Prints one line of text, without secrets of URLs; only our own colours act on a terminal."""
     parts = _COLOURS.split(redacted(line))
     click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), err=err)
 
 
-def json_line(document: object) -> str:
-    """A document on one line, for what goes on and on."""
-    return _escaped(json.dumps(_plain(document), ensure_ascii=False))
+def emit_line(document: object) -> None:
+    """Prints a document on one line, for a command that prints one after another."""
+    click.echo(_escaped(json.dumps(_plain(document), ensure_ascii=False)))
+
+
+def clear_line() -> None:
+    """Removes the progress bar that may be on the terminal's last line; the next report draws it again."""
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def _escaped(document: str) -> str:
-    """JSON of which a terminal shows every character, and obeys none."""
+    """JSON without control characters."""
     return _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), document)
 
 
@@ -59,7 +68,7 @@ def iso_time(time_ns: int) -> str:
     """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
     try:
         return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):  # a clock can say anything
+    except (OverflowError, OSError, ValueError):  # the clock was wrong
         return f"{time_ns} ns"
 
 
@@ -90,23 +99,23 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def mark_text(snapshot: Snapshot) -> str:
+def mark_text(snapshot: "Snapshot") -> str:
     """``bad: reason``, or nothing."""
     return ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else ""
 
 
-def bad_if_marked(snapshot: Snapshot) -> Callable[[str], str]:
+def bad_if_marked(snapshot: "Snapshot") -> Callable[[str], str]:
     """Colours the row of a snapshot that is marked."""
     return red if snapshot.mark else str
 
 
 def red(text: str) -> str:
-    """For what is wrong."""
+    """For errors."""
     return click.style(text, fg="red")
 
 
 def green(text: str) -> str:
-    """For what is right."""
+    """For success."""
     return click.style(text, fg="green")
 
 
@@ -118,9 +127,9 @@ def bold(text: str) -> str:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Set[str] = frozenset(), styles: Sequence[Callable[[str], str]] = ()
 ) -> list[str]:
-    """Aligned columns under a heading; those named in `right` end on one edge, and columns that are empty throughout are left out.
+    """Aligned columns under a heading, without empty columns; those in `right` are right-aligned.
 
-    `styles` colours whole rows, after they are padded.
+    `styles` colours whole rows.
     """
     kept = [at for at, title in enumerate(header) if not rows or any(row[at] for row in rows) or at == 0]
     widths = {at: max(len(header[at]), *(len(row[at]) for row in rows), 0) for at in kept}
@@ -134,7 +143,7 @@ def table(
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """``name  value`` lines, the values aligned; those without a value are left out."""
+    """``name  value`` lines with aligned values, without empty ones."""
     kept = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in kept), default=0)
     return [f"{bold(name.ljust(width))}  {value}" for name, value in kept]
@@ -146,12 +155,12 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 def snapshot_table(
-    snapshots: Sequence[Snapshot],
+    snapshots: "Sequence[Snapshot]",
     names: Sequence[str] | None = None,
     title: str = "REF",
     kept_by: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """A row for each snapshot, led by a column `names` where given; `kept_by`: what to say of some, by id."""
+    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot."""
     header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "METRICS", "MARK"]
     rows = [
         [
@@ -173,20 +182,22 @@ def snapshot_table(
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
 
 
-def snapshot_line(what: str, snapshot: Snapshot) -> str:
-    """One line for a command that made or moved something."""
+def snapshot_line(what: str, snapshot: "Snapshot") -> str:
+    """The snapshot that a command made or moved, on one line."""
     step = "" if snapshot.step is None else f", step {snapshot.step}"
     mark = f", {red(mark_text(snapshot))}" if snapshot.mark else ""
     return f"{what} {short_root(snapshot.root)}{step}{mark}"
 
 
-def put_sizes(snapshot: Snapshot) -> str:
-    """What a put added. A small state can add more than its own size: packs and parts have an index."""
+def put_sizes(snapshot: "Snapshot") -> str:
+    """What a save added. A small state can add more than its own size: packs and parts have an index."""
     return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
+    """A value for JSON: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
+    from tensorstore_ck.log.snapshot import Snapshot  # noqa: PLC0415 - loads numpy, and errors are printed without it
+
     if isinstance(value, Snapshot):
         return {**{field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}, "time": iso_time(value.time_ns)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

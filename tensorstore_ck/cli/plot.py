@@ -38,16 +38,16 @@ def new_figure() -> "tuple[Figure, Any]":
 
 
 def save_png(figure: "Figure", path: str) -> None:
-    """Writes it."""
+    """Writes a figure."""
     figure.tight_layout()
     figure.savefig(path, dpi=120, format="png")
 
 
 def metric_points(snapshots: Sequence[Snapshot], metric: str) -> list[Point]:
-    """Oldest first; without those that do not have it as a number.
+    """The values of a metric, oldest snapshot first; without snapshots that lack it.
 
     Raises:
-        NotFoundError: none has.
+        NotFoundError: no snapshot has it as a number.
     """
     found = [
         Point(snapshot.ref, snapshot.step, snapshot.metrics[metric])
@@ -61,7 +61,7 @@ def metric_points(snapshots: Sequence[Snapshot], metric: str) -> list[Point]:
 
 
 def draw_text(points: Sequence[Point], metric: str) -> Iterator[str]:
-    """A bar for each, from the lowest value to the highest."""
+    """A bar for each point, scaled from the lowest value to the highest."""
     low, high = min(point.value for point in points), max(point.value for point in points)
     scale = BAR_CHARS / (high - low) if high > low else 0.0
     bars = ["#" * (1 + round(scale * (point.value - low))) for point in points]

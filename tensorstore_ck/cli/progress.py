@@ -1,31 +1,29 @@
-"""Progress bars, on stderr and only where that is a terminal; and a backend that counts, to feed them.
+"""Progress bars, on stderr and only where that is a terminal; and a backend that counts bytes, to feed them.
 
-Threads may report at any time. A bar never changes what a command does or prints on stdout.
+Threads may report at any time. A bar never changes what a command does or prints on stdout. `rich` is loaded with the first report.
 """
 
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Self, TextIO, cast
-
-import click
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
-from tensorstore_ck.cli.output import say
+from tensorstore_ck.cli.output import clear_line, printable, say
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.units import human_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class Bar:
-    """A bar that appears with the first report. A context manager."""
+    """A bar that appears with the first report and goes at the end. A context manager."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str = "") -> None:
+        self._label, self._done, self._total = label, 0, 0
         self._lock = threading.Lock()
-        self._total = 0
-        self._done = 0
-        self._bar: Any = None
         self._shown = sys.stderr.isatty()
+        self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -34,70 +32,64 @@ class Bar:
         with self._lock:
             if self._bar is not None:
                 if not failed:
-                    self._move(self._total)  # what was there already did not go through
-                self._bar.render_finish()
+                    self._show(self._total)  # bytes that the store already had were not reported
+                self._bar.stop()
             self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
         """Reports bytes done, of bytes in all."""
         with self._lock:
             self._total = total
-            self._move(done)
+            self._show(done)
 
     def add(self, count: int) -> None:
         """Reports `count` more bytes."""
         with self._lock:
-            self._move(self._done + count)
+            self._show(self._done + count)
 
     def expect(self, total: int) -> None:
-        """Says how many bytes `add` will report, about."""
+        """Sets about how many bytes `add` will report."""
         self._total = total
+
+    def phase(self, what: str, done: int, total: int) -> None:
+        """Reports what is being done now, and how many of how many are done."""
+        with self._lock:
+            if what != self._label:
+                self._label, self._done = what, 0
+            self._total = total
+            self._show(done)
 
     def say(self, line: str) -> None:
         """Prints a line on stdout, above the bar."""
         with self._lock:
             if self._bar is not None:
-                sys.stderr.write("\r\x1b[K")
+                clear_line()
             say(line)
 
-    def _move(self, done: int) -> None:
+    def _show(self, done: int) -> None:
+        self._done = min(max(done, self._done), self._total)
         if not self._shown or self._total <= 0:
             return
+        label = printable(self._label)
         if self._bar is None:
-            self._bar = click.progressbar(length=self._total, label=self._label, file=sys.stderr, item_show_func=self._position)
-            self._bar.render_progress()
-        self._done = min(max(done, self._done), self._total)
-        self._bar.update(self._done - self._bar.pos)
-
-    def _position(self, _: object) -> str:
-        return f"{human_bytes(self._done)} of {human_bytes(self._total)}"
+            self._bar = _started(label)
+        self._bar.update(self._bar.task_ids[0], description=label, completed=self._done, total=self._total)
 
 
-class Phases:
-    """A line that says what is being done, and how far; nothing where that is no terminal. A context manager."""
+def _started(label: str) -> "Progress":
+    from rich.console import Console  # noqa: PLC0415 - only a terminal needs it
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-        self._shown = stream.isatty()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Reports so many done of so many."""
-        if self._shown and total > 0:
-            with self._lock:
-                self._stream.write(f"\r{what}: {done / total:.0%}\x1b[K")
-                self._stream.flush()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    console = Console(file=sys.stderr)
+    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    bar.add_task(label)
+    bar.start()
+    return bar
 
 
 class CountingBackend:
-    """A backend that tells a bar how many bytes of blocks went through it; everything else is the backend's own."""
+    """A backend that reports the bytes of blocks that it reads and writes to a bar."""
 
     def __init__(self, backend: Backend, bar: Bar) -> None:
         self._backend, self._bar = backend, bar

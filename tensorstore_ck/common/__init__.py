@@ -1,1 +1,20 @@
-"""What every area uses and none owns: ids, units, threads, retries, free space, rate limits. Knows no store."""
+"""What every area uses: knows no store.
+
+buffers.py           bytes as callers pass them
+conditions.py        conditions on metrics and fields, parsed into a tree
+deprecation.py       old spellings of arguments and methods
+executor.py          long work, by threads of this process or a Dask cluster
+extras.py            what optional parts need, and the error where it is not installed
+filesystem_kind.py   the type of filesystem that a folder is on
+free_space.py        whether there is enough free space, checked before writing
+host_memory.py       how much memory is free
+ids.py               ULIDs and BLAKE3 hashes
+owned_files.py       whether files and folders are one user's alone
+private_folder.py    a folder of this user alone
+processes.py         which process this is, and whether another one has ended
+put_progress.py      where the time and the bytes of a save go
+rate_limit.py        a token bucket
+retry.py             waits that can be ended, and retries
+threads.py           a bounded number of threads over a stream of tasks, and a lock that a forked child can use
+units.py             times and sizes as people write them
+"""

@@ -1,4 +1,4 @@
-"""Bytes as callers hand them over, and flat views of them."""
+"""Bytes as callers pass them, and flat views of them."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Where long work on many objects runs: threads of this process, or an existing Dask cluster.
 
-The work comes in pieces that may run anywhere, more than once and in any order: by pack, writing nothing that is named by others.
+The pieces of work may run anywhere, more than once and in any order: each handles one pack, and writes only objects under new names.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 AHEAD: Final = 4
-"""Pieces that wait at each worker, so that none is idle and nothing piles up."""
+"""Pieces queued per worker, so that none is idle and the queue stays short."""
 RETRIES: Final = 3
 CONNECT_SECONDS: Final = 30
 
@@ -24,10 +24,10 @@ class Executor(Protocol):
     """Runs pieces of work."""
 
     is_remote: bool
-    """Whether pieces and results travel: then they, and the function, must be picklable."""
+    """Whether pieces and results go to other processes: then they, and the function, must be picklable."""
 
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-        """The results, as they come; raises the first error. Pieces are drawn as they are needed."""
+        """The results in the order of completion; raises the first error. Pieces are drawn lazily."""
 
 
 class LocalThreads:
@@ -56,7 +56,7 @@ class LocalThreads:
 
 
 class DaskCluster:
-    """The workers of a Dask cluster; they need this package and the same access to the stores. A context manager."""
+    """The workers of a Dask cluster, which need this package and the same access to the stores. A context manager."""
 
     is_remote = True
 
@@ -84,7 +84,7 @@ class DaskCluster:
         self._client.close()
 
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-        """See `Executor`. A piece whose worker dies runs again elsewhere."""
+        """See `Executor`. A piece whose worker dies runs again on another one."""
         queue, waiting = iter(pieces), 0
         with self._client.as_current():
             completed = self._distributed.as_completed()

@@ -1,7 +1,7 @@
-"""What optional parts of the package need, and the error where that is not installed.
+"""What optional parts of the package need, and the error if that is not installed.
 
-The message names the packages themselves, since the package may not be in the user's index: then ``pip install 'tensorstore_ck[s3]'`` finds
-nothing, or something else.
+The message names the dependencies, since tensorstore_ck may not be in the user's index: then ``pip install 'tensorstore_ck[s3]'`` fails
+or installs something else.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "dask": ("distributed>=2025.7",),
     "otel": ("opentelemetry-api>=1.31",),
     "plot": ("matplotlib>=3.9",),
-    "catalog": ("sqlalchemy>=2.0", "lark>=1.2"),
-    "postgres": ("sqlalchemy>=2.0", "lark>=1.2", "psycopg[binary]>=3.2"),
+    "catalog": ("sqlalchemy>=2.0",),
+    "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),
 }
-"""Extra -> the packages that it installs, as in pyproject.toml."""
+"""Extra -> its dependencies, as in pyproject.toml."""
 
 
 def missing_extra(extra: str, what: str) -> MissingExtraError:
-    """The error where packages of an extra are not installed; `what` needs them."""
+    """The error if packages of an extra are not installed; `what` needs them."""
     packages = " ".join(f"'{package}'" for package in EXTRAS[extra])
     return MissingExtraError(
         f"{what} needs a package that is not installed: run `pip install {packages}`. As an extra that is `pip install '.[{extra}]'` "

@@ -10,7 +10,7 @@ NETWORK_FILESYSTEM: Final = re.compile(
 
 
 def filesystem_of(folder: Path) -> str:
-    """The type of the filesystem that holds `folder`; empty where the system does not tell."""
+    """The type of the filesystem that holds `folder`; empty if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -23,6 +23,6 @@ def filesystem_of(folder: Path) -> str:
         fields = before.split(" ")
         mount = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4]))
         depth = len(mount.parts)
-        if depth >= best and path.is_relative_to(mount):  # of several on one mount point the last hides the others
+        if depth >= best and path.is_relative_to(mount):  # the last of several on one mount point hides the others
             best, kind = depth, after.split(" ", 1)[0]
     return kind

@@ -1,4 +1,4 @@
-"""How much host memory there is: what captures may take where nobody says, and whether what is to be restored fits at all."""
+"""How much host memory is free: the default limit of captures, and whether a restore fits."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from typing import Final
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError
 
-SHARE: Final = 0.75
-"""Of what is free: the rest is left to what the training still allocates."""
+DEFAULT_FRACTION: Final = 0.75
+"""Of the free memory; the rest is left to the training."""
 
-UNASKED_BYTES: Final = 256 << 20
-"""Less than this is allocated without a look at what is free."""
+UNCHECKED_BYTES: Final = 256 << 20
+"""Smaller allocations are not checked."""
 MARGIN: Final = 1.1
-"""What is needed must be this much more than what is free to be refused: what is free is an estimate."""
+"""An allocation is refused if it needs this many times the free memory, which is an estimate."""
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -23,17 +23,17 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """The budget of one of `local_ranks` processes of this host, in bytes."""
-    return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * SHARE) // max(local_ranks, 1)
+    """The default limit of each of `local_ranks` processes of this host, in bytes."""
+    return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * DEFAULT_FRACTION) // max(local_ranks, 1)
 
 
 def require_memory(needed_bytes: int, what: str, advice: str) -> None:
-    """Refuses to allocate clearly more than there is: the kernel would end the process, or a neighbour.
+    """Refuses to allocate clearly more than is free: the kernel would kill this process or another one.
 
     Raises:
         NoSpaceError: with both sizes.
     """
-    if needed_bytes >= UNASKED_BYTES and needed_bytes > MARGIN * (free := free_bytes()):
+    if needed_bytes >= UNCHECKED_BYTES and needed_bytes > MARGIN * (free := free_bytes()):
         raise NoSpaceError(
             f"{what} needs {human_bytes(needed_bytes)} ({needed_bytes:,} bytes) of memory, and this host has {human_bytes(free)} "
             f"({free:,} bytes) free: {advice}",
@@ -42,7 +42,7 @@ def require_memory(needed_bytes: int, what: str, advice: str) -> None:
 
 
 def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes that can be allocated before the host swaps or the container is killed; what the page cache holds counts as free."""
+    """Bytes that can be allocated before the host swaps or the container is killed; the page cache counts as free."""
     found = [_available(meminfo)]
     for folder, limit, used, stat, cache in _groups(cgroup, membership):
         with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit ("max")
@@ -51,7 +51,7 @@ def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: 
 
 
 def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, str, str, str, str]]:
-    """The folders of the process' own group and of all above it, each of which may have a limit."""
+    """The folders of the process's own group and of all groups above it, each of which may have a limit."""
     v2 = ("memory.max", "memory.current", "memory.stat", "file")
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_cache")
     yield cgroup, *v2

@@ -1,8 +1,8 @@
 """Names and hashes: ULIDs name stored objects, BLAKE3 names content.
 
 Knows no backend and no format. Storage keys are ULIDs, drawn once and never reused; content ids are 32-byte BLAKE3
-hashes. A block id is the plain hash of the block's bytes (so that anyone can recompute it with ``b3sum``); every other
-kind has a derive-key context of its own, so that one kind never passes for another.
+hashes. A block id is the plain hash of the block's bytes, which ``b3sum`` recomputes; every other kind has its own derive-key
+context, so that one kind never passes for another.
 """
 
 import os
@@ -32,7 +32,7 @@ IdSource = Callable[[], Ulid]
 
 
 def new_ulid() -> Ulid:
-    """Draws a ULID from the system's clock and random source."""
+    """A ULID from the system's clock and random source."""
     return Ulid((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10))
 
 
@@ -43,7 +43,7 @@ def ulid_text(ulid: Ulid) -> str:
 
 
 def parse_ulid(text: str) -> Ulid | None:
-    """The ULID that `text` spells, or None when it spells none."""
+    """The ULID that `text` spells, or None."""
     if not _ULID_TEXT.fullmatch(text):
         return None
     number = 0
@@ -58,7 +58,7 @@ def block_id(data: bytes | bytearray | memoryview) -> Digest:
 
 
 def derived_hash(kind: str, *pieces: bytes | memoryview) -> Digest:
-    """BLAKE3 of `pieces` under the derive-key context of `kind`; a fixed-width or self-delimiting framing is the caller's."""
+    """BLAKE3 of `pieces` under the derive-key context of `kind`; the caller frames them (fixed width, or self-delimiting)."""
     hasher = blake3(derive_key_context=f"tensorstore_ck v1 {kind}")
     for piece in pieces:
         hasher.update(piece)

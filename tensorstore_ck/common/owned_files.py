@@ -1,7 +1,7 @@
-"""Is a file or folder this user's alone: asked of what lies where other users of the host may write, such as ``/dev/shm``.
+"""Whether files and folders are one user's alone, in places where other users of the host may write, such as ``/dev/shm``.
 
-A folder is asked through a handle that was opened without following a link. What is too open is closed to others before it is looked at,
-from the top down: from then on nobody but this user (and root) can put anything there.
+Each folder is checked through a handle that was opened without following a link. Its permissions are restricted before its contents are
+checked, from the top down: from then on only this user and root can put anything there.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def open_own_folder(path: str, owner: int, dir_fd: int | None = None, *, shown: str = "") -> int:
-    """A handle of a folder that is no link, and belongs to `owner`. `shown` names it in messages, by default its path.
+    """A handle of a folder that is not a link and belongs to `owner`. `shown` names it in messages, by default its path.
 
     Raises:
         PermissionDeniedError: it is something else.
@@ -46,27 +46,27 @@ def open_own_folder(path: str, owner: int, dir_fd: int | None = None, *, shown: 
 
 
 def require_safe_parent(path: str) -> None:
-    """Refuses a folder in which everybody may exchange what others have made, and a link to one that another user made.
+    """Checks that no other user can replace entries of a folder, and that it is not a link that another user made.
 
     Raises:
-        PermissionDeniedError: it is one.
+        PermissionDeniedError: one of these.
     """
     link, found = os.lstat(path), os.stat(path)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
         raise _refused(path, f"is a symbolic link that user {link.st_uid} made")
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise PermissionDeniedError(
-            f"{one_line(path)} can be written by every user of this host, each of whom can exchange what lies there: "
+            f"{one_line(path)} can be written by every user of this host, each of whom can replace what lies there: "
             "`chmod o-w` it, or `chmod +t` it if they share it",
             object_id=path,
         )
 
 
 def secure(fd: int, path: str, owner: int) -> None:
-    """Closes the folder `fd`, which is at `path`, and all below it to everybody but their `owner`, from the top down.
+    """Closes the folder `fd`, which is at `path`, and everything below it to all users but `owner`, from the top down.
 
     Raises:
-        PermissionDeniedError: something there is no folder or regular file with one name that belongs to the owner.
+        PermissionDeniedError: something there is not a folder, nor a regular file with one name, that belongs to the owner.
         OSError: it cannot be changed.
     """
     for _, at, files in closed_folders(fd, path, owner):
@@ -87,15 +87,15 @@ def closed_folders(
 ) -> Iterator[tuple[str, int, Files]]:
     """The folder `fd` and all below it, each closed to others and then checked; its files belong to `files_of`, by default its owner.
 
-    With a `taker` each folder becomes that user's before, which is told to `taken`. Gives (path below `fd`, a handle that is good until the
-    next one is asked for, the files in it).
+    With a `taker`, each folder is first given to that user, and `taken` is called with its path. Yields (path below `fd`, a handle that is
+    valid until the next item, the files in it).
 
     Raises:
         PermissionDeniedError: see `secure`.
         OSError: one cannot be changed.
     """
     folders = ["."]
-    for folder in folders:  # more come while it goes
+    for folder in folders:  # grows meanwhile
         shown = path if folder == "." else f"{path}/{folder}"
         try:
             at = open_own_folder(folder, owner, fd, shown=shown)
@@ -118,10 +118,10 @@ def closed_folders(
 
 
 def scan(folder: str, dir_fd: int) -> Files:
-    """What lies in a folder, by name; what vanishes meanwhile is left out.
+    """The entries of a folder; those deleted meanwhile are left out.
 
     Raises:
-        OSError: it is no folder, or cannot be read.
+        OSError: it is not a folder, or cannot be read.
     """
     found: Files = []
     fd = os.open(folder, _FOLDER, dir_fd=dir_fd)
@@ -139,7 +139,7 @@ def _require_folder(found: os.stat_result, path: str, owner: int) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise _refused(path, "is a symbolic link")
     if not stat.S_ISDIR(found.st_mode):
-        raise _refused(path, "is no folder")
+        raise _refused(path, "is not a folder")
     _require_owner(found, path, owner)
 
 
@@ -147,10 +147,10 @@ def _require_file(found: os.stat_result, path: str, owner: int) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise _refused(path, "is a symbolic link")
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(path, "is no regular file")
+        raise _refused(path, "is not a regular file")
     _require_owner(found, path, owner)
     if found.st_nlink > 1:
-        raise _refused(path, f"has {found.st_nlink} names (hard links), of which others may lie where other users reach them")
+        raise _refused(path, f"has {found.st_nlink} names (hard links), some perhaps where other users reach them")
 
 
 def _require_owner(found: os.stat_result, path: str, owner: int) -> None:

@@ -1,6 +1,6 @@
 """A folder of this user alone, below one where other users of the host may write.
 
-It is opened and checked once; everything below it is then reached from that handle, so that what becomes of its path changes nothing.
+It is opened and checked once; everything below it is then reached from that handle, whatever its path leads to later.
 """
 
 import contextlib
@@ -19,15 +19,17 @@ class PrivateFolder:
     """The folder at `path`, opened when it is first used; thread-safe. Paths below it are relative to it."""
 
     def __init__(self, path: str, advice: str = "") -> None:
-        """`advice` ends the message that the folder cannot be used because of whose it is."""
+        """`advice` ends the message that another user owns the folder."""
         self.path = path
         self._advice = advice
         self._lock = threading.Lock()
         self._fd = -1
         self._close: Callable[[], object] = lambda: None
+        self.on_remade: Callable[[int], object] = lambda fd: None
+        """Called with the handle of the folder that `make` made because the one in use was deleted."""
 
     def fd(self) -> int:
-        """The handle, to reach what lies below.
+        """The folder's handle.
 
         Raises:
             FileNotFoundError: the folder is not there.
@@ -39,26 +41,29 @@ class PrivateFolder:
             return self._fd
 
     def make(self) -> int:
-        """As `fd`, but the folder is made if it is not there, or was deleted since."""
+        """As `fd`, but makes the folder if it is not there, or was deleted since."""
         with self._lock:
-            if self._fd < 0 or not os.fstat(self._fd).st_nlink:
+            is_deleted = self._fd >= 0 and not os.fstat(self._fd).st_nlink
+            if self._fd < 0 or is_deleted:
                 parent = os.path.dirname(self.path)
                 os.makedirs(parent, FOLDER_MODE, exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.path, FOLDER_MODE)
                 self._open()
-                with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
+                if is_deleted:
+                    self.on_remade(self._fd)
+                with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
                     _fsync(parent)
             return self._fd
 
     def close(self) -> None:
-        """Gives the handle back; what is done afterwards opens and checks the folder anew."""
+        """Closes the handle; the next call opens and checks the folder again."""
         with self._lock:
             self._fd = -1
             self._close()
 
     def make_folders(self, folder: str) -> None:
-        """Makes a folder below this one, and those on the way."""
+        """Makes a folder below this one, with its parents."""
         fd = self.make()
         try:
             os.mkdir(folder, FOLDER_MODE, dir_fd=fd)
@@ -70,7 +75,7 @@ class PrivateFolder:
                 os.mkdir(folder, FOLDER_MODE, dir_fd=fd)
 
     def open_nameless(self, folder: str = ".") -> int:
-        """A new file that nobody finds, and that is gone when it is closed."""
+        """A new file without a name, which is gone when it is closed."""
         self.make_folders(folder)
         name = f"{folder}/.tmp-{ulid_text(new_ulid())}"
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=self.fd())
@@ -78,7 +83,7 @@ class PrivateFolder:
         return fd
 
     def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Every regular file below a folder; what vanishes meanwhile is left out."""
+        """Every regular file below a folder; those deleted meanwhile are left out."""
         folders = [folder]
         while folders:
             folder = folders.pop()
@@ -106,7 +111,7 @@ class PrivateFolder:
             raise
         if self._fd < 0:
             self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
-        else:  # what was open is deleted: other threads that use its number go on with this one
+        else:  # the open folder was deleted: other threads continue with the new one under the same number
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)
 

@@ -1,7 +1,7 @@
 """Which process this is, and whether another one has surely ended. Linux only: elsewhere nothing is known.
 
-A process id says nothing on another host, in another PID namespace or after a reboot, and is used again by other processes. So an
-identity has all of these, and the time at which the process started (proc_pid_stat(5), field 22).
+A process id means nothing on another host, in another PID namespace or after a reboot, and is reused. So an identity contains all of
+these, and the time at which the process started (proc_pid_stat(5), field 22).
 """
 
 import os
@@ -14,7 +14,7 @@ _PROC: Final = Path("/proc")
 
 
 class Process(NamedTuple):
-    """What tells a process from all others, on any host."""
+    """The identity of a process among those of all hosts."""
 
     host: str
     """Host name and machine id."""
@@ -32,7 +32,7 @@ class _Status(NamedTuple):
 
 
 def this_process() -> Process | None:
-    """The calling process; None where the system does not say all of it."""
+    """The calling process; None where the system does not report all of it."""
     try:
         machine_id = Path("/etc/machine-id").read_text(encoding="ascii").strip() if os.path.exists("/etc/machine-id") else ""
         boot_id = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -44,11 +44,11 @@ def this_process() -> Process | None:
 
 
 def has_ended(process: Process, us: Process) -> bool:
-    """Whether `process` has surely ended, as seen from `us`; False where that cannot be known from here."""
+    """Whether `process` has surely ended, as seen from `us`; False if unknown."""
     if process.host != us.host:
         return False
     if process.boot_id != us.boot_id:
-        # Containers on several hosts may have one name and one machine id: only the host itself can say that it was booted again.
+        # Containers on several hosts may share a name and a machine id: only the host itself knows that it was rebooted.
         return not us.host.endswith("/") and {process.pid_namespace, us.pid_namespace} == {ROOT_PID_NAMESPACE}
     if process.pid_namespace != us.pid_namespace:
         return False
@@ -66,13 +66,13 @@ def has_ended(process: Process, us: Process) -> bool:
 
 
 def _status(pid: int) -> _Status:
-    """Of a process that `/proc` shows.
+    """From `/proc`.
 
     Raises:
-        OSError, ValueError: it does not.
+        OSError, ValueError: `/proc` does not show the process.
     """
     text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    fields = text.rpartition(")")[2].split()  # the name before it may have anything in it
+    fields = text.rpartition(")")[2].split()  # the name in parentheses may contain anything
     state, threads, start_ticks = fields[0], int(fields[17]), int(fields[19])
-    # A zombie waits for its parent. Its first thread may have ended before others, which go on.
+    # A zombie waits for its parent. Other threads may still run after the first one has ended.
     return _Status(start_ticks, state in "ZX" and threads <= 1)

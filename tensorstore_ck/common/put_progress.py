@@ -1,7 +1,7 @@
-"""Where the time and the bytes of one put go: `PutMeter`, which the put's threads add to, and `Progress`, which anybody may ask for.
+"""Where the time and the bytes of one save go: `PutMeter`, to which its threads add, and `Progress`, a snapshot of it for callers.
 
-Knows the stages' names and a clock, nothing of what is done in them. A stage's seconds are those in which at least one thread was at
-it, so that no number of threads makes a stage longer than the put; stages overlap, and their seconds do not add up.
+Knows the names of the stages and a clock. A stage's seconds are those in which at least one thread worked on it, so that no stage takes
+longer than the save; stages overlap, so their seconds do not add up.
 """
 
 import threading
@@ -13,21 +13,21 @@ from typing import Final, Literal, get_args
 
 Stage = Literal["capture", "hash", "encode", "write", "upload", "commit"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
-"""In the order in which they begin."""
+"""In order of their beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a put is."""
+    """How far a save is."""
 
     stage: Stage | Literal["queued"]
-    """The last stage that was begun; ``queued`` between the capture and the next one, and before the capture."""
+    """The last stage that has begun; ``queued`` before the capture, and between it and the next stage."""
     done_bytes: int
-    """Of the last stage that was begun and whose bytes are known in advance, as are those below."""
+    """Like the next two fields: of the last stage that has begun and whose bytes are known in advance."""
     total_bytes: int
-    """0 where nothing is known yet."""
+    """0 if unknown."""
     bytes_per_second: float
-    """Since it began."""
+    """Since that stage began."""
     stage_seconds: Mapping[Stage, float]
     """Of every stage, so far."""
     stage_bytes: Mapping[Stage, int]
@@ -38,11 +38,11 @@ class Progress:
         return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def seconds_fields(self) -> dict[str, float]:
-        """``capture_seconds``, ``hash_seconds`` and so on, as events have them."""
+        """``capture_seconds``, ``hash_seconds`` and so on: fields of events."""
         return {f"{stage}_seconds": seconds for stage, seconds in self.stage_seconds.items()}
 
 
-class _Tally:
+class _StageTotals:
     """One stage."""
 
     __slots__ = ("begun_at", "busy_since", "done_bytes", "seconds", "thread_seconds", "threads", "total_bytes")
@@ -50,39 +50,39 @@ class _Tally:
     def __init__(self) -> None:
         self.begun_at: float | None = None
         self.threads = 0
-        """That are at it now."""
+        """That work on it now."""
         self.busy_since = 0.0
-        """If there are any."""
+        """Valid if `threads` is not 0."""
         self.seconds = 0.0
-        """Without those since then."""
+        """Until `busy_since`."""
         self.thread_seconds = 0.0
-        """Of all threads that have ended."""
+        """Of all threads that have left the stage."""
         self.done_bytes = 0
         self.total_bytes = 0
 
 
 class PutMeter:
-    """Seconds and bytes of the stages of one put. Thread-safe."""
+    """Seconds and bytes of the stages of one save. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._tallies: dict[Stage, _Tally] = {stage: _Tally() for stage in STAGES}
+        self._tallies: dict[Stage, _StageTotals] = {stage: _StageTotals() for stage in STAGES}
 
     def expect(self, stage: Stage, total_bytes: int) -> None:
-        """Says how many bytes a stage will have gone through in the end."""
+        """Sets how many bytes a stage will have processed in the end."""
         with self._lock:
             self._tallies[stage].total_bytes = total_bytes
 
     def count(self, stage: Stage, done_bytes: int) -> None:
-        """Counts bytes that a stage has gone through; negative ones must be gone through again."""
+        """Adds bytes that a stage has processed; negative ones must be processed again."""
         with self._lock:
             self._tallies[stage].done_bytes += done_bytes
 
     @contextmanager
     def timed(self, stage: Stage, done_bytes: int = 0) -> Iterator[None]:
-        """A thread is at `stage` while it is inside; unless it fails, it has gone through so many more bytes afterwards."""
-        tally, gone_through = self._tallies[stage], 0
+        """Counts a thread as working on `stage` while it is inside; adds `done_bytes` unless it fails."""
+        tally, processed = self._tallies[stage], 0
         with self._lock:
             entered_at = self._clock()
             if not tally.threads:
@@ -91,10 +91,10 @@ class PutMeter:
             tally.threads += 1
         try:
             yield
-            gone_through = done_bytes
+            processed = done_bytes
         finally:
             with self._lock:
-                tally.done_bytes += gone_through
+                tally.done_bytes += processed
                 tally.threads -= 1
                 left_at = self._clock()
                 tally.thread_seconds += left_at - entered_at
@@ -102,13 +102,13 @@ class PutMeter:
                     tally.seconds += left_at - tally.busy_since
 
     def seconds_per_byte(self, stage: Stage, cores: int) -> float:
-        """What a byte has cost at a stage, in seconds of a core: threads that wait beside each other take no more than there are."""
+        """The cost of a byte at a stage, in seconds of a core: waiting threads count for no more than the cores that there are."""
         with self._lock:
             tally = self._tallies[stage]
             return min(tally.thread_seconds, cores * tally.seconds) / max(1, tally.done_bytes)
 
     def snapshot(self) -> Progress:
-        """How things are now, of all threads at one moment."""
+        """The progress of all threads at one moment."""
         with self._lock:
             now = self._clock()
             begun = [stage for stage in STAGES if self._tallies[stage].begun_at is not None]

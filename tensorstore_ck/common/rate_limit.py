@@ -1,23 +1,25 @@
-"""A token bucket: how many bytes a second may pass. The clock is injected; it waits for nobody, and does not know what the bytes are."""
+"""A token bucket: how many bytes per second may pass. The clock is injected. It does not wait itself.
 
-import math
+Its users wait: `backend.throttled` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk.
+"""
+
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.common.units import parse_rate
 
 BURST_SECONDS: Final = 0.25
-"""What was not used is kept for so long."""
+"""Unused capacity is kept this long."""
 
 
 class RateLimit:
-    """Lets `bytes_per_second` pass, of all threads together."""
+    """Lets `rate` pass, for all threads together: bytes per second, or text such as ``100MB``."""
 
     def __init__(
         self,
-        bytes_per_second: float,
+        rate: float | str,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -26,26 +28,24 @@ class RateLimit:
         Raises:
             InvalidOptionError: not a rate.
         """
-        if not 0 < bytes_per_second < math.inf:
-            raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {bytes_per_second}", object_id="rate limit")
-        self._rate = self._whole = bytes_per_second
+        self._rate = self._whole = parse_rate(rate)
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()
-        """When all that was taken so far will have passed."""
+        """When all bytes taken so far will have passed."""
 
     def share(self, among: int) -> None:
-        """From now on this is one of `among` processes that pass so many bytes together."""
+        """From now on this is one of `among` processes that share the rate."""
         with self._lock:
             self._rate = self._whole / max(among, 1)
 
     @property
     def burst_bytes(self) -> int:
-        """As much as is worth asking for at a time."""
+        """The most bytes that are worth taking at once."""
         return max(1, int(self._rate * BURST_SECONDS))
 
     def take(self, count: int) -> float:
-        """Takes `count` bytes, however many that is; returns in how many seconds they may pass."""
+        """Takes `count` bytes, any number; returns in how many seconds they may pass."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now - BURST_SECONDS) + count / self._rate

@@ -1,8 +1,4 @@
-"""Waiting that somebody may end: for a turn, for an answer, for a server to come back.
-
-`stop` is asked before every request and many times in every wait; what it raises ends the work, in whichever thread met it, and `failed`
-ends that of the others. Time is injected.
-"""
+"""Tries again after a growing delay, which can be ended. Time is injected."""
 
 import random
 import threading
@@ -16,12 +12,18 @@ from tensorstore_ck.errors import BackendUnavailableError, StoreError
 FIRST_WAIT_SECONDS: Final = 0.5
 LONGEST_WAIT_SECONDS: Final = 30.0
 NAP_SECONDS: Final = 0.2
-"""How long it may take to notice `stop` in a wait."""
+"""How long it may take to notice `stop` in a pause."""
 
-Stop = Callable[[], object]
 OnRetry = Callable[[StoreError, float], object]
 
 T = TypeVar("T")
+
+
+def next_delay(
+    failures: int, first_seconds: float, longest_seconds: float, *, least: float = 0.0, jitter: Callable[[], float] = random.random
+) -> float:
+    """Seconds before the next try: twice as long after each failure before this one, and of that a random share from `least` to 1."""
+    return min(first_seconds * 2.0 ** min(failures, 64), longest_seconds) * (least + (1 - least) * jitter())
 
 
 class AbandonedError(Exception):
@@ -29,17 +31,17 @@ class AbandonedError(Exception):
 
 
 class RetryPolicy:
-    """Used by several threads at once."""
+    """Of several threads that do one thing: what `stop` raises in one of them ends its work, and `failed` ends that of the others."""
 
     def __init__(
         self,
-        stop: Stop,
+        stop: Callable[[], object],
         on_retry: OnRetry,
         *,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`on_retry` is told of the error, and in how many seconds it is tried again. `jitter` is between 0 and 1."""
+        """`on_retry` is called with the error and the seconds until the next try. `jitter` is between 0 and 1."""
         self.failed = threading.Event()
         """Set when a thread has failed."""
         self._stop = stop
@@ -54,7 +56,7 @@ class RetryPolicy:
         self._stop()
 
     def pause(self, seconds: float) -> None:
-        """Waits so long."""
+        """Waits, unless the work is to end."""
         while True:
             self.check()
             if seconds <= 0:
@@ -63,18 +65,18 @@ class RetryPolicy:
             self._sleep(nap)
             seconds -= nap
 
-    def back_off(self, attempt: int) -> float:
-        """How long to wait after that many failures: twice as long each time, between half of it and all of it."""
-        return min(FIRST_WAIT_SECONDS * (1 << min(attempt, 16)), LONGEST_WAIT_SECONDS) * (1 + self._jitter()) / 2
+    def delay(self, failures: int) -> float:
+        """Seconds before the next try after `failures` earlier failures."""
+        return next_delay(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, least=0.5, jitter=self._jitter)
 
-    def until_answered(self, request: Callable[[], T]) -> T:
+    def call(self, request: Callable[[], T]) -> T:
         """What `request` returns, tried again after each passing fault, without end."""
-        for attempt in count():
+        for failures in count():
             self.check()
             try:
                 return request()
             except BackendUnavailableError as exc:
-                seconds = self.back_off(attempt)
+                seconds = self.delay(failures)
                 self._on_retry(exc, seconds)
             self.pause(seconds)
         raise AssertionError("not reached")

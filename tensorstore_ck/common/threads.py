@@ -3,21 +3,25 @@
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 Task = TypeVar("Task")
 
 
+REMOTE_THREADS: Final = 8
+"""Requests to a remote backend at the same time."""
+
+
 def cpu_threads() -> int:
-    """As many threads as cores that this process may use, at the most 16."""
+    """The number of cores that this process may use, at most 16."""
     return min(len(os.sched_getaffinity(0)), 16)
 
 
 def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: threading.Event | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 
-    After the first error, or Ctrl-C, no further task is begun, and that error is raised when those under way have ended: `failed` is
-    set by then, for those that wait. Tasks are drawn lazily, under a lock.
+    After the first error, or Ctrl-C, no further task begins; the error is raised when the running tasks have ended. `failed` is set at
+    once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
     """
     queue = iter(tasks)
     lock = threading.Lock()

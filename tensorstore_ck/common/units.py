@@ -3,6 +3,7 @@
 Times: ``90s``, ``10m``, ``1h``, ``30d``, ``2w``. Sizes: ``50GB`` is 50 * 10**9, ``1.5GiB`` is 1.5 * 2**30; 1536 is written ``1.5 KiB``.
 """
 
+import math
 import re
 from datetime import timedelta
 from typing import Final
@@ -18,10 +19,10 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IG
 
 
 def parse_seconds(value: object, what: str) -> float:
-    """The seconds that a text, a number of seconds or a `timedelta` stands for.
+    """The seconds of a text, a number of seconds or a `timedelta`.
 
     Raises:
-        InvalidOptionError: it stands for none.
+        InvalidOptionError: not a duration.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -30,20 +31,32 @@ def parse_seconds(value: object, what: str) -> float:
         value = float(match[1]) * _TIME_UNITS[match[2]]
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_SECONDS:
         return float(value)
-    raise InvalidOptionError(f"{what} must be a length of time like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)
+    raise InvalidOptionError(f"{what} must be a duration like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)
 
 
 def parse_bytes(value: object, what: str) -> int:
-    """The bytes that a text or a number of bytes stands for.
+    """The bytes of a text or a number of bytes.
 
     Raises:
-        InvalidOptionError: it stands for none.
+        InvalidOptionError: not a size.
     """
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())) is not None:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index((match[2] or " ").lower())))
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise InvalidOptionError(f"{what} must be a size like 500MB, 10GB or 1.5GiB, not {value!r}", object_id=what)
+
+
+def parse_rate(value: float | str) -> float:
+    """The bytes per second that ``100MB``, ``1.5GiB/s`` or a number stands for.
+
+    Raises:
+        InvalidOptionError: it stands for none.
+    """
+    rate = parse_bytes(value.strip().removesuffix("/s"), "rate limit") if isinstance(value, str) else value
+    if not 0 < rate < math.inf:
+        raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {value}", object_id="rate limit")
+    return rate
 
 
 def human_bytes(count: int) -> str:

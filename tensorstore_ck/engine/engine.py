@@ -1,7 +1,6 @@
-"""What every operation works on: backend, configuration, log and block index of one open store.
+"""`Engine`: backend, configuration, log and block index of one open store.
 
-Operations (writer, reader, fsck, gc) take an `Engine`, never a `Store`. Injected for tests: the backend, the clock and the
-source of ids.
+Operations (writer, reader, fsck, gc) take an `Engine`, never a `Store`. Tests inject the backend, the clock and the source of ids.
 """
 
 import os
@@ -16,18 +15,18 @@ from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import read_only_error
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.backend.throttled import limited_to
+from tensorstore_ck.backend.throttled import throttled_to
 from tensorstore_ck.common.free_space import MinFree
-from tensorstore_ck.common.ids import DIGEST_BYTES, Clock, IdSource, Ulid
+from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
 from tensorstore_ck.events import Observers, logged_observers
-from tensorstore_ck.format.codec import CodecChoice
+from tensorstore_ck.format.codec import CodecPolicy
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import RelocationMap, decode_moved
+from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
@@ -53,32 +52,32 @@ class Engine:
     clock: Clock
     new_id: IdSource
     placed: ColdTierBackend
-    """Knows which packs lie elsewhere; `backend` reads through it."""
+    """Knows which packs are at other locations; `backend` reads through it."""
     single_writer: bool = False
-    """Opened by a caller who vouches that no other process writes."""
+    """The caller guarantees that no other process writes."""
     read_only: bool = False
-    """Opened to look at: its backends refuse every change."""
+    """The backends refuse every change."""
     observers: Observers = field(default_factory=logged_observers)
-    """Who is told what happens."""
+    """Receive events."""
     tier: StagingTier | None = None
-    """The staging disk, where there is one; `backend` then reads through it."""
+    """The staging disk, if any; `backend` then reads through it."""
     limit: RateLimit | None = None
-    """How fast the job may write to the store: this process's share of it."""
+    """This process's share of the job's write rate."""
     min_free: MinFree = field(default_factory=MinFree)
-    """What must stay free of the store's place."""
-    codecs: CodecChoice = field(default_factory=CodecChoice)
+    """Free space to leave at the store's location."""
+    codecs: CodecPolicy = field(default_factory=CodecPolicy)
     """How blocks are encoded."""
     put_ids: ObjectIds | None = None
-    """Names what this process puts, so that gc can tell whose it was; None: nobody can tell."""
+    """Names of this process's objects, by which gc knows the process; None: plain ids."""
     find_process: Callable[[], Process | None] = lambda: None
-    """Which process this is, where that can be told."""
+    """This process, where it can be identified."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: "OrderedDict[Ulid, RelocationMap]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def require_writable(self, what: str = "this") -> None:
-        """Refuses to write to a store that was opened to look at, and where two writers could overwrite each other's commits."""
+        """Raises if the store is read-only, or if two writers could overwrite each other's commits."""
         if self.read_only:
             raise read_only_error(what, self.backend.url)
         if not self.config.exclusive_create and not self.single_writer:
@@ -89,16 +88,16 @@ class Engine:
             )
 
     def put_id(self) -> Ulid:
-        """A name for what a put writes to the store itself."""
+        """A name for an object that a save writes to the store itself."""
         return self.new_id() if self.put_ids is None else self.put_ids()
 
     def note_published(self) -> None:
-        """What this process has put until now is published."""
+        """All objects that this process has written are published."""
         if self.put_ids is not None:
             self.put_ids.published()
 
     def read_record(self, info: SnapshotInfo) -> Record:
-        """The record of a snapshot, checked against what the log says of it."""
+        """The record of a snapshot, checked against the root in the log."""
         name = record_name(info.ulid)
         record = self._read(name, decode_record)
         if record.root() != info.root:
@@ -106,7 +105,7 @@ class Engine:
         return record
 
     def recent_record(self, info: SnapshotInfo) -> Record:
-        """As `read_record`; the last few are kept, for puts, which look back at the ones before."""
+        """As `read_record`, with a small cache: saves look back at the records before."""
         with self._lock:
             record = self._records.get(info.ulid)
         if record is None:
@@ -118,20 +117,17 @@ class Engine:
         return record
 
     def read_part(self, record: Record, rank: int) -> Part:
-        """A part of a snapshot, checked against its id; the last few are kept."""
+        """A part of a snapshot, checked against its id, with a small cache."""
         ulid = record.parts[rank]
         with self._lock:
             part = self._parts.get(ulid)
         if part is None:
-            name = part_name(ulid)
-            part = self._read(name, decode_part)
-            if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
-                raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
+            part = self._read(part_name(ulid), lambda data, _: decode_named_part(data, record, rank))
             self.keep_part(ulid, part)
         return part
 
     def keep_part(self, ulid: Ulid, part: Part) -> None:
-        """Remembers a part that the next put is likely to need."""
+        """Caches a part that the next save is likely to need."""
         with self._lock:
             self._parts[ulid] = part
             self._parts.move_to_end(ulid)
@@ -139,34 +135,34 @@ class Engine:
                 self._parts.popitem(last=False)
 
     def read_moved(self, relocation: Relocation) -> RelocationMap:
-        """The moved object of a relocation, checked against the log; the last few are kept."""
+        """The map of a relocation, checked against the log, with a small cache."""
         with self._lock:
             moved = self._moved.get(relocation.moved)
         if moved is None:
             name = ObjectKey("moved", relocation.moved).name
-            moved = decode_moved(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
+            moved = decode_relocation(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
             if moved.pack != relocation.pack or tuple(moved.targets) != relocation.targets:
-                raise CorruptObjectError(f"{name} is not the moved object that the log names", object_id=name)
+                raise CorruptObjectError(f"{name} is not the relocation map that the log names", object_id=name)
             with self._lock:
                 self._moved[relocation.moved] = moved
                 while len(self._moved) > MAX_CACHED_MOVED:
                     self._moved.popitem(last=False)
         return moved
 
-    def limited_to(self, bytes_per_second: float | None) -> Self:
-        """The same open store, whose backend reads no faster, and writes no faster; None: itself. The log is not slowed down.
+    def limited_to(self, rate: float | str | None) -> Self:
+        """The same open store with a limit on its backend's reads and writes, not on the log; None: no limit.
 
         Raises:
             InvalidOptionError: not a rate.
         """
-        return self if bytes_per_second is None else replace(self, backend=limited_to(self.backend, bytes_per_second))
+        return self if rate is None else replace(self, backend=throttled_to(self.backend, rate))
 
     def of_store(self) -> "Self":
-        """The same without the staging disk, for whoever looks after the store: a copy here must not hide damage there."""
+        """The same without the staging disk, for maintenance: a staged copy must not hide damage in the store."""
         return self if self.tier is None else replace(self, backend=self.tier.backend.store, tier=None)
 
     def distrust(self, name: str) -> bool:
-        """Told that the bytes of an object are wrong: whether they came from the staging disk, and it is worth to read them again."""
+        """Reports that an object's bytes are wrong; returns whether they came from the staging disk, so that reading again may help."""
         return self.tier is not None and self.tier.backend.distrust(name)
 
     def _read(self, name: str, decode: Callable[[bytes, str], T]) -> T:
@@ -185,6 +181,19 @@ class Engine:
         self.index.close()
         self.table.close()
         self.backend.close()
+
+
+def decode_named_part(data: bytes, record: Record, rank: int) -> Part:
+    """Decodes the part that a record names for a rank.
+
+    Raises:
+        CorruptObjectError: damaged, or another part.
+    """
+    name = part_name(record.parts[rank])
+    part = decode_part(data, name)
+    if part.part_id() != record.part_id(rank) or part.rank != rank:
+        raise CorruptObjectError(f"{name} is not the part that its snapshot names; run `tsck fsck`", object_id=name)
+    return part
 
 
 def current_actor() -> str:

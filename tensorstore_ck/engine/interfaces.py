@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.format.layout import Explicit, Layout
+from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.sharding import BoxBounds
 
 
@@ -58,7 +58,7 @@ class CapturedState(NamedTuple):
     blobs: Sequence[bytes]
     sources: Sequence[ByteSource]
     """One for each tensor of the layout: what this rank holds of it, one region after another."""
-    explicit: Sequence[Explicit] = ()
+    explicit: Sequence[ExplicitRegions] = ()
     frozen: Mapping[int, FrozenTensor] = MappingProxyType({})
 
     @property

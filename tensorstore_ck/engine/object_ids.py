@@ -1,7 +1,7 @@
-"""Names for what one process puts to a store, of a series that a writer record gives to this process.
+"""Names for the objects that one process writes: a series of ids, which a writer record assigns to the process.
 
-The record is written while the first pack is, by a thread of its own: no put waits for it, and one that cannot be written costs nothing
-but time: what this process leaves behind when it is killed is then freed later.
+A background thread writes the record, so no save waits for it. If it cannot be written, gc only frees later what a killed process
+left behind.
 """
 
 import os
@@ -21,10 +21,10 @@ CLOSE_SECONDS: Final = 5.0
 
 
 class ObjectIds:
-    """An `IdSource` for one open store. A forked child, and a process that runs for long, begins a series of its own."""
+    """An `IdSource` for one open store. A forked child begins a new series, and so does a process after `SERIES_SECONDS`."""
 
     def __init__(self, backend: Backend, new_id: IdSource, clock: Clock, find_process: Callable[[], Process | None]) -> None:
-        """`find_process` says which process this is; where it does not know, names are of no series."""
+        """`find_process` returns this process; if it returns None, names are of no series."""
         self._backend = backend
         self._new_id = new_id
         self._clock = clock
@@ -46,16 +46,16 @@ class ObjectIds:
         return self._new_id() if record is None else in_series(self._new_id(), record.series)
 
     def published(self) -> None:
-        """Everything that was named up to now is in a snapshot: if the process ends now, it leaves nothing behind."""
+        """All objects named until now are in a snapshot: if the process ends now, it leaves nothing behind."""
         self._leaves_objects = False
 
     def close(self) -> None:
-        """Removes the record where it is of no use any more; never raises."""
+        """Deletes the record if it is useless now; never raises."""
         if self._thread is None or self._record is None or self._pid != os.getpid():
             return
         self._thread.join(CLOSE_SECONDS)
         if not self._leaves_objects and not self._thread.is_alive():
-            with suppress(StoreError):  # a writer need not have the right to delete: gc does it
+            with suppress(StoreError):  # a writer may lack the permission to delete: gc does it
                 self._backend.delete([self._record.name])
         self._thread = None
 
@@ -65,7 +65,7 @@ class ObjectIds:
         self._record = None if process is None else WriterRecord(series_of(self._new_id()), process, self._begun_ns)
         if self._record is not None:
             thread = threading.Thread(target=self._write, args=(self._record,), name="tsck writer record", daemon=True)
-            with suppress(RuntimeError):  # no more threads are to be had: then what this process leaves behind waits for its age
+            with suppress(RuntimeError):  # no thread available: then leftovers of this process wait for their age
                 thread.start()
                 self._thread = thread
 

@@ -1,4 +1,4 @@
-"""Opens or makes a store: from a URL to an `Engine`."""
+"""Opens or creates a store: from a URL to an `Engine`."""
 
 import os
 import time
@@ -10,14 +10,14 @@ from typing import Any, cast
 import platformdirs
 
 from tensorstore_ck.backend import open_backend, probe_create
-from tensorstore_ck.backend.cold.allowed_locations import as_places
+from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
-from tensorstore_ck.backend.throttled import limited
-from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.backend.throttled import throttled
+from tensorstore_ck.common.free_space import MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -33,7 +33,7 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 from tensorstore_ck.events import logged_observers
-from tensorstore_ck.format.codec import CodecChoice, CodecOption, DeltaOption
+from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
@@ -50,7 +50,7 @@ def open_engine(
     cache_dir: str | os.PathLike[str] | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
-    max_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
     read_only: bool = False,
@@ -59,15 +59,15 @@ def open_engine(
     state_dir: str | os.PathLike[str] | None = None,
     config: StoreConfig | None = None,
 ) -> Engine:
-    """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it.
+    """The engine of the store at `url`. `create` makes the store if there is none; `read_only` changes nothing in it.
 
-    `config`: what store.json should say, for whoever repairs that.
+    `config` stands in for store.json, to repair that.
     """
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
-        raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
-    kept, codecs, allowed = MinFree.parse(min_free), CodecChoice(codec, delta), as_places(places)
-    limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
+        raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
+    kept, codecs, allowed = MinFree.parse(min_free), CodecPolicy(codec, delta), parse_allowed(places)
+    limit = None if rate_limit is None else RateLimit(rate_limit)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:
@@ -75,14 +75,14 @@ def open_engine(
     try:
         config = config or read_config(backend)
         if config is None and create:
-            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # eight fsyncs would prove nothing about exclusion
+            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # fsyncs do not matter for exclusion
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
         if config is None:
             raise NotAStoreError(
-                f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
+                f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
         if not read_only:
-            require_room(backend, kept, 0, "the store")
+            require_free_space(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
         watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
@@ -102,9 +102,9 @@ def open_engine(
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            engine.backend = limited(backend, writes=limit, min_free=guard)
+            engine.backend = throttled(backend, writes=limit, min_free=guard)
         else:
-            tiered = ReadThroughBackend(folder, limited(backend, min_free=guard))
+            tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
             uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
             engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, options)
         return engine
@@ -127,9 +127,9 @@ def make_engine(
     read_only: bool = False,
     find_process: Callable[[], Process | None] | None = None,
 ) -> Engine:
-    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to.
+    """An engine from its components; tests pass their own clock, ids and delays. `open_place` opens the locations of moved packs.
 
-    `find_process`: by whom the store is opened, for the writer records; without it no put leaves one.
+    `find_process` returns this process, for the writer record; without it no save writes one.
     """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
     options |= {"actor": current_actor(), "read_only": read_only}
@@ -139,7 +139,7 @@ def make_engine(
     def newest_view() -> RefTable:
         if log.view().head() is not None:
             return log.newest_view()
-        return apart.newest_view()  # what keeps its own notes in the cache, and folds no log there, is to find them again
+        return apart.newest_view()  # a table that holds only notes must not be filled by a fold: a later sync would clear the notes
 
     placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
     engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
@@ -150,7 +150,7 @@ def make_engine(
 
 
 def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
-    """Where the user keeps what was seen of the log; nowhere for a store that ends with this process."""
+    """The user's record of the newest log entry seen; None for a store in memory."""
     if backend.url.startswith("memory://"):
         return None
     folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
@@ -158,10 +158,10 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
 
 
 def read_config(backend: Backend) -> StoreConfig | None:
-    """The store's configuration, or None where there is no store.
+    """The store's configuration; None if there is no store.
 
     Raises:
-        CorruptObjectError: store.json is damaged, or gone while the rest of a store is there.
+        CorruptObjectError: store.json is damaged, or missing although there is a log or snapshots.
     """
     try:
         data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
@@ -177,17 +177,17 @@ def read_config(backend: Backend) -> StoreConfig | None:
 def init_store(
     backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
 ) -> StoreConfig:
-    """Probes the backend and writes store.json; of several processes at once one wins and all agree. `unsynced`: see `probe_create`.
+    """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree. `unsynced`: see `probe_create`.
 
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false.
-        UnsafeBackendError: the backend does not create exclusively, and the caller did not vouch to be the only writer.
+        UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
     exclusive = probe_create(backend, unsynced=unsynced)
     if not exclusive and not single_writer_unsafe:
         raise UnsafeBackendError(
             f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "
-            "use another backend, or single_writer_unsafe=True if one process alone will ever write, without gc",
+            "use another backend, or single_writer_unsafe=True if only one process ever writes, without gc",
             object_id=backend.url,
         )
     mine = new_config(exclusive_create=exclusive)
@@ -196,5 +196,5 @@ def init_store(
     if config is None:
         raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
     if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
-        raise AlreadyExistsError(f"there is a store at {backend.url} already", object_id=backend.url)
+        raise AlreadyExistsError(f"there is already a store at {backend.url}", object_id=backend.url)
     return config

@@ -1,4 +1,4 @@
-"""A part's extents: where its blocks lie, and behind them those of the bases that they are encoded against, and of theirs."""
+"""A part's extents: the locations of its blocks, followed by those of their delta bases, and of the bases' bases."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ from tensorstore_ck.format.part import EXTENT_DTYPE, Extents, Part
 from tensorstore_ck.log.block_index import Base, Location
 
 MAX_DEPTH: Final = 200
-"""Of bases below each other. Only a block that is no base has several."""
+"""Length of a chain of bases. Only a block that is not a base has several bases."""
 
 
 class PartExtents(NamedTuple):
@@ -25,14 +25,14 @@ class PartExtents(NamedTuple):
 
 
 def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> PartExtents:
-    """Of blocks that lie at `places`; so do those of their bases that say no place of their own.
+    """The extents of blocks at `places`, which also has the bases without a location of their own.
 
-    The bases of a row lie side by side, behind it and behind all blocks, so that chains end.
+    The bases of a row are consecutive rows after it and after all blocks, so chains end.
     """
     numbers: dict[Ulid, int] = {}
     wanted = [(block, places[block]) for block in ids]
     first_base: dict[int, int] = {}
-    """Row -> row of its first base, as far as they can be shared: those of blocks."""
+    """Row -> row of its first base."""
     shared: dict[tuple[Digest, ...], int] = {}
     row = 0
     while row < len(wanted):  # grows
@@ -53,29 +53,29 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
 
 
 def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
-    """A place whose bases all say where they lie, so that it can be told of elsewhere."""
+    """A location whose bases all have locations, so that it can be used elsewhere."""
     bases = tuple(base if base.place is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
     return place._replace(bases=bases)
 
 
 def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, depth: int = 0) -> Location:
-    """Where the block in a row lies, by places that were resolved; with its bases, and theirs.
+    """The location of the block in a row of located `extents`, with its bases, and theirs.
 
     Raises:
-        CorruptObjectError: it is said to have more of them than there can be.
+        CorruptObjectError: its bases are not valid rows, or too many.
     """
     pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
     count = base_count(codec, flags)
     if count and not (row < first <= len(extents) - count and count <= MAX_BASES and depth < MAX_DEPTH and (count == 1 or not depth)):
         raise CorruptObjectError(
-            f"{pack_name(packs[pack])}: a part names a block there with bases that cannot be", object_id=pack_name(packs[pack])
+            f"{pack_name(packs[pack])}: a part names a block there with invalid delta bases", object_id=pack_name(packs[pack])
         )
     bases = tuple(Base(part.block_id(base), location_of(part, packs, extents, base, depth + 1)) for base in range(first, first + count))
     return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags if count else 0)
 
 
 def chain_of(place: Location) -> Iterator[Location]:
-    """A place, and those of all that is needed to decode what lies there."""
+    """A location, and those of all bases that are needed to decode its block."""
     yield place
     for base in place.bases:
         if base.place is not None:

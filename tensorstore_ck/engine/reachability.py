@@ -1,7 +1,7 @@
-"""What a snapshot needs at one entry of the log: record, parts, moved objects on the way, and the packs where its blocks are now.
+"""What a snapshot needs at one log entry: its record, parts, relocation maps, and the packs that hold its blocks now.
 
-Readers, writers, marking and checks all find the places of blocks here, so that they cannot disagree. Relocations change
-where a block is, never what it is; a place is good for the view that it was resolved at.
+Readers, writers, gc and fsck all locate blocks here, so they cannot disagree. A relocation changes where a block is, never its content;
+a location is valid for the view at which it was found.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,17 +22,17 @@ Positions = npt.NDArray[np.int64]
 
 
 class BlockLocations(NamedTuple):
-    """Where the blocks of a part are."""
+    """Where the blocks of a part are now."""
 
     packs: list[Ulid]
-    """The part's pack table, and after it the targets of relocations."""
+    """The part's packs, then the targets of relocations."""
     extents: Extents
-    """As the part's, with ``pack`` counting in `packs`."""
+    """The part's extents; ``pack`` is an index into `packs`."""
     moved: frozenset[Ulid]
-    """The moved objects that led there."""
+    """The relocation maps that lead there."""
 
     def objects(self) -> Iterator[ObjectKey]:
-        """The packs in use, and the moved objects."""
+        """The packs in use, and the relocation maps."""
         numbers = self.extents["pack"]
         for number in np.flatnonzero(np.bincount(numbers)).tolist() if len(numbers) else ():
             yield ObjectKey("pack", self.packs[number])
@@ -40,11 +40,11 @@ class BlockLocations(NamedTuple):
             yield ObjectKey("moved", moved)
 
 
-def resolve(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
-    """The places of a part's blocks.
+def locate_blocks(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
+    """Locates a part's blocks.
 
     Raises:
-        DamageError: a moved object cannot be read, or relocations lead in a circle.
+        DamageError: a relocation map cannot be read, or relocations form a cycle.
     """
     relocated, packs = relocations_in_order(view, part.packs), list(part.packs)
     if not relocated:
@@ -55,7 +55,7 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
     for number, rows in grouped(extents["pack"]):
         pending.setdefault(packs[number], []).append(rows)
     for pack, relocations in relocated.items():
-        left = _joined(pending.pop(pack, ()))
+        left = _concatenate(pending.pop(pack, ()))
         for relocation in relocations:
             if not len(left):
                 break
@@ -78,16 +78,14 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
 
 
 def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
-    """(pack, entries, moved object on the way) for each place where sorted `entries` of packs are now, step by step.
-
-    A moved object on the way is yielded with no entries.
+    """Follows sorted `entries` of packs: yields (pack, entries, None) for where they are now, and (pack, no entries, relocation map).
 
     Raises:
-        DamageError: a moved object cannot be read, or relocations lead in a circle.
+        DamageError: a relocation map cannot be read, or relocations form a cycle.
     """
     pending = {pack: [found] for pack, found in entries.items()}
     for pack, relocations in relocations_in_order(view, entries).items():
-        left = np.unique(_joined(pending.pop(pack, ())))
+        left = np.unique(_concatenate(pending.pop(pack, ())))
         for relocation in relocations:
             if not len(left):
                 break
@@ -101,17 +99,17 @@ def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> I
         if len(left):
             yield pack, left, None
     for pack, rest in pending.items():
-        yield pack, np.unique(_joined(rest)), None
+        yield pack, np.unique(_concatenate(rest)), None
 
 
 def relocations_in_order(view: RefTable, packs: Collection[Ulid]) -> dict[Ulid, list[Relocation]]:
-    """The relocations of `packs` and of all packs that they lead to, each pack before those that its blocks went to.
+    """The relocations of `packs` and of all packs that they lead to, in topological order: each pack before its targets.
 
-    So what goes different ways to one pack goes on from there at once, and the work grows with the number of relocations alone. Every
-    relocation leads to packs that were made for it, or from one that never was there: none leads back.
+    So blocks that reach a pack by several ways are followed together, and each relocation is looked up once. Every relocation leads to
+    packs that were made for it, or from a pack that never existed, so a true log has no cycles.
 
     Raises:
-        CorruptObjectError: relocations lead in a circle.
+        CorruptObjectError: relocations form a cycle.
     """
     ends_first: dict[Ulid, list[Relocation]] = {}
     way: dict[Ulid, list[Relocation]] = {}
@@ -134,21 +132,21 @@ def relocations_in_order(view: RefTable, packs: Collection[Ulid]) -> dict[Ulid, 
 
 
 def _circle(way: Mapping[Ulid, Sequence[Relocation]], back_to: Ulid) -> CorruptObjectError:
-    """The last pack on the `way` leads back to an earlier one. The newest relocation of the circle is the one that cannot be true."""
+    """The error where the last pack on the `way` leads back to an earlier one. The newest relocation of the cycle must be the false one."""
     packs = [*way][[*way].index(back_to) :]
     steps = zip(packs, [*packs[1:], back_to], strict=True)
     circle = [max((found for found in way[pack] if to in found.targets), key=lambda found: (found.n, found.moved)) for pack, to in steps]
     newest = max(circle, key=lambda found: (found.n, found.moved))
     name = ObjectKey("moved", newest.moved).name
     return CorruptObjectError(
-        f"{name} says that blocks of {ObjectKey('pack', newest.pack).name} are where they came from: {len(packs)} relocations lead in a "
+        f"{name} leads blocks of {ObjectKey('pack', newest.pack).name} back to where they came from: {len(packs)} relocations lead in a "
         f"circle, so log entry {newest.n}, or one before it, was forged; run `tsck fsck`",
         object_id=name,
     )
 
 
 def _look_up(engine: Engine, relocation: Relocation, entries: Entries) -> tuple[RelocationMap, Rows, npt.NDArray[np.bool_]]:
-    """(the moved object, its rows for those of the `entries` that it lists, which of them these are)."""
+    """(relocation map, its rows for the `entries` that it lists, a mask of these entries)."""
     found = engine.read_moved(relocation)
     at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)
     hit = found.rows["from"][at] == entries
@@ -163,7 +161,7 @@ def grouped(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, Positions]]:
         yield int(numbers[at[0]]), at
 
 
-def _joined(pieces: Sequence[Positions]) -> Positions:
+def _concatenate(pieces: Sequence[Positions]) -> Positions:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
@@ -171,30 +169,30 @@ def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Obje
     """Everything that reading a snapshot needs.
 
     Raises:
-        DamageError: its record, a part or a moved object cannot be read.
+        DamageError: its record, a part or a relocation map cannot be read.
     """
     record = engine.read_record(info)
     needed: list[ObjectKey] = []
     for rank in range(len(record.parts)):
-        needed += resolve(engine, view, engine.read_part(record, rank)).objects()
+        needed += locate_blocks(engine, view, engine.read_part(record, rank)).objects()
     return Objects([ObjectKey("snapshot", info.ulid), *(ObjectKey("part", part) for part in record.parts), *needed])
 
 
 def condemned_among(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> Objects:
-    """What must be rescued in the entry that makes something reachable.
+    """The objects to rescue in the entry that makes `needed` reachable.
 
     Args:
         view: The fold at the head that the entry follows.
         needed: The closure at that head.
-        anchor: The entry under which it was known that all of it is there.
+        anchor: The entry at which all of it was known to exist.
         what: For the message.
 
     Raises:
-        SnapshotExpiredError: some of it was swept, or so much was settled since `anchor` that nobody knows.
+        SnapshotExpiredError: some of it was swept, or may have been: `anchor` is before the horizon.
     """
     if anchor < view.horizon():
         raise SnapshotExpiredError(
-            f"{what} relies on what was there at log entry {anchor}, before the horizon {view.horizon()}: it may be gone"
+            f"{what} relies on objects as of log entry {anchor}, before the horizon {view.horizon()}: they may be gone"
         )
     states = {key: view.object_state(key) for key in needed}
     for key, state in states.items():
@@ -204,13 +202,13 @@ def condemned_among(view: RefTable, needed: Iterable[ObjectKey], anchor: int, wh
 
 
 def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> list[Op]:
-    """The operation that rescues what `condemned_among` finds, if it finds anything."""
+    """The operation that rescues what `condemned_among` finds, if anything."""
     condemned = condemned_among(view, needed, anchor, what)
     return [Op.rescue(condemned)] if condemned else []
 
 
-def revive(engine: Engine, view: RefTable, info: SnapshotInfo) -> list[Op]:
-    """What must be in the entry that holds a snapshot; nothing while it is held anyhow.
+def rescue_if_expired(engine: Engine, view: RefTable, info: SnapshotInfo) -> list[Op]:
+    """Operations for the entry that holds a snapshot again; none if it is still held.
 
     Raises:
         SnapshotExpiredError: gc freed some of it.
@@ -225,8 +223,8 @@ def revive(engine: Engine, view: RefTable, info: SnapshotInfo) -> list[Op]:
         raise SnapshotExpiredError(f"{what} was forgotten, and gc freed {exc.object_id}", object_id=info.root.hex()) from exc
 
 
-def require_live(engine: Engine, info: SnapshotInfo, trouble: Exception) -> RefTable:
-    """The newest view, if the snapshot is still held: then what is missing was moved, or is damaged.
+def raise_if_expired(engine: Engine, info: SnapshotInfo, trouble: Exception) -> RefTable:
+    """The newest view, if the snapshot is still held: then missing objects were relocated, or are damaged.
 
     Raises:
         SnapshotExpiredError: nothing holds the snapshot any more.
@@ -237,14 +235,14 @@ def require_live(engine: Engine, info: SnapshotInfo, trouble: Exception) -> RefT
         if not isinstance(trouble, MissingObjectError):
             return view
         raise MissingObjectError(
-            f"snapshot {info.root.hex()[:16]} (step {info.step}) is staged, and something of it is not on this host: {trouble}. Restore on "
+            f"snapshot {info.root.hex()[:16]} (step {info.step}) is staged, and not completely on this host: {trouble}. Restore on "
             "the hosts that staged it, or wait until it is published",
             object_id=info.root.hex(),
         ) from trouble
     if not view.is_live(info.ulid):
         raise SnapshotExpiredError(
             f"snapshot {info.root.hex()[:16]} (step {info.step}) was forgotten, "
-            "and gc freed some of it while it was read: take another one",
+            "and gc freed some of it while it was read: use another snapshot",
             object_id=info.root.hex(),
         ) from trouble
     return view

@@ -1,7 +1,7 @@
-"""Who writes what: the blocks of every region that a rank holds, and in which rank's part they lie. Pure arithmetic.
+"""Which rank writes which blocks of the regions that ranks hold. Pure arithmetic; rules: FORMAT.md, "Many ranks".
 
-A region is what one rank holds of one tensor in one piece. Ranks that hold the same region are its replicas: its blocks are written
-once, spread over them. Writers and readers compute this from the layout, so no rank tells another, and no list of it is stored.
+A region is one contiguous piece of a tensor on one rank. Ranks that hold the same region are its replicas: each of its blocks is
+written once, by one of them. Writers and readers compute the assignment from the layout, so it is neither exchanged nor stored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,11 @@ import numpy as np
 
 from tensorstore_ck.chunker import cut_box, cut_interval
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Shard, boxes, holders_of, replicas
 
 MIN_RUN_BYTES: Final = 64 << 20
-"""Replicas share the writing of what they hold in runs of at least this size, so that each writes large objects."""
+"""Replicas divide their common bytes into runs of at least this size, so that each rank writes large objects."""
 
 
 class Region(NamedTuple):
@@ -27,17 +27,17 @@ class Region(NamedTuple):
     tensor: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    """In elements along each dim; of an interval, one number each."""
+    """In elements along each dim; offsets and sizes of an interval have one number each."""
     is_flat: bool
     replicas: tuple[int, ...]
     """The ranks that hold it, in order."""
 
     def size_bytes(self, spec: TensorSpec) -> int:
-        """Its bytes."""
+        """The region's size in bytes."""
         return prod(self.sizes) * spec.item_bytes
 
     def pieces(self, spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[BoxBounds, int]]:
-        """Boxes of the tensor that cover the region's elements [start, stop), and the element of the region at which each begins."""
+        """Boxes of the tensor that cover the region's elements [start, stop), each with its first element's number in the region."""
         if self.is_flat:
             covering = row_boxes(spec.shape, self.offsets[0] + start, self.offsets[0] + stop)
         else:
@@ -49,22 +49,22 @@ class Region(NamedTuple):
             start += prod(sizes)
 
     def overlaps(self, spec: TensorSpec, box: BoxBounds, start: int, stop: int) -> bool:
-        """Whether any of its elements [start, stop) lies in a box."""
+        """Whether any of the region's elements [start, stop) lies in `box`."""
         return any(overlap(piece, box) is not None for piece, _ in self.pieces(spec, start, stop))
 
-    def ahead_of(self, box: BoxBounds) -> int | None:
-        """How many of its elements come before the first one of a box, where both have the same columns; else None."""
+    def elements_before(self, box: BoxBounds) -> int | None:
+        """How many of the region's elements precede the first one of `box`; None unless both span the same columns."""
         if self.is_flat or self.offsets[1:] != box.offsets[1:] or self.sizes[1:] != box.sizes[1:] or not box.sizes:
             return None
         return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
 
-    def common(self, spec: TensorSpec, box: BoxBounds) -> int:
-        """How many of its elements lie in a box."""
+    def common_elements(self, spec: TensorSpec, box: BoxBounds) -> int:
+        """How many of the region's elements lie in `box`."""
         both = (overlap(piece, box) for piece, _ in self.pieces(spec, 0, prod(self.sizes)))
         return sum(prod(each.sizes) for each in both if each is not None)
 
-    def lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
-        """Bytes of each of its blocks, in order. Up to half the target it is one block, whatever the shape."""
+    def block_lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
+        """The region's block lengths in bytes, in order. A region of up to half the target is one block, whatever its shape."""
         size_bytes = self.size_bytes(spec)
         if size_bytes <= target_bytes // 2:
             return [size_bytes]
@@ -76,14 +76,14 @@ class Region(NamedTuple):
 
 
 class BlockShare(NamedTuple):
-    """What one part has of one region: neighbouring blocks of it, or all of a small one inside the part."""
+    """The consecutive blocks of one region that one part stores, or all of a small region inside the part."""
 
     region: int
-    """Its number among the regions of the part's rank."""
+    """The region's position in the list of the rank's regions."""
     start: int
     """Where the first block begins, in bytes of the region."""
     lengths: list[int]
-    """Bytes of each block."""
+    """Block lengths in bytes."""
     is_inline: bool
 
 
@@ -95,7 +95,7 @@ def ranks_with_layout(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...
     return tuple(np.flatnonzero(numbers == numbers[rank]).tolist())
 
 
-def first_of(layout_of: bytes, rank: int) -> int:
+def first_rank_with_layout(layout_of: bytes, rank: int) -> int:
     """The first rank with the layout of `rank`."""
     numbers = np.frombuffer(layout_of, "<u2")
     return int(np.argmax(numbers == numbers[rank])) if layout_of else 0
@@ -106,59 +106,62 @@ def first_ranks(layout_of: bytes) -> list[int]:
     return np.unique(np.frombuffer(layout_of, "<u2"), return_index=True)[1].tolist() if layout_of else [0]
 
 
-def regions(layout: Layout, rank: int, alike: tuple[int, ...], explicit: Sequence[Explicit] = ()) -> list[Region]:
+def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], explicit: Sequence[ExplicitRegions] = ()) -> list[Region]:
     """Every region that a rank holds, in the order of the layout.
 
     Args:
         layout: The layout.
         rank: The rank.
-        alike: The ranks with this layout, in order: the replicas of whole tensors.
-        explicit: What the part of that rank says of tensors whose regions do not follow from the layout.
+        layout_ranks: The ranks with this layout, in order: the replicas of whole tensors.
+        explicit: The regions in that rank's part, of tensors whose regions do not follow from the layout.
+
+    Raises:
+        CorruptObjectError: `explicit` lacks a tensor.
     """
     found: list[Region] = []
-    told = {each.tensor: each for each in explicit}
+    explicit_of = {each.tensor: each for each in explicit}
     coordinates = [mesh.coordinate(rank) for mesh in layout.meshes]
     holders: dict[Sharding, tuple[int, ...]] = {}
     for number, spec in enumerate(layout.tensors):
         spread = layout.spreads[number] if layout.spreads else None
         if spread is None:
             if 0 not in spec.shape:
-                found.append(Region(number, (0,) * len(spec.shape), spec.shape, False, alike))
+                found.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))
         elif isinstance(spread, str):
-            if number not in told:
-                raise CorruptObjectError(f"nothing says which regions of tensor {spec.name!r} rank {rank} holds", object_id=spec.name)
-            found += [Region(number, *box, spread == "flat", (rank,)) for box in told[number].boxes]
+            if number not in explicit_of:
+                raise CorruptObjectError(f"the part of rank {rank} does not list its regions of tensor {spec.name!r}", object_id=spec.name)
+            found += [Region(number, *box, spread == "flat", (rank,)) for box in explicit_of[number].boxes]
         else:
             mesh, coordinate = layout.meshes[spread.mesh], coordinates[spread.mesh]
             if coordinate is None:
                 continue  # a tensor of other ranks
             for local in boxes(spec.shape, mesh.shape, spread.placements, coordinate):
-                if spread not in holders:  # the same for every tensor of which the rank holds something
+                if spread not in holders:  # the same for every tensor with this spread
                     holders[spread] = replicas(mesh, spread.placements, spec.shape, rank)
                 found.append(Region(number, *local.box, False, holders[spread]))
     return found
 
 
-def every_region(
+def regions_of_tensor(
     layout: Layout,
     tensor: int,
-    alike: tuple[int, ...],
-    told: Callable[[int, int], Sequence[BoxBounds]] = lambda rank, tensor: (),
+    layout_ranks: tuple[int, ...],
+    explicit_boxes: Callable[[int, int], Sequence[BoxBounds]] = lambda rank, tensor: (),
     *,
     near: BoxBounds | None = None,
     order: Sequence[int] | None = None,
 ) -> Iterator[Region]:
-    """Every region of a tensor, each once; with `near`, those that have something of that box, and perhaps a few others.
+    """Every region of a tensor, each once; with `near`, those that overlap that box, and perhaps a few others.
 
-    `told`: what the part of a rank says of its regions of a tensor; ranks are asked in `order`.
+    `explicit_boxes` returns the regions listed in a rank's part, by rank and tensor number; it is called for the ranks in `order`.
     """
     spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
     if spread is None:
         if 0 not in spec.shape:
-            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, alike)
+            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, layout_ranks)
     elif isinstance(spread, str):
-        for rank in alike if order is None else order:
-            yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in told(rank, tensor))
+        for rank in layout_ranks if order is None else order:
+            yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in explicit_boxes(rank, tensor))
     else:
         mesh = layout.meshes[spread.mesh]
         for coordinate in product(*_positions(spec.shape, mesh.shape, spread.placements, near)):
@@ -173,30 +176,30 @@ def every_region(
 def _positions(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Shard | None], near: BoxBounds | None
 ) -> Iterator[range]:
-    """Along each mesh dim, where those ranks stand that have something of a box; of replicas the first."""
+    """Along each mesh dim, the positions of the ranks that overlap a box; of replicas only the first."""
     whole = set(range(len(shape)))
     for extent, shard in zip(mesh_shape, placements, strict=True):
         if shard is None:
             yield range(1)
         elif near is None or shard.dim not in whole:
             yield range(extent)
-        else:  # the first to split this tensor dim: which of thousands have a piece of the box is known without asking each
+        else:  # the first mesh dim to split this tensor dim: computed, not searched, as there may be thousands of positions
             whole.remove(shard.dim)
             start, size = near.offsets[shard.dim], near.sizes[shard.dim]
             yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
 
 
-def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
-    """What the part of `rank` has of each region, in order.
+def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
+    """Which blocks of each region the part of `rank` stores, in order.
 
-    All regions of one set of n replicas, T bytes in all, are cut into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block that
-    begins at byte c belongs to run c * k // T, and run j to the j-th replica.
+    All regions of one set of n replicas, T bytes together, are divided into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block
+    that begins at byte c belongs to run c * k // T, and run j to the j-th replica (FORMAT.md, "Who writes what").
 
     Args:
         layout: The layout.
-        held: The regions that the rank holds; or some, but then all of each set of replicas.
+        held: The regions that the rank holds, or a part of them that has all regions of each set of replicas.
         rank: The rank.
-        target_bytes: Of a block.
+        target_bytes: The target size of a block.
     """
     totals: dict[tuple[int, ...], int] = {}
     for region in held:
@@ -207,7 +210,7 @@ def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int)
         spec = layout.tensors[region.tensor]
         size_bytes = region.size_bytes(spec)
         is_inline = size_bytes <= INLINE_TENSOR_BYTES
-        lengths = [size_bytes] if is_inline else region.lengths(spec, target_bytes)
+        lengths = [size_bytes] if is_inline else region.block_lengths(spec, target_bytes)
         first, last, start = 0, len(lengths), 0
         if len(region.replicas) > 1:
             total, at = totals[region.replicas], begun[region.replicas]
@@ -222,23 +225,23 @@ def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int)
     return found
 
 
-def encode_regions(explicit: Sequence[Explicit]) -> bytes:
-    """The regions of a part: for each such tensor its number, how many dims, how many boxes, and offsets and sizes of each (``<i8``)."""
+def encode_regions(explicit: Sequence[ExplicitRegions]) -> bytes:
+    """The bytes of a part's ``regions`` (``<i8``): for each tensor its number, dims, number of boxes, and each box's offsets and sizes."""
     numbers: list[int] = []
-    for tensor, told in explicit:
-        numbers += [tensor, len(told[0].sizes) if told else 0, len(told)]
-        for box in told:
+    for tensor, boxes_of in explicit:
+        numbers += [tensor, len(boxes_of[0].sizes) if boxes_of else 0, len(boxes_of)]
+        for box in boxes_of:
             numbers += [*box.offsets, *box.sizes]
     return np.array(numbers, "<i8").tobytes()
 
 
-def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
-    """The regions of a part, checked against its layout.
+def decode_regions(layout: Layout, data: bytes, name: str) -> list[ExplicitRegions]:
+    """The regions that `encode_regions` encoded, checked against the part's layout.
 
     Raises:
-        CorruptObjectError: not what `encode_regions` made for such a layout.
+        CorruptObjectError: `data` is malformed or does not fit the layout.
     """
-    found: list[Explicit] = []
+    found: list[ExplicitRegions] = []
     try:
         numbers = np.frombuffer(data, "<i8").tolist()
         at = 0
@@ -252,22 +255,22 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
                 shape = (prod(shape),)
             if dims != (len(shape) if count else 0) or not 0 <= count <= (len(numbers) if dims else 1):
                 raise ValueError("a tensor has other dims, or too many regions")
-            told = []
+            listed = []
             for _ in range(count):
-                told.append(BoxBounds(tuple(numbers[at : at + dims]), tuple(numbers[at + dims : at + 2 * dims])))
+                listed.append(BoxBounds(tuple(numbers[at : at + dims]), tuple(numbers[at + dims : at + 2 * dims])))
                 at += 2 * dims
-            for box in told:
+            for box in listed:
                 bounds = zip(box.offsets, box.sizes, shape, strict=True)
                 if not all(offset >= 0 and size > 0 and offset + size <= extent for offset, size, extent in bounds):
                     raise ValueError("a region lies outside of its tensor, or is empty")
-            found.append(Explicit(tensor, tuple(told)))
+            found.append(ExplicitRegions(tensor, tuple(listed)))
     except (ValueError, IndexError) as exc:
         raise CorruptObjectError(f"{name} has malformed regions: {exc}", object_id=name) from exc
     return found
 
 
 def overlap(one: BoxBounds, other: BoxBounds) -> BoxBounds | None:
-    """What two boxes have in common; None when that is nothing."""
+    """The intersection of two boxes; None when it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + b, c + d) for a, b, c, d in zip(*one, *other, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))

@@ -1,8 +1,7 @@
-"""The layout: which tensors a state has, and the tree of containers that they hang in.
+"""The layout: the tensors of a state and the tree of containers that holds them. Format: FORMAT.md, "Layouts".
 
-Pure and free of torch. A layout is the same for all ranks of an SPMD job and from step to step: leaves that are not
-tensors are holes in its tree, filled by the part's values. It is content-addressed and stored as blocks, so it costs its
-bytes once.
+Pure and free of torch. A layout is the same for all ranks of an SPMD job and from step to step: leaves that are not tensors are holes
+in its tree, filled by the part's values. It is stored as blocks, so a repeated layout is deduplicated.
 
 Tree nodes (``Node``), as msgpack:
 
@@ -13,13 +12,13 @@ Tree nodes (``Node``), as msgpack:
     ["d", keys, nodes]                         dict; keys are encoded values
     ["o", keys, nodes, attributes]             OrderedDict; attributes: false, or the node of its ``_metadata``
     ["c", keys, nodes]                         collections.Counter
-    ["f", factory, keys, nodes]                collections.defaultdict; factory: a name of `state.types`, or nil
+    ["f", factory, keys, nodes]                collections.defaultdict; factory: a name of `registered_types.FACTORIES`, or nil
     ["l", nodes]  ["u", nodes]                 list, tuple
     ["n", "module:qualname", fields, nodes]    namedtuple
     ["r", type_name, node]                     a registered type
 
-A value can be ``["tree", node, values]``: a subtree without tensors, which was not known when the layout was made, and its own values.
-It takes the place of its hole (`tree.expand`).
+A value can be ``["tree", node, values]``: a subtree without tensors that was unknown when the layout was made, with its own values. It
+replaces its hole (`tree.expand`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,24 +39,24 @@ MAX_TENSOR_BYTES: Final = 1 << 48
 MAX_ITEM_BYTES: Final = 4096
 MAX_MESH_DIMS: Final = 16
 MAX_RANKS: Final = 1 << 20
-"""Of a snapshot, and of all meshes of a layout together."""
+"""In a snapshot, and in all meshes of a layout together."""
 MAX_BOXES: Final = 4096
-"""Of one tensor on one rank, by its placements."""
+"""Boxes of one tensor on one rank, as its placements give."""
 MAX_ALL_BOXES: Final = 1 << 16
 BOXES_A_TENSOR: Final = 64
-"""All tensors together have up to so many boxes on a rank, and so many more for each of them."""
+"""A rank has at most `MAX_ALL_BOXES` boxes of all tensors, plus `BOXES_A_TENSOR` for each tensor."""
 MAX_REGIONS: Final = 1 << 20
-"""Of one tensor on all ranks, by its placements."""
+"""Regions of one tensor on all ranks, as its placements give."""
 INLINE_TENSOR_BYTES: Final = 4096
-"""Tensors up to this size lie inside the part."""
+"""Tensors up to this size are stored inside the part."""
 INLINE_VALUE_BYTES: Final = 65536
-"""Other values up to this size lie inside the part."""
+"""Other values up to this size are stored inside the part."""
 
 Node = Any
 
 
 class TensorSpec(NamedTuple):
-    """One tensor with bytes of its own."""
+    """One tensor that owns its bytes."""
 
     name: str
     """Path from the state's root: keys and positions joined by ``.``; unique in the layout."""
@@ -78,7 +77,7 @@ class TensorSpec(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """One allocation that holds several tensors side by side, so that a restore shares it again."""
+    """One allocation that holds several tensors, so that a restore makes them share memory again."""
 
     size_bytes: int
     tensors: tuple[int, ...]
@@ -86,21 +85,21 @@ class SharedStorage(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a tensor is spread over a mesh: what each rank holds of it follows by arithmetic."""
+    """How a tensor is spread over a mesh; `format.sharding` computes from it what each rank holds."""
 
     mesh: int
-    """Its number among the layout's meshes."""
+    """The mesh's position in the layout's list of meshes."""
     placements: tuple[Shard | None, ...]
     """One for each dim of the mesh; None: replicated along it."""
 
 
 Spread = Sharding | Literal["boxes", "flat"] | None
-"""How a tensor is spread over the ranks that have a layout. None: each of them holds all of it. ``boxes``, ``flat``: each part says
-which boxes of the tensor, or intervals of the flattened tensor, its rank holds."""
+"""How a tensor is spread over the ranks that have a layout. None: each rank holds all of it. ``boxes``, ``flat``: each part lists the
+boxes of the tensor, or intervals of the flattened tensor, that its rank holds."""
 
 
-class Explicit(NamedTuple):
-    """The regions of one tensor that one rank holds, where the layout does not say: boxes, or intervals of the flattened tensor."""
+class ExplicitRegions(NamedTuple):
+    """The regions of one tensor that one rank holds, where they do not follow from the layout: boxes, or intervals of the flat tensor."""
 
     tensor: int
     boxes: tuple[BoxBounds, ...]
@@ -108,7 +107,7 @@ class Explicit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors, the tree they hang in, the allocations they share, and how they are spread over ranks."""
+    """The tensors, the tree that holds them, the allocations they share, and how they are spread over ranks."""
 
     tensors: Sequence[TensorSpec]
     tree: Node
@@ -121,7 +120,7 @@ class Layout:
         """The sealed layout object; its seal is the layout id.
 
         Raises:
-            UnsupportedValueError: a tensor is spread in more pieces than a reader accepts.
+            UnsupportedValueError: a tensor is spread over more pieces than a reader accepts.
         """
         try:
             _check_spreads(self.spreads, self.meshes, self.tensors)
@@ -158,7 +157,7 @@ def layout_id(encoded: bytes) -> Digest:
 
 
 def decode_layout(data: bytes, name: str, budget: ParseBudget | None = None) -> Layout:
-    """Decodes and checks a sealed layout. `budget`: of the snapshot that it was read from.
+    """Decodes and checks a sealed layout. `budget` is the snapshot's.
 
     Raises:
         CorruptObjectError: not a layout, or one that contradicts itself.
@@ -179,7 +178,7 @@ def _checked(body: Body) -> Layout:
     if not len(names) == len(dtype_of) == len(dims_of) or sum(dims_of) != len(extents):
         raise ValueError("its tables differ in length")
     if max(dims_of, default=0) > MAX_DIMS or min(extents, default=0) < 0 or len(set(names)) != len(names):
-        raise ValueError("impossible shapes, or a name twice")
+        raise ValueError("a shape is impossible, or two tensors have one name")
     tensors = []
     position = 0
     for tensor_name, dtype_number, dims in zip(names, dtype_of, dims_of, strict=True):
@@ -187,7 +186,7 @@ def _checked(body: Body) -> Layout:
             raise ValueError("a tensor's name is malformed")
         dtype, item_bytes = dtypes[dtype_number]
         spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]))
-        # Without its zeros: strides of an empty tensor must be computable as well.
+        # Zero extents are left out: the strides of an empty tensor must be computable, too.
         size = item_bytes * prod([extent or 1 for extent in spec.shape])
         if size > (MAX_TENSOR_BYTES if 0 not in spec.shape else (1 << 63) - 1):
             raise ValueError(f"tensor {tensor_name!r} is too large")
@@ -229,7 +228,7 @@ def _spreads(body: Body, meshes: Sequence[Mesh]) -> list[Spread]:
 
 
 def _check_spreads(spreads: Sequence[Spread], meshes: Sequence[Mesh], tensors: Sequence[TensorSpec]) -> None:
-    """What a rank and all of them hold is computed, not stored: it must not be more than a small layout should cost."""
+    """Limits the boxes per rank and in all: they are computed, not stored, so a small forged layout could ask for any number."""
     if sum(len(mesh.ranks) for mesh in meshes) > MAX_RANKS:
         raise ValueError(f"its meshes have more than {MAX_RANKS} ranks together")
     every = 0
@@ -248,7 +247,7 @@ def _check_spreads(spreads: Sequence[Spread], meshes: Sequence[Mesh], tensors: S
 
 
 def _most_boxes(sharding: Sharding, spec: TensorSpec) -> int:
-    """How many boxes of a tensor a rank may hold, or a few more."""
+    """An upper bound of the boxes of a tensor that a rank holds."""
     pieces = [1] * len(spec.shape)
     for shard in sharding.placements:
         if shard is not None:

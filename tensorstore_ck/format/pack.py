@@ -1,10 +1,9 @@
-"""Packs: many encoded blocks and a footer that lists them. Pure: bytes in, bytes out.
+"""Packs: many encoded blocks and a footer that lists them. Pure: bytes in, bytes out. Format: FORMAT.md, "Packs".
 
     header | block | block | ... | entry table | base table | trailer
 
-The blocks lie without gaps between header and footer, so that every byte of a pack is under some hash: raw blocks under
-their block id, encoded ones also under ``check``, all the rest under the trailer's hash. A reader of a snapshot never needs the
-footer (parts carry extents); fsck, salvage and repair do. Format: FORMAT.md, "Packs".
+There are no gaps, so a hash covers every byte of a pack: block ids cover raw blocks, ``check`` also covers encoded ones, and the
+trailer's hash covers the rest. Parts have the extents that readers of a snapshot need; only fsck, salvage and repair read footers.
 """
 
 import struct
@@ -20,9 +19,9 @@ from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 PACK_LIMIT_BYTES: Final = 1 << 30
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_ENTRIES: Final = 1 << 22
-"""256 MiB of footer: what a reader may have to hold. Raw blocks of tensors average more than 2 KiB, so a full pack has far fewer."""
+"""Limits the footer, which readers hold in memory, to 256 MiB. Raw tensor blocks average over 2 KiB, so a full pack has far fewer."""
 MAX_BASES: Final = 64
-"""Of one block."""
+"""Delta bases of one block."""
 PACK_MAGIC: Final = b"TSCKPACK"
 FOOTER_MAGIC: Final = b"TSCKFOOT"
 PACK_VERSION: Final = 1
@@ -46,17 +45,16 @@ BASE_DTYPE: Final = np.dtype([("entry", "<u4"), ("pad", "<u4"), ("id", "V32")])
 
 Entries = npt.NDArray[np.void]
 
-
 NO_BASES: Final[Entries] = np.zeros(0, BASE_DTYPE)
 
 
 class Footer(NamedTuple):
-    """What a pack's footer says."""
+    """A decoded pack footer."""
 
     entries: Entries
     """One row of `ENTRY_DTYPE` per block, by offset."""
     bases: Entries
-    """Rows of `BASE_DTYPE`, by entry: one for each base of a block that has some, in the order in which the codec wants them."""
+    """Rows of `BASE_DTYPE`, sorted by entry: one for each base of a block, in the codec's order."""
 
     def bases_of(self, entry: int) -> list[Digest]:
         """The bases of an entry."""
@@ -64,7 +62,7 @@ class Footer(NamedTuple):
 
 
 def pack_name(pack: Ulid) -> str:
-    """Where a pack lies in the store."""
+    """The pack's name in the store."""
     text = ulid_text(pack)
     return f"packs/{text[-2:]}/{text}"
 
@@ -75,7 +73,7 @@ def encode_header() -> bytes:
 
 
 def stored_check(*pieces: Buffer) -> int:
-    """Eight bytes of the hash of an encoded block, so that it can be checked without its delta base."""
+    """The first eight bytes of an encoded block's hash: with them the block can be checked without its delta base."""
     return int.from_bytes(derived_hash("stored block", *(memoryview(piece) for piece in pieces))[:8], "little")
 
 
@@ -87,26 +85,30 @@ def encode_footer(header: bytes, entries: Entries, bases: Entries = NO_BASES) ->
 
 
 def footer_bytes(trailer: bytes | memoryview, pack_bytes: int, name: str) -> int:
-    """How long the footer is (trailer included), from the last `TRAILER.size` bytes of a pack."""
+    """The footer's length in bytes, trailer included, from the last `TRAILER.size` bytes of a pack.
+
+    Raises:
+        CorruptObjectError: the trailer is damaged or incomplete.
+    """
     if len(trailer) != TRAILER.size:
-        raise CorruptObjectError(f"{name} is cut short: it has no trailer", object_id=name)
+        raise CorruptObjectError(f"{name} is truncated: it has no trailer", object_id=name)
     count, bases, _, magic = TRAILER.unpack(trailer)
     size: int = count * ENTRY_DTYPE.itemsize + bases * BASE_DTYPE.itemsize + TRAILER.size
     if magic != FOOTER_MAGIC or count > MAX_ENTRIES or bases > MAX_BASES * count or size + HEADER.size > pack_bytes:
-        raise CorruptObjectError(f"{name} has no valid trailer: it was damaged or cut short", object_id=name)
+        raise CorruptObjectError(f"{name} has no valid trailer: it was damaged or truncated", object_id=name)
     return size
 
 
 def decode_footer(header: bytes | memoryview, footer: bytes | memoryview, pack_bytes: int, name: str) -> Footer:
-    """Checks header and footer of a pack of `pack_bytes` bytes; `footer` is its last `footer_bytes` bytes.
+    """Decodes and checks the header and the footer of a pack of `pack_bytes` bytes; `footer` is its last `footer_bytes` bytes.
 
     Raises:
-        CorruptObjectError: not what was written, or entries that do not tile the pack.
-        FormatVersionError: a newer or an encrypted pack.
+        CorruptObjectError: a hash does not match, or the entries do not tile the pack.
+        FormatVersionError: the pack is encrypted or has a newer version.
     """
     size = footer_bytes(footer[-TRAILER.size :], pack_bytes, name)
     if len(footer) != size or len(header) != HEADER.size:
-        raise CorruptObjectError(f"{name} is cut short", object_id=name)
+        raise CorruptObjectError(f"{name} is truncated", object_id=name)
     count, bases, expected, _ = TRAILER.unpack(footer[-TRAILER.size :])
     counts = struct.pack("<QQ", count, bases)
     if derived_hash("pack footer", memoryview(header), memoryview(footer)[: -TRAILER.size], counts) != expected or any(footer[-8:]):
@@ -121,10 +123,10 @@ def decode_footer(header: bytes | memoryview, footer: bytes | memoryview, pack_b
     stored = entries["stored"].astype(np.int64)
     ends = np.concatenate(([HEADER.size], starts + stored))
     if not np.array_equal(ends, np.concatenate((starts, [pack_bytes - size]))):
-        raise CorruptObjectError(f"{name}: its entries do not tile it", object_id=name)
+        raise CorruptObjectError(f"{name}: its entries have gaps or overlap", object_id=name)
     if count and int(entries["raw"].max()) > MAX_BLOCK_BYTES:
         raise CorruptObjectError(f"{name}: a block is larger than {MAX_BLOCK_BYTES} bytes", object_id=name)
     base_rows = np.frombuffer(footer, BASE_DTYPE, bases, count * ENTRY_DTYPE.itemsize)
     if bases and (int(base_rows["entry"].max()) >= count or np.any(np.diff(base_rows["entry"].astype(np.int64)) < 0)):
-        raise CorruptObjectError(f"{name}: a delta base belongs to no entry, or they are not in order", object_id=name)
+        raise CorruptObjectError(f"{name}: a delta base belongs to no entry, or the bases are not in order", object_id=name)
     return Footer(entries, base_rows)

@@ -1,9 +1,9 @@
-"""Parts: what one rank contributes to one snapshot. Pure: bytes in, bytes out.
+"""Parts: what one rank contributes to one snapshot. Pure: bytes in, bytes out. Format: FORMAT.md, "Parts".
 
-Logical section: layout, coordinate, block ids, values, small tensors; the part id hashes exactly this. Physical section: where each
-block lies. The same logical section may lie elsewhere (compaction, another store) and keeps its id. Ids and extents are raw
-little-endian arrays, one row per block: first the blocks of the blobs (blob 0 is the layout), then those of the tensors, in the order
-of the layout and the grid; after them, in the extents only, delta bases that lie outside. Format: FORMAT.md, "Parts".
+The logical section (layout, coordinate, block ids, values, small tensors) is what the part id hashes. The physical section says where
+each block is; it may differ in another store, or after a compaction, while the part keeps its id. Ids and extents are raw little-endian
+arrays with one row per block: first the blocks of the blobs (blob 0 is the layout), then those of the tensors, in the order of the
+layout and the grid; the extents end with the delta bases that are not blocks of this part.
 """
 
 import struct
@@ -31,11 +31,11 @@ EXTENT_DTYPE: Final = np.dtype(
         ("flags", "<u2"),
     ]
 )
-"""``pack`` counts in the part's pack table; ``base`` is the row of the delta base, after all rows of blocks, or -1."""
+"""``pack`` is a position in the part's pack table; ``base`` is the row of the delta base, after all rows of blocks, or -1."""
 BLOB_DTYPE: Final = np.dtype([("blocks", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
 MAX_PACK_BYTES: Final = 1 << 40
 MAX_BLOB_BLOCK_BYTES: Final = 1 << 22
-"""Of a block of opaque bytes: with it, what a part may ask for is bounded by its own bytes."""
+"""The largest block of opaque bytes: it bounds what a part can make a reader allocate by the part's own size."""
 
 Extents = npt.NDArray[np.void]
 
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     values: bytes
     """msgpack list: one encoded value for each hole of the layout's tree."""
     inline: bytes
-    """The bytes of every tensor of up to `INLINE_TENSOR_BYTES`, in order."""
+    """The bytes of all tensors of up to `INLINE_TENSOR_BYTES`, in order."""
     packs: Sequence[Ulid]
     extents: Extents
     """Rows of `EXTENT_DTYPE`."""
@@ -62,19 +62,19 @@ class Part(NamedTuple):
     anchor: int
     """The log entry under which the extents were chosen."""
     layout_of: bytes | None = None
-    """Of one of many ranks: the number of every rank's layout (``<u2``), by order of first appearance; empty when all have the same."""
+    """In a snapshot of many ranks: each rank's layout number (``<u2``), by order of first appearance; empty when all have one layout."""
     regions: bytes = b""
-    """What this rank holds of tensors whose regions do not follow from the layout (``<i8``): see `split.encode_regions`."""
+    """This rank's regions of tensors whose regions do not follow from the layout: see `block_assignment.encode_regions`."""
 
     @property
     def stored_bytes(self) -> int:
-        """Roughly what it takes in the store."""
+        """Roughly the part's size in the store."""
         tables = (self.blobs.nbytes, self.extents.nbytes, len(self.ids), len(self.base_ids), ULID_BYTES * len(self.packs))
         return sum(tables) + len(self.values) + len(self.inline) + len(self.layout_of or b"") + len(self.regions)
 
     @property
     def block_count(self) -> int:
-        """Blocks of this part, repeated ones counted each time."""
+        """The number of blocks; repeated ones count each time."""
         return len(self.ids) // DIGEST_BYTES
 
     def block_id(self, row: int) -> Digest:
@@ -83,7 +83,7 @@ class Part(NamedTuple):
         return Digest(ids[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
 
     def part_id(self) -> Digest:
-        """The logical hash."""
+        """The hash of the logical section."""
         blobs = self.blobs.tobytes()
         sizes = struct.pack("<IIQQQQ", self.rank, self.world_size, len(blobs), len(self.ids), len(self.values), len(self.inline))
         if self.layout_of is None:
@@ -114,18 +114,22 @@ class Part(NamedTuple):
 
 
 def part_name(part: Ulid) -> str:
-    """Where a part lies in the store."""
+    """The part's name in the store."""
     text = ulid_text(part)
     return f"parts/{text[-2:]}/{text}"
 
 
 def encode_values(values: Sequence[object]) -> bytes:
-    """The part's ``values``."""
+    """The bytes of a part's ``values``."""
     return pack_body(list(values))
 
 
 def decode_values(part: Part, name: str) -> list[Any]:
-    """The list of encoded values, strictly decoded."""
+    """The encoded values of a part.
+
+    Raises:
+        CorruptObjectError: they are not a msgpack list.
+    """
     values = unpack_body(memoryview(part.values), name)
     if not isinstance(values, list):
         raise CorruptObjectError(f"{name}: its values are not a list", object_id=name)
@@ -136,7 +140,7 @@ def decode_part(data: bytes, name: str) -> Part:
     """Decodes and checks a sealed part.
 
     Raises:
-        CorruptObjectError: not a part, or one that contradicts itself.
+        CorruptObjectError: not a part, or its fields contradict each other.
     """
     body = unseal("part", data, name)
     try:
@@ -163,23 +167,23 @@ def decode_part(data: bytes, name: str) -> Part:
 
 
 def _check(part: Part, pack_table_bytes: int, name: str) -> None:
-    """Cross-checks all counts, lengths and offsets, so that nothing after it allocates or reads by a false one."""
+    """Cross-checks all counts, lengths and offsets, so that no later step allocates or reads by a forged one."""
     extents, blocks = part.extents, part.block_count
     base_count = len(part.base_ids) // DIGEST_BYTES
     rows = blocks + base_count
     problem = ""
     if pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
-        problem = "an id is cut short"
+        problem = "an id is truncated"
     elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
         problem = "its tables differ in length"
-    elif not part.rank < 2 * part.world_size <= 2 * MAX_RANKS:  # those after the ranks' own are rank states
+    elif not part.rank < 2 * part.world_size <= 2 * MAX_RANKS:  # rank states follow the ranks' own parts
         problem = "its rank or world size is impossible"
     elif part.layout_of is not None if part.rank >= part.world_size else part.layout_of is None and part.world_size > 1:
-        problem = "it is one of many ranks' and does not say with whom, or it is a rank state and does"
+        problem = "it lacks the layout numbers of its group, or it is a rank state and has them"
     elif not _is_numbering(part.layout_of or b"", part.world_size):
         problem = "its layouts are not one number for each rank, by order of first appearance"
-    elif len(part.regions) % 8 or (part.regions and part.layout_of is None):  # which the part id would not cover
-        problem = "its regions are cut short, or it is not one of many ranks'"
+    elif len(part.regions) % 8 or (part.regions and part.layout_of is None):  # the part id would not cover such regions
+        problem = "its regions are truncated, or it belongs to no group of ranks"
     elif int(part.blobs["size"][0]) > MAX_OBJECT_BYTES:
         problem = "its layout is too large"
     elif rows and (
@@ -194,9 +198,9 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
     elif len(set(part.packs)) != len(part.packs):
         problem = "it names a pack twice"
     elif int(extents["raw"][: int(part.blobs["blocks"].sum(dtype=np.int64))].max(initial=0)) > MAX_BLOB_BLOCK_BYTES:
-        problem = "a block of a large value is larger than such blocks are"
+        problem = "a block of a large value is too large"
     else:
-        # A base lies after the row that needs it and after all blocks, so chains end.
+        # A base's row comes after the row that needs it and after all blocks, so chains end.
         bases = extents["base"].astype(np.int64)
         has_base = bases != -1
         own_row = np.arange(rows)
@@ -207,7 +211,7 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
 
 
 def _is_numbering(layout_of: bytes, ranks: int) -> bool:
-    """Whether it is as `Part.layout_of` says."""
+    """Whether `layout_of` has the form that `Part.layout_of` documents."""
     if len(layout_of) != (2 * ranks if layout_of else 0):
         return False
     numbers = np.frombuffer(layout_of, "<u2").astype(np.int64)

@@ -1,57 +1,56 @@
-"""Where in a part the blocks of each region lie. Pure: follows from the part and its layout, and is checked against the part."""
+"""Finds the blocks of each tensor region in a part. Pure: computed from the layout (`block_assignment`), and checked against the part."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, decode_regions, regions, shares
+from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, assign_blocks, decode_regions, regions_of_rank
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Layout
 from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part
 
 
 class RegionBytes(NamedTuple):
-    """What a part has of one region: its bytes [start, stop)."""
+    """The bytes [start, stop) of one region that a part stores."""
 
     region: Region
     start: int
     stop: int
     first: int
-    """The first extent row, or where the bytes begin in the part's inline ones."""
+    """The first extent row; for inline bytes, their offset in the part's inline bytes."""
     lengths: list[int]
-    """Bytes of each block."""
+    """Block lengths in bytes."""
     is_inline: bool
 
     @property
     def rows(self) -> range:
-        """The extent rows; none when it is inline."""
+        """The extent rows; none for inline bytes."""
         return range(0) if self.is_inline else range(self.first, self.first + len(self.lengths))
 
 
 class PartIndex:
-    """The tensors' blocks of one part."""
+    """The tensor blocks of one part, by region."""
 
-    def __init__(self, layout: Layout, part: Part, alike: tuple[int, ...], block_bytes: int, name: str) -> None:
-        """`alike`: the ranks with the same layout.
+    def __init__(self, layout: Layout, part: Part, layout_ranks: tuple[int, ...], block_bytes: int, name: str) -> None:
+        """`layout_ranks` are the ranks with this layout; `block_bytes` is the store's target size.
 
         Raises:
             CorruptObjectError: the part does not fit its layout.
         """
         self._held: dict[int, list[RegionBytes]] = {}
         explicit = decode_regions(layout, part.regions, name)
-        known = set(alike)
+        known = set(layout_ranks)
         if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
-            raise CorruptObjectError(f"{name}: a mesh of its layout has ranks that are not in its group", object_id=name)
-        all_regions = regions(layout, part.rank, alike, explicit)
-        most_bytes = np.minimum(part.extents["raw"], max(block_bytes, MAX_ITEM_BYTES)).sum(dtype=np.int64)  # no block of a tensor is larger
-        if _least_bytes(layout, all_regions) > int(most_bytes) + len(part.inline):
-            raise CorruptObjectError(f"{name}: it has fewer bytes than its layout says", object_id=name)
+            raise CorruptObjectError(f"{name}: a mesh of its layout has ranks outside its group", object_id=name)
+        all_regions = regions_of_rank(layout, part.rank, layout_ranks, explicit)
+        max_bytes = np.minimum(part.extents["raw"], max(block_bytes, MAX_ITEM_BYTES)).sum(dtype=np.int64)  # no tensor block is larger
+        if _min_bytes(layout, all_regions) > int(max_bytes) + len(part.inline):
+            raise CorruptObjectError(f"{name}: it has fewer bytes than its layout needs", object_id=name)
         row = first_row = int(part.blobs["blocks"].sum(dtype=np.int64))
         inline = 0
         lengths: list[int] = []
-        for share in shares(layout, all_regions, part.rank, block_bytes):
+        for share in assign_blocks(layout, all_regions, part.rank, block_bytes):
             region = all_regions[share.region]
             at = inline if share.is_inline else row
             held = RegionBytes(region, share.start, share.start + sum(share.lengths), at, share.lengths, share.is_inline)
@@ -70,23 +69,20 @@ class PartIndex:
             raise CorruptObjectError(f"{name}: the blocks of tensor {spec.name!r} do not fit its shape", object_id=spec.name)
 
     def of(self, tensor: int) -> list[RegionBytes]:
-        """What the part has of a tensor, in order."""
+        """The part's bytes of a tensor, in order."""
         return self._held.get(tensor, [])
 
     def of_region(self, region: Region) -> RegionBytes | None:
-        """What the part has of a region."""
+        """The part's bytes of a region; None if it stores none."""
         return next((held for held in self.of(region.tensor) if held.region[:4] == region[:4]), None)
 
     def tensor_at(self, row: int) -> int | None:
-        """The tensor whose block is in an extent row."""
-        return next((tensor for tensor, held in self._all() if row in held.rows), None)
-
-    def _all(self) -> Iterator[tuple[int, RegionBytes]]:
-        return ((tensor, held) for tensor, several in self._held.items() for held in several)
+        """The number of the tensor whose block is in an extent row; None if there is none."""
+        return next((tensor for tensor, several in self._held.items() for held in several if row in held.rows), None)
 
 
-def _least_bytes(layout: Layout, held: list[Region]) -> int:
-    """Of each set of replicas, what one of them has to store at least: known without a list of blocks, which a false layout makes huge."""
+def _min_bytes(layout: Layout, held: list[Region]) -> int:
+    """A lower bound of what a rank stores of its regions, computed without the list of blocks, which a forged layout makes huge."""
     totals: dict[tuple[int, ...], int] = {}
     for region in held:
         totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])

@@ -1,7 +1,7 @@
-"""Snapshot records: the root of one snapshot. Pure: bytes in, bytes out.
+"""Snapshot records: the root object of one snapshot. Pure: bytes in, bytes out. Format: FORMAT.md, "Snapshot records".
 
-The *root* is the Merkle hash over logical content only (part ids, step, parent root, metadata), so it is the same on any
-backend, however blocks are packed. Format: FORMAT.md, "Snapshot records".
+The *root* is a Merkle hash over logical content only (part ids, step, parent root, metadata), so it does not depend on the backend or
+on how blocks are packed.
 """
 
 import struct
@@ -14,15 +14,15 @@ from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take
 
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1
-NOTE: Final = "tsck"
-"""The key of metadata that is the store's own: ``non_finite`` is the share of sampled floating numbers that are NaN or infinite, if any."""
+STORE_KEY: Final = "tsck"
+"""The store's own metadata key, a map: ``non_finite`` is the share of the sampled floats that are NaN or infinite, if any are."""
 
 
 class Record(NamedTuple):
     """One decoded snapshot record."""
 
     ref: str
-    """The ref that it was put to; a hint for salvage."""
+    """The ref that it was saved to; a hint for salvage."""
     step: int | None
     parent: Digest | None
     metadata: bytes
@@ -36,16 +36,21 @@ class Record(NamedTuple):
     new_bytes: int
     """Bytes of the packs and parts that this snapshot added to the store."""
     streams: str = ""
-    """With rank states: the rule by which other numbers of ranks derive random streams (`streams.RULE`)."""
+    """With rank states: the rule by which other numbers of ranks derive random streams (`random_streams.RULE`)."""
 
     @property
     def stored_bytes(self) -> int:
-        """Roughly what it takes in the store."""
+        """Roughly the record's size in the store."""
         return (ULID_BYTES + DIGEST_BYTES) * len(self.parts) + len(self.metadata)
 
     def root(self) -> Digest:
         """The Merkle root."""
-        return snapshot_root(self.part_ids, self.step, self.parent, self.metadata)
+        sizes = len(self.part_ids), self.step is not None, self.step or 0, self.parent is not None, len(self.metadata)
+        return derived_hash("root", struct.pack("<QBqBQ", *sizes), self.part_ids, self.parent or ZERO_DIGEST, self.metadata)
+
+    def part_id(self, rank: int) -> Digest:
+        """The id of a rank's part."""
+        return Digest(self.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
 
     def encode(self) -> bytes:
         """The sealed record object."""
@@ -69,14 +74,8 @@ class Record(NamedTuple):
         )
 
 
-def snapshot_root(part_ids: bytes, step: int | None, parent: Digest | None, metadata: bytes) -> Digest:
-    """The root of a snapshot."""
-    head = struct.pack("<QBqBQ", len(part_ids), step is not None, step or 0, parent is not None, len(metadata))
-    return derived_hash("root", head, part_ids, parent or ZERO_DIGEST, metadata)
-
-
 def record_name(snapshot: Ulid) -> str:
-    """Where a snapshot's record lies in the store."""
+    """The name of a snapshot's record in the store."""
     text = ulid_text(snapshot)
     return f"snapshots/{text[-2:]}/{text}"
 
@@ -85,7 +84,7 @@ def decode_record(data: bytes, name: str) -> Record:
     """Decodes and checks a sealed record.
 
     Raises:
-        CorruptObjectError: not a record, or one whose root is not that of its content.
+        CorruptObjectError: not a record, or its root does not match its content.
     """
     body = unseal("snapshot", data, name)
     try:
@@ -110,23 +109,23 @@ def decode_record(data: bytes, name: str) -> Record:
         raise CorruptObjectError(f"{name} is not a valid record: {exc!r}", object_id=name) from exc
     is_whole = len(parts) % ULID_BYTES == 0 and len(record.part_ids) == len(record.parts) * DIGEST_BYTES and record.parts
     if not is_whole or len(record.metadata) > MAX_METADATA_BYTES or not is_root:
-        raise CorruptObjectError(f"{name}: its root is not that of its content", object_id=name)
+        raise CorruptObjectError(f"{name}: its root does not match its content", object_id=name)
     return record
 
 
 def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     """The msgpack of user metadata: None, bool, int, float, str, lists and maps with str keys.
 
-    What the store itself said in another snapshot's metadata is left out: it is measured again.
+    The store's own entry, copied from another snapshot's metadata, is left out: it is measured again.
 
     Raises:
-        InvalidOptionError: anything else, more than 1 MiB, or something else under the store's own key.
+        InvalidOptionError: another type, more than 1 MiB, or a user's value under the store's own key.
     """
     given = dict(metadata or {})
-    if NOTE in given:
-        note = given.pop(NOTE)
+    if STORE_KEY in given:
+        note = given.pop(STORE_KEY)
         if not isinstance(note, Mapping) or set(note) - {"non_finite"}:
-            raise InvalidOptionError(f"metadata[{NOTE!r}] is for what the store itself says: use another key", object_id=f"metadata.{NOTE}")
+            raise InvalidOptionError(f"metadata[{STORE_KEY!r}] belongs to the store: use another key", object_id=f"metadata.{STORE_KEY}")
     packed = pack_body(_plain(given, "metadata", 0))
     if len(packed) > MAX_METADATA_BYTES:
         raise InvalidOptionError(f"metadata has {len(packed)} bytes, the limit is {MAX_METADATA_BYTES}: put large values into the state")
@@ -141,10 +140,10 @@ def decode_metadata(record: Record, name: str) -> dict[str, Any]:
     return value
 
 
-def with_note(metadata: bytes, note: Mapping[str, object]) -> bytes:
-    """Encoded metadata with what the store itself says, under `NOTE`; as it was where that would be more than 1 MiB."""
+def with_store_metadata(metadata: bytes, note: Mapping[str, object]) -> bytes:
+    """Encoded metadata with the store's own entry, or unchanged if that would exceed 1 MiB."""
     value = unpack_body(memoryview(metadata), "metadata")
-    packed = pack_body({**value, NOTE: dict(note)})
+    packed = pack_body({**value, STORE_KEY: dict(note)})
     return packed if len(packed) <= MAX_METADATA_BYTES else metadata
 
 
@@ -152,7 +151,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """User metrics as floats by name.
 
     Raises:
-        InvalidOptionError: a name or a value that cannot rank snapshots.
+        InvalidOptionError: a value is not a number, or a name is not text of 1 to 256 characters.
     """
     checked: dict[str, float] = {}
     for name, value in (metrics or {}).items():
@@ -172,12 +171,12 @@ def _is_unicode(text: str) -> bool:
 
 def _plain(value: object, path: str, depth: int) -> object:
     if depth > 16:
-        raise InvalidOptionError(f"{path} is nested too deep", object_id=path)
+        raise InvalidOptionError(f"{path} is nested too deeply", object_id=path)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         if not _is_unicode(value):
-            raise InvalidOptionError(f"{path} has half a surrogate pair, which is not text", object_id=path)
+            raise InvalidOptionError(f"{path} has a lone surrogate, which is not valid text", object_id=path)
         return str(value)
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 64:

@@ -1,7 +1,7 @@
-"""Moved objects: which entries of one pack are in other packs now. Pure: bytes in, bytes out. Format: FORMAT.md, "Moved objects".
+"""Relocation maps ("moved objects"): which entries of one pack are in other packs now. Only the format: bytes in, bytes out.
 
 Compaction and repair write one for each pack that they copy from; a `relocate` operation puts it in force. Parts never change:
-what they say of a pack is translated on the way.
+`engine.reachability` and `engine.read.block_reader` follow the relocations of their blocks. Format: FORMAT.md, "Moved objects".
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES, MAX_ENTRIES
 from tensorstore_ck.format.sealed import object_hash, seal, take, unseal
 
-MOVED_DTYPE: Final = np.dtype(
+RELOCATION_DTYPE: Final = np.dtype(
     [
         ("from", "<u4"),
         ("target", "<u4"),
@@ -27,7 +27,7 @@ MOVED_DTYPE: Final = np.dtype(
         ("pad", "<u4"),
     ]
 )
-"""Entry ``from`` is now entry ``entry`` of the pack that ``target`` counts in the table of packs. Flag 1: it lost its delta base."""
+"""Entry ``from`` is now entry ``entry`` of the pack at position ``target`` of `targets`. Flag 1: it lost its delta base."""
 
 Rows = npt.NDArray[np.void]
 
@@ -38,30 +38,30 @@ class RelocationMap(NamedTuple):
     pack: Ulid
     targets: Sequence[Ulid]
     rows: Rows
-    """Rows of `MOVED_DTYPE`, by ``from``."""
-    place: str | None = None
-    """The URL of the place where the targets lie, if not the store's own: for `salvage`, as the log says it."""
+    """Rows of `RELOCATION_DTYPE`, by ``from``."""
+    location: str | None = None
+    """URL of the cold location that holds the targets; None: the store itself. Only `salvage` reads it; all others go by the log."""
 
     def encode(self) -> bytes:
         """The sealed object."""
-        place = {} if self.place is None else {"place": self.place}
-        return seal("moved", {"pack": self.pack, "targets": b"".join(self.targets), "rows": self.rows.tobytes(), **place})
+        location = {} if self.location is None else {"place": self.location}
+        return seal("moved", {"pack": self.pack, "targets": b"".join(self.targets), "rows": self.rows.tobytes(), **location})
 
 
-def decode_moved(data: bytes, name: str, expected: Digest) -> RelocationMap:
-    """Decodes and checks a moved object that a log entry names by its hash.
+def decode_relocation(data: bytes, name: str, expected: Digest) -> RelocationMap:
+    """Decodes and checks the moved object that a log entry names by the hash `expected`.
 
     Raises:
-        CorruptObjectError: not that object, or one that contradicts itself.
+        CorruptObjectError: another object, or its fields contradict each other.
     """
     body = unseal("moved", data, name)
     if object_hash(data) != expected:
         raise CorruptObjectError(f"{name} is not the moved object that the log names: run `tsck fsck --repair`", object_id=name)
     pack, joined = take(body, "pack", bytes), take(body, "targets", bytes)
     try:
-        rows = np.frombuffer(take(body, "rows", bytes), MOVED_DTYPE)
+        rows = np.frombuffer(take(body, "rows", bytes), RELOCATION_DTYPE)
     except ValueError as exc:
-        raise CorruptObjectError(f"{name}: its rows are cut short", object_id=name) from exc
+        raise CorruptObjectError(f"{name}: its rows are truncated", object_id=name) from exc
     targets = [Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES)]
     if (
         len(pack) != ULID_BYTES
@@ -73,7 +73,7 @@ def decode_moved(data: bytes, name: str, expected: Digest) -> RelocationMap:
         or int(rows["stored"].max()) > MAX_BLOCK_BYTES
     ):
         raise CorruptObjectError(f"{name} is not a valid moved object", object_id=name)
-    place = body.get("place")
-    if place is not None and not (type(place) is str and place.isprintable()):
-        raise CorruptObjectError(f"{name} names no place", object_id=name)
-    return RelocationMap(Ulid(pack), targets, rows, place)
+    location = body.get("place")
+    if location is not None and not (type(location) is str and location.isprintable()):
+        raise CorruptObjectError(f"{name} has a malformed location", object_id=name)
+    return RelocationMap(Ulid(pack), targets, rows, location)

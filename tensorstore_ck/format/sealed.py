@@ -1,9 +1,8 @@
-"""Sealed objects: a magic, a msgpack body and a hash over both, decoded strictly.
+"""Sealed objects: a magic, a msgpack body and a hash over both, decoded strictly. Pure. Format: FORMAT.md, "Sealed objects".
 
-Pure: bytes in, bytes out. `check_msgpack` walks the bytes before anything is allocated for them, so that a hostile
-length, depth or count costs no memory; the walk's cost is the number of items, which stays small because ids and extents are
-raw arrays inside a ``bin``. What was compressed in the store is decoded under a `ParseBudget`. What `pack_body` writes is within the
-limits that its readers set. Format: FORMAT.md, "Sealed objects".
+`check_msgpack` walks the bytes before anything is allocated for them, so that a hostile length, depth or count costs no memory. The
+walk takes time per item; there are few, because ids and extents are raw arrays inside a ``bin``. Objects that were compressed in the
+store are decoded under a `ParseBudget`. `pack_body` only writes what readers accept.
 """
 
 from collections.abc import Mapping
@@ -21,14 +20,14 @@ MAX_DEPTH: Final = 128
 MAX_OBJECT_BYTES: Final = 256 << 20
 MAX_BODY_BYTES: Final = MAX_OBJECT_BYTES - HEADER_BYTES - DIGEST_BYTES
 MAX_ITEMS: Final = 1 << 24
-"""Values in one body: what a decoder may come to hold is this many Python objects."""
+"""Values in one body, so the number of Python objects that a decoder creates."""
 
 FREE_BYTES: Final = 64 << 20
-"""What parsing a snapshot may cost, however little it takes in the store."""
+"""Memory that parsing any snapshot may take, however small it is."""
 BYTES_PER_STORED: Final = 2048
-"""What each of its stored bytes adds to that. Of true states, models ask for 10 to 60, and lists of tuples of None for most: 1,725."""
+"""Memory that each stored byte adds to that. Measured: models need 10 to 60, the worst states (lists of tuples of None) 1,725."""
 BYTES_PER_ITEM: Final = 256
-"""What an item of msgpack costs: a Python object, and most often a leaf of a tree with its name."""
+"""Memory of one msgpack item: a Python object, usually with a leaf of a tree and its name."""
 
 KINDS: Final = {
     "layout": b"LAYO",
@@ -39,16 +38,16 @@ KINDS: Final = {
     "checkpoint": b"CKPT",
     "writer": b"WRIT",
 }
-"""Kind of object -> the four bytes after the magic. The version is the first item of the body, ``v``."""
+"""Kind of object -> the four bytes after the magic."""
 
 Body = dict[str, Any]
 T = TypeVar("T")
 
 
 class ParseBudget:
-    """What may be decoded of one snapshot: in proportion to what it takes in the store, so that a few bytes cannot ask for gigabytes.
+    """Limits the memory to decode one snapshot in proportion to its stored bytes, so that a few bytes cannot ask for gigabytes.
 
-    For what is compressed. Bytes that are stored as they are cost at most 257 each, and need no budget.
+    It applies to compressed objects; uncompressed bytes cost at most 257 bytes of memory each.
     """
 
     def __init__(self, free_bytes: int = FREE_BYTES) -> None:
@@ -61,37 +60,37 @@ class ParseBudget:
         self._stored_bytes += size_bytes
 
     def spend(self, size_bytes: int, items: int, name: str) -> None:
-        """Counts what was decoded.
+        """Counts decoded bytes and msgpack items.
 
         Raises:
-            CorruptObjectError: it is more than what is stored may ask for.
+            CorruptObjectError: the stored bytes do not allow that much.
         """
         spent_bytes = self._spent_bytes + size_bytes + BYTES_PER_ITEM * items
         allowed_bytes = self._free_bytes + BYTES_PER_STORED * self._stored_bytes
         if spent_bytes > allowed_bytes:
             raise CorruptObjectError(
-                f"{name} would take {spent_bytes:,} bytes or more to parse, and the {self._stored_bytes:,} bytes that its snapshot has in "
-                f"the store may ask for {allowed_bytes:,}: it was made to exhaust memory; do not use this snapshot",
+                f"{name} would take at least {spent_bytes:,} bytes of memory to parse; a snapshot with {self._stored_bytes:,} stored bytes "
+                f"may take {allowed_bytes:,}: it was made to exhaust memory; do not use this snapshot",
                 object_id=name,
             )
         self._spent_bytes = spent_bytes
 
-    def most_items(self, size_bytes: int) -> int:
-        """How many items so many bytes may hold."""
+    def max_items(self, size_bytes: int) -> int:
+        """How many items `size_bytes` decoded bytes may hold."""
         left_bytes = self._free_bytes + BYTES_PER_STORED * self._stored_bytes - self._spent_bytes - size_bytes
         return max(0, left_bytes // BYTES_PER_ITEM)
 
 
 def pack_body(value: object) -> bytes:
-    """The msgpack of `value`, which `unpack_body` accepts.
+    """The msgpack of `value`, within the limits of `unpack_body`.
 
     Raises:
-        UnsupportedValueError: too large for one object, or of other types.
+        UnsupportedValueError: `value` is too large for one object, or has a type that msgpack lacks.
     """
     try:
         packed: bytes = msgpack.packb(value, use_bin_type=True)
         if len(packed) > MAX_BODY_BYTES:
-            raise ValueError(f"it takes {len(packed)} bytes, the limit is {MAX_BODY_BYTES}")
+            raise ValueError(f"it has {len(packed)} bytes, the limit is {MAX_BODY_BYTES}")
         if len(packed) > MAX_ITEMS:  # a smaller one cannot have too many items
             check_msgpack(memoryview(packed), "it")
     except (ValueError, TypeError, OverflowError, RecursionError, CorruptObjectError) as exc:
@@ -100,22 +99,22 @@ def pack_body(value: object) -> bytes:
 
 
 def seal(kind: str, body: Mapping[str, object]) -> bytes:
-    """``magic | kind | msgpack body | BLAKE3 over all before, under the kind's context``."""
+    """``magic | kind | msgpack body | BLAKE3 of all before it, in the kind's derive-key context``."""
     head = MAGIC + KINDS[kind] + pack_body({"v": FORMAT_VERSION, **body})
     return head + derived_hash(f"{kind} object", head)
 
 
 def object_hash(sealed: bytes) -> Digest:
-    """The hash that a sealed object ends with; what a parent names it by."""
+    """The hash at the end of a sealed object, by which other objects name it."""
     return Digest(sealed[-DIGEST_BYTES:])
 
 
 def unseal(kind: str, data: bytes, name: str, budget: ParseBudget | None = None) -> Body:
-    """The body of a sealed object. `budget`: of the snapshot, where the object was compressed.
+    """The body of a sealed object. `budget` is the snapshot's, for an object that was compressed.
 
     Raises:
-        CorruptObjectError: not such an object, or not the bytes that were written.
-        FormatVersionError: written by a newer format.
+        CorruptObjectError: an object of another kind, or its hash does not match.
+        FormatVersionError: the object has a newer format version.
     """
     if len(data) < HEADER_BYTES + DIGEST_BYTES or data[:HEADER_BYTES] != MAGIC + KINDS[kind]:
         raise CorruptObjectError(f"{name} is not a {kind} object; run `tsck fsck`", object_id=name)
@@ -135,10 +134,10 @@ def unpack_body(data: memoryview, name: str, budget: ParseBudget | None = None) 
     """Decodes msgpack after `check_msgpack`.
 
     Raises:
-        CorruptObjectError: not msgpack as `pack_body` writes it.
+        CorruptObjectError: not msgpack of the form that `pack_body` writes.
     """
     if len(data) > MAX_BODY_BYTES:
-        raise CorruptObjectError(f"{name} is {len(data)} bytes, more than an object may have", object_id=name)
+        raise CorruptObjectError(f"{name} has {len(data)} bytes, more than an object may have", object_id=name)
     check_msgpack(data, name, budget)
     try:
         return msgpack.unpackb(
@@ -151,15 +150,15 @@ def unpack_body(data: memoryview, name: str, budget: ParseBudget | None = None) 
 def _map(pairs: list[tuple[object, object]]) -> dict[str, object]:
     items = {key: value for key, value in pairs if type(key) is str}
     if len(items) != len(pairs):
-        raise ValueError("a map has a key twice, or one that is not text")
+        raise ValueError("a map has a repeated key, or a key that is not text")
     return items
 
 
 def take(body: Body, key: str, kind: type[T]) -> T:
-    """The value of `key`, of exactly that type.
+    """The value of `key`.
 
     Raises:
-        TypeError: it is not; decoders turn this into a `CorruptObjectError`.
+        TypeError: its type is not exactly `kind`; decoders turn this into a `CorruptObjectError`.
     """
     value = body.get(key)
     if type(value) is not kind:
@@ -192,7 +191,7 @@ def take_digest(body: Body, key: str) -> Digest:
 
 
 def _payload_bytes(byte: int) -> int:
-    """How many bytes follow the first byte of a value of constant size; -1 for all others."""
+    """How many bytes follow the first byte of a value whose size it determines; -1 for all others."""
     if byte <= 0x7F or byte >= 0xE0 or byte in (0xC0, 0xC2, 0xC3):
         return 0
     if 0xA0 <= byte <= 0xBF:
@@ -206,12 +205,15 @@ _COUNT_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
 def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None) -> None:
-    """Walks one msgpack value: complete, nothing after it, no extension types, bounded in items and depth; `budget` is told of it.
+    """Walks one msgpack value: complete, nothing after it, no extension types, bounded items and depth. Charges it to `budget`.
 
-    https://github.com/msgpack/msgpack/blob/master/spec.md
+    Source: https://github.com/msgpack/msgpack/blob/master/spec.md
+
+    Raises:
+        CorruptObjectError: the value breaks one of these rules, or exceeds the budget.
     """
     size = len(data)
-    most_items = MAX_ITEMS if budget is None else min(MAX_ITEMS, budget.most_items(size))
+    max_items = MAX_ITEMS if budget is None else min(MAX_ITEMS, budget.max_items(size))
     position = items = 0
     remaining, outer = 1, [0]
     while outer:
@@ -220,7 +222,7 @@ def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None
             continue
         remaining -= 1
         if position >= size:
-            raise CorruptObjectError(f"{name} is cut short", object_id=name)
+            raise CorruptObjectError(f"{name} is truncated", object_id=name)
         byte = data[position]
         position += 1
         payload = _PAYLOAD_BYTES[byte]
@@ -240,9 +242,9 @@ def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None
         else:
             raise CorruptObjectError(f"{name} has the msgpack type {byte:#x}, which is not in the format", object_id=name)
         items += count
-        if budget is not None and items > most_items:
+        if budget is not None and items > max_items:
             budget.spend(size, items, name)
-        if count > size - position or items > most_items:
+        if count > size - position or items > max_items:
             raise CorruptObjectError(f"{name} claims {count} items in {size - position} bytes, {items} in all", object_id=name)
         outer.append(remaining)
         remaining = count

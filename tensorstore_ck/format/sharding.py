@@ -1,9 +1,9 @@
-"""Which elements of a global tensor each rank holds: the arithmetic of meshes and placements.
+"""Computes which elements of a global tensor each rank holds, from meshes and placements. Rules: FORMAT.md, "Many ranks".
 
 Pure and free of torch, but agrees element by element with torch's DTensor: placements apply to the mesh's dims from left to right, and
-each splits what the ones before it left as ``torch.chunk`` does. What a rank holds is, per tensor dim, a list of *runs* in ascending
-order; its local tensor is their cartesian product, row-major. No state: every call costs O(mesh dims x runs), whatever the world size
-(`Mesh.coordinate` aside, which searches).
+each splits the rest as ``torch.chunk`` does. A rank holds a list of *runs* per tensor dim, in ascending order; its local tensor is
+their cartesian product, row-major. Every call costs O(mesh dims x runs), whatever the world size, except `Mesh.coordinate`, which
+may search.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Shard(NamedTuple):
 
     dim: int
     split_factor: int = 1
-    """More than 1: as torch's ``_StridedShard``, which cuts that many pieces first and then splits each of them."""
+    """Above 1: torch's ``_StridedShard``, which first cuts that many pieces and then splits each of them."""
 
 
 Placement = Shard | None
@@ -28,16 +28,16 @@ Placement = Shard | None
 
 
 class Mesh(NamedTuple):
-    """Ranks of the group, arranged in a grid."""
+    """A grid of ranks of the group."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     """Row-major, distinct."""
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where `rank` stands; None if it is not in the mesh."""
+        """The position of `rank` along each dim; None if it is not in the mesh."""
         if rank < len(self.ranks) and self.ranks[rank] == rank:
-            index = rank  # as in most meshes; a search through thousands for each tensor takes minutes
+            index = rank  # true of most meshes; searching thousands of ranks for each tensor takes minutes
         elif rank in self.ranks:
             index = self.ranks.index(rank)
         else:
@@ -50,7 +50,7 @@ class Mesh(NamedTuple):
 
 
 class BoxBounds(NamedTuple):
-    """Where a box of a global tensor lies. The public `tensorstore_ck.Box` is one together with the memory that holds it."""
+    """Offsets and sizes of a box of a global tensor. The public `tensorstore_ck.Box` also has the memory that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ def whole_box(shape: tuple[int, ...]) -> BoxBounds:
 
 
 class LocalBox(NamedTuple):
-    """A box of a global tensor, and where it begins in the local one."""
+    """A box of a global tensor, and its offsets in the local one."""
 
     box: BoxBounds
     local_offsets: tuple[int, ...]
@@ -71,7 +71,7 @@ class LocalBox(NamedTuple):
 def intervals(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> list[list[Run]]:
-    """What the rank at `coordinate` holds: the runs of each tensor dim, in local order. Adjacent ones are merged, empty ones left out."""
+    """The runs of each tensor dim that the rank at `coordinate` holds, in local order. Adjacent runs are merged, empty ones left out."""
     runs: list[list[Run]] = [[(0, extent)] if extent else [] for extent in shape]
     for count, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if placement is not None:
@@ -86,7 +86,7 @@ def local_shape(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
 
 
 def boxes(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]) -> list[LocalBox]:
-    """What the rank at `coordinate` holds, as boxes in row-major order of their local offsets. None is empty."""
+    """The boxes that the rank at `coordinate` holds, in row-major order of their local offsets. No box is empty."""
     dims = [_with_local_starts(dim) for dim in intervals(shape, mesh_shape, placements, coordinate)]
     found = []
     for runs in product(*dims):
@@ -96,9 +96,9 @@ def boxes(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[
 
 
 def replicas(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """All ranks that hold just what `rank` does, itself included, ascending; none if it holds nothing.
+    """All ranks that hold the same elements as `rank`, itself included, ascending; none if it holds nothing.
 
-    Two coordinates that differ along a mesh dim that shards hold disjoint pieces, so only the dims that replicate count.
+    Coordinates that differ along a sharding mesh dim hold disjoint pieces, so only the replicating dims count.
     """
     coordinate = mesh.coordinate(rank)
     if coordinate is None or 0 in local_shape(intervals(shape, mesh.shape, placements, coordinate)):
@@ -112,19 +112,19 @@ def replicas(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int], 
 
 
 def holders_of(size: int, pieces: int, count: int, start: int, stop: int) -> range:
-    """Which shards have something of the elements [start, stop) of `size`, or a few more; see `Shard` and `_split`."""
+    """The shards that overlap the elements [start, stop) of `size`, and perhaps a few others; see `Shard` and `_split`."""
     if start >= stop:
         return range(0)
     length = -(-size // pieces)
     begin = start // length * length
     if stop > begin + length:
-        return range(count)  # of more than one piece
+        return range(count)  # the elements span several pieces
     part = -(-(min(begin + length, size) - begin) // count)
     return range((start - begin) // part, (stop - 1 - begin) // part + 1)
 
 
 def _split(size: int, pieces: int, count: int, index: int) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of `size` elements that shard `index` of `count` gets when each of `pieces` is split."""
+    """The ranges [start, stop) of `size` elements that shard `index` of `count` gets when each of `pieces` is split."""
     ranges = []
     length = -(-size // pieces)
     for start in range(0, size, max(length, 1)):
@@ -136,7 +136,7 @@ def _split(size: int, pieces: int, count: int, index: int) -> list[tuple[int, in
 
 
 def _take(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
-    """The elements at local positions `ranges`, ascending, of what `runs` hold."""
+    """The runs of the elements at the local positions `ranges` (ascending) of `runs`."""
     taken: list[Run] = []
     located = _with_local_starts(runs)
     number = 0

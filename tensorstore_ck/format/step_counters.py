@@ -1,7 +1,7 @@
 """Finds the step counters of optimizers in a layout: Adam's ``state.<parameter>.step``, FusedAdam's ``param_groups.<n>.step``.
 
-Pure and free of torch. Goes by the form that every ``torch.optim`` optimizer gives its ``state_dict``: a dict with ``state`` or
-``param_groups`` in it, of dicts by parameter or group.
+Pure and free of torch. It recognises the ``state_dict`` of every ``torch.optim`` optimizer: a dict with ``state`` or ``param_groups``,
+which hold a dict per parameter or group.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ class StepCounter(NamedTuple):
     """One counter."""
 
     optimizer: str
-    """The path of its optimizer's state; empty for a state that is nothing else."""
+    """The path of its optimizer's state; empty if that is the whole state."""
     kind: Literal["tensor", "value"]
     number: int
     """The tensor's number, or the value's."""
@@ -26,15 +26,15 @@ class StepCounter(NamedTuple):
 
 @dataclass(slots=True)
 class StepCounters:
-    """What was found in one layout."""
+    """The counters of one layout."""
 
     found: list[StepCounter] = field(default_factory=list)
     may_skip: bool = False
-    """Whether a gradient scaler is part of the state, which lets optimizers skip steps."""
+    """Whether the state has a gradient scaler, which lets optimizers skip steps."""
 
 
 def find_counters(layout: Layout) -> StepCounters:
-    """Looks through the tree of a layout."""
+    """Searches the tree of a layout."""
     counters = StepCounters()
     _CounterSearch(layout, counters).visit(layout.tree, "", "", 0)
     return counters
@@ -47,7 +47,7 @@ class _CounterSearch:
         self._holes = 0
 
     def visit(self, node: Node, path: str, optimizer: str, level: int) -> None:
-        """`level`: 1 for what has a dict for each parameter or group of `optimizer`, 2 for such a dict; else 0."""
+        """`level`: 1 for the container of the dicts per parameter or group of `optimizer`, 2 for such a dict; else 0."""
         if type(node) is not list:
             self._holes += node is None
             return

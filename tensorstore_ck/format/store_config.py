@@ -1,6 +1,6 @@
-"""store.json: what a store is. Written once by `init` (and by salvage, offline); read by every open.
+"""store.json: the store's configuration. `init` writes it once (salvage replaces it offline); every open reads it.
 
-JSON with sorted keys and a hash over everything else in it, so that a person can read it and a flipped bit is noticed.
+It is JSON with sorted keys, so that people can read it, and has a checksum over its other keys.
 """
 
 import json
@@ -32,11 +32,11 @@ class StoreConfig:
     hash: str
     """``blake3``; a keyed hash would be named here."""
     features: tuple[str, ...]
-    """Names of what a reader must know; this build knows none."""
+    """Format features that a reader must know; this build knows none."""
     log: str
-    """Prefix of the log in force; salvage starts a new one."""
+    """Prefix of the current log; salvage starts a new one."""
     exclusive_create: bool
-    """Whether create-if-absent was seen to hold; without it one process alone may write."""
+    """Whether the backend creates objects exclusively, as `init` tested; without it only one process may write."""
 
     def encode(self) -> bytes:
         """The bytes of store.json."""
@@ -53,8 +53,8 @@ def decode_config(data: bytes, url: str) -> StoreConfig:
     """Decodes store.json.
 
     Raises:
-        CorruptObjectError: not what was written.
-        FormatVersionError: a store of a newer format, or with features that this build does not know.
+        CorruptObjectError: the JSON is damaged, or has impossible values.
+        FormatVersionError: a newer format, or features that this build does not know.
     """
     where = f"{CONFIG_NAME} in {url}"
     try:

@@ -1,8 +1,8 @@
-"""A layout's tree, parsed and checked: containers (`Branch`) and what hangs in them (`Leaf`), each with its path.
+"""A layout's tree, parsed and checked: containers (`Container`) and leaves (`Leaf`), each with its path.
 
-Pure and free of torch, so that `tsck show` and fsck can walk a state without it. The grammar is that of `layout`; anything else is a
-`CorruptObjectError`. Paths join keys and positions by ``.``. Two leaves never share a path: capture and parse hand out names in the same
-depth-first order from the same `LeafNames`.
+Pure and free of torch, so that `tsck show` and fsck can walk a state without it. The grammar is in `layout`; anything else raises
+`CorruptObjectError`. Paths join keys and positions by ``.``. Leaf paths are unique: capture and parse take names from `LeafNames` in
+the same depth-first order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
 ROOT: Final = "."
 """The path of a state that is a single leaf."""
-SUBTREE: Final = "tree"
+SUBTREE_TAG: Final = "tree"
 """The tag of a subtree among the values."""
 MAX_PATH: Final = MAX_NAME_BYTES
-"""Of a container: what lies behind it is in no name, and a long key over many nodes must not be copied to each."""
+"""The longest path of a container: no leaf name needs more, and a long key must not be copied to each of many nodes below it."""
 ATTRIBUTES: Final = "_metadata"
 """The path component of an OrderedDict's attribute."""
 
@@ -41,15 +41,15 @@ class Leaf:
         return self.node[-1] if type(self.node) is list else 0
 
 
-class Branch:
-    """A container: ``node[0]`` tells which."""
+class Container:
+    """A container; ``node[0]`` is its tag."""
 
     __slots__ = ("attributes", "children", "keys", "node", "path")
 
     def __init__(self, node: list[Any], path: str, keys: Sequence[Any], children: "list[Tree]", attributes: "Tree | None") -> None:
         self.node = node
         self.path = path
-        """Not unique: a leaf or another container may have the same."""
+        """Not unique: a leaf or another container may have the same path."""
         self.keys = keys
         """Encoded keys, field names or positions: one for each child; none for a registered type, which has one child."""
         self.children = children
@@ -57,17 +57,17 @@ class Branch:
         """The ``_metadata`` of an OrderedDict."""
 
 
-Tree = Branch | Leaf
+Tree = Container | Leaf
 
 
 class LeafNames:
-    """Hands out leaf names: valid UTF-8, of bounded length, none twice."""
+    """Makes leaf names: valid UTF-8, bounded length, unique."""
 
     def __init__(self) -> None:
         self._taken: dict[str, int] = {}
 
     def name(self, path: str) -> str:
-        """`path`, shortened where it is too long, and with ``#2`` ... behind it where it is taken."""
+        """`path`, shortened if it is too long, with a suffix ``#2``, ``#3`` ... if it is taken."""
         if len(path) > MAX_NAME_BYTES // 8 or not path.isascii():
             encoded = path.encode("utf-8", "backslashreplace")
             is_long = len(encoded) > MAX_NAME_BYTES - 32
@@ -83,7 +83,7 @@ class LeafNames:
         return name
 
     def names(self, paths: Sequence[str]) -> Sequence[str]:
-        """`name` of each, in order: of many at once, where none of them needs a change."""
+        """`name` of each path, in order; fast if no path needs a change."""
         found = dict.fromkeys(paths, 1)
         is_new = len(found) == len(paths) and self._taken.keys().isdisjoint(found.keys())
         if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES - 32 or not all(map(str.isascii, paths)):
@@ -106,7 +106,7 @@ def parse(layout: Layout, value_count: int, object_id: str = "the layout") -> Tr
 
 
 class Expanded(NamedTuple):
-    """A tree whose subtrees have taken their places."""
+    """A tree whose holes were replaced by their subtrees."""
 
     node: Node
     values: Sequence[Any]
@@ -115,14 +115,12 @@ class Expanded(NamedTuple):
 
 
 def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> Expanded:
-    """Puts subtrees that stand among the values (``["tree", node, values]``) into the holes of `node` that they belong to.
-
-    So a state whose values were not known when its layout was made is like any other.
+    """Replaces the holes of `node` whose values are subtrees (``["tree", node, values]``) by these subtrees.
 
     Raises:
         CorruptObjectError: there are fewer values than holes, or a subtree has tensors.
     """
-    if not any(type(value) is list and value and value[0] == SUBTREE for value in values):
+    if not any(type(value) is list and value and value[0] == SUBTREE_TAG for value in values):
         return Expanded(node, values, frozenset())
     found: list[Any] = []
     subtrees: set[int] = set()
@@ -130,7 +128,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
     def fill(node: Node, holes: Iterator[Any], *, is_inner: bool) -> Node:
         if node is None:
             value = next(holes)
-            if not is_inner and type(value) is list and value and value[0] == SUBTREE:
+            if not is_inner and type(value) is list and value and value[0] == SUBTREE_TAG:
                 _, inner, inner_values = value
                 rest = iter(inner_values)
                 filled = fill(inner, rest, is_inner=True)
@@ -195,12 +193,12 @@ class _Parser:
                 self.fail(f"no tensor {node}")
             return Leaf(self._name(path), "tensor", node, node)
         if type(node) is not list or not node:
-            self.fail(f"a {type(node).__name__} is no node")
+            self.fail(f"a {type(node).__name__} is not a node")
         if node[0] == "t" or node[0] == "w":
             return self._tensor(node, path)
         if depth >= MAX_NESTING:
             self.fail(f"nested deeper than {MAX_NESTING}")
-        return self._branch(node, path, depth + 1)
+        return self._container_node(node, path, depth + 1)
 
     def _tensor(self, node: list[Any], path: str) -> Leaf:
         is_view = node[0] == "w"
@@ -214,7 +212,7 @@ class _Parser:
                 self.fail(f"view node {str(node)[:80]}")
         return Leaf(self._name(path), "view" if is_view else "tensor", node[1], node)
 
-    def _branch(self, node: list[Any], path: str, depth: int) -> Branch:
+    def _container_node(self, node: list[Any], path: str, depth: int) -> Container:
         tag, *rest = node
         match tag, rest:
             case (("d" | "c"), [list(keys), list(nodes)]):
@@ -229,7 +227,7 @@ class _Parser:
                 if not all(type(key) is str for key in keys):
                     self.fail("a field is not a name")
             case "r", [str(), inner]:
-                return Branch(node, path[:-1], (), [self.tree(inner, path, depth)], None)
+                return Container(node, path[:-1], (), [self.tree(inner, path, depth)], None)
             case _:
                 self.fail(f"container node {str(node)[:80]}")
         if len(keys) != len(nodes):
@@ -241,7 +239,7 @@ class _Parser:
         attributes = None
         if tag == "o" and rest[2] is not False:
             attributes = self.tree(rest[2], f"{path}{ATTRIBUTES}.", depth)
-        return Branch(node, path[:-1], keys, children, attributes)
+        return Container(node, path[:-1], keys, children, attributes)
 
     def _name(self, path: str) -> str:
         return self._names.name(path[:-1] if path else ROOT)

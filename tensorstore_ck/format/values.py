@@ -1,7 +1,7 @@
 """The encoding of leaves that are not tensors, and of dict keys.
 
-Pure and free of torch: msgpack-able objects in and out; what only torch can make (`torch.dtype` ...) goes through the hooks that
-`state` passes. None, bool, int of 64 bits, float, str and bytes are themselves; everything else is a list that begins with a tag:
+Pure and free of torch: msgpack-able objects in and out; torch's own types (`torch.dtype` ...) go through hooks that `state` passes.
+Format: FORMAT.md, "Trees and values". None, bool, int of 64 bits, float, str and bytes are themselves; any other value is a tagged list:
 
     ["i", bytes]              int beyond 64 bits, two's complement, little-endian
     ["j", re, im]             complex
@@ -16,7 +16,7 @@ Pure and free of torch: msgpack-able objects in and out; what only torch can mak
     ["tree", node, values]                             a subtree
     ["b", kind, i]            the value is in blob i: its UTF-8 ("str"), itself ("bytes"), the bytes of tag `kind`, or else msgpack ("m")
 
-Exact types only: a subclass would come back as its base. Encoding is canonical: equal bits, equal bytes.
+Only exact types are encoded: a subclass would be restored as its base. Encoding is canonical: equal bits give equal bytes.
 """
 
 import re
@@ -32,18 +32,18 @@ from tensorstore_ck.format.layout import INLINE_VALUE_BYTES
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, unpack_body
 
 MAX_NESTING: Final = 60
-"""Levels of containers in a state. Each takes two levels of msgpack (`envelope.MAX_DEPTH`)."""
+"""Levels of containers in a state. Each takes two levels of msgpack (`sealed.MAX_DEPTH`)."""
 
-MAX_ALIKE: Final = 256
-"""Keys of one dict, or elements of one set, that have one hash: those of numbers and tuples can be chosen, and take quadratic time."""
+MAX_EQUAL_HASHES: Final = 256
+"""Keys of one dict, or elements of one set, with one hash: an attacker can choose numbers and tuples that take quadratic time."""
 
 Encode = Callable[[object], list[Any] | None]
-"""Encodes what this module does not know, or answers None."""
+"""Encodes a value of a type that this module does not know, or returns None."""
 Decode = Callable[[str, list[Any]], object]
-"""Decodes a tagged list that this module does not know; KeyError for an unknown tag."""
+"""Decodes a tagged list that this module does not know; raises KeyError for an unknown tag."""
 
 RANDOM_HASHES: Final = frozenset({str, bytes, float, bool, type(None)})
-"""Of keys whose hashes nobody can choose, or hardly any of which can be alike."""
+"""Types whose hashes are salted, or hardly collide."""
 _NATIVE: Final = frozenset({type(None), bool, float, bytes})
 _PACKED: Final = {"li": ("<i8", list), "ui": ("<i8", tuple), "lf": ("<f8", list), "uf": ("<f8", tuple)}
 _NUMPY_DTYPE: Final = re.compile(r"([<>|]([biufc]\d{1,2}|[SU]\d{1,4}|[mM]8(\[\d*[a-zA-Z]{1,2}\])?))(#\d+)?")
@@ -54,7 +54,7 @@ def encode(value: object, path: str, encode_other: Encode | None = None) -> Any:
     """The msgpack-able form of `value`.
 
     Raises:
-        UnsupportedValueError: no such form; the message names `path`.
+        UnsupportedValueError: `value` has no such form; the message names `path`.
     """
     return _encode(value, path, encode_other, 0)
 
@@ -76,7 +76,7 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
     if depth >= MAX_NESTING:
         raise UnsupportedValueError(f"{path or 'the state'} is nested deeper than {MAX_NESTING} levels: flatten it", object_id=path)
     if kind is tuple:
-        return packed(value) or ["u", [_encode(item, path, other, depth + 1) for item in value]]
+        return pack_numbers(value) or ["u", [_encode(item, path, other, depth + 1) for item in value]]
     if kind is set or kind is frozenset:
         items = [_encode(item, path, other, depth + 1) for item in value]
         return ["e" if kind is set else "z", sorted(items, key=pack_body)]
@@ -94,24 +94,24 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
             return ["v", dtype, value.tobytes()]
     encoded = other(value) if other is not None else None
     if encoded is None:
-        raise UnsupportedValueError(unsupported(value, path), object_id=path)
+        raise UnsupportedValueError(unsupported_message(value, path), object_id=path)
     return encoded
 
 
-def require_unlike(keys: Sequence[object]) -> None:
-    """Refuses keys that were chosen to have one hash, before they are put into a dict or set.
+def reject_hash_collisions(keys: Sequence[object]) -> None:
+    """Rejects keys that were chosen to have one hash, before they are put into a dict or set.
 
     Raises:
-        ValueError: there are many.
-        TypeError: one is not hashable.
+        ValueError: more than `MAX_EQUAL_HASHES` keys have one hash.
+        TypeError: a key is not hashable.
     """
-    if len(keys) > MAX_ALIKE:
-        alike = Counter(hash(key) for key in keys if type(key) not in RANDOM_HASHES)
-        if max(alike.values(), default=0) > MAX_ALIKE:
-            raise ValueError(f"more than {MAX_ALIKE} keys of one dict or set have the same hash")
+    if len(keys) > MAX_EQUAL_HASHES:
+        counts = Counter(hash(key) for key in keys if type(key) not in RANDOM_HASHES)
+        if max(counts.values(), default=0) > MAX_EQUAL_HASHES:
+            raise ValueError(f"more than {MAX_EQUAL_HASHES} keys of one dict or set have the same hash")
 
 
-def unsupported(value: object, path: str) -> str:
+def unsupported_message(value: object, path: str) -> str:
     """The message for a value that has no encoding."""
     kind = type(value)
     for base in (bool, int, float, str, bytes, dict, list, tuple, set):
@@ -123,10 +123,10 @@ def unsupported(value: object, path: str) -> str:
     return f"cannot store {path or 'the state'}: it is a {kind.__module__}.{kind.__qualname__}; {advice}"
 
 
-def packed(value: Sequence[object]) -> list[Any] | None:
-    """A list or tuple of only ints, or only floats, as one array; None when `value` is anything else.
+def pack_numbers(value: Sequence[object]) -> list[Any] | None:
+    """A list or tuple of only ints, or only floats, encoded as one array; None for anything else.
 
-    One value, not one leaf per element: a permutation of a million samples is short, and a growing list of losses leaves the layout alone.
+    With one leaf per element a permutation of a million samples would be large, and each new loss in a list would change the layout.
     """
     if not value or type(value[0]) not in (int, float) or len(set(map(type, value))) != 1:
         return None
@@ -139,8 +139,8 @@ def packed(value: Sequence[object]) -> list[Any] | None:
         return None
 
 
-def split_large(encoded: Any, path: str, blobs: list[bytes]) -> Any:
-    """`encoded`, or where it is large a ``["b", ...]`` whose bytes are appended to `blobs`."""
+def move_to_blobs(encoded: Any, path: str, blobs: list[bytes]) -> Any:
+    """Returns `encoded`, or for a large value a ``["b", ...]`` whose bytes were appended to `blobs`."""
     blob: tuple[str, bytes] | None = None
     if type(encoded) is str:
         if len(encoded) * 4 > INLINE_VALUE_BYTES:
@@ -153,30 +153,30 @@ def split_large(encoded: Any, path: str, blobs: list[bytes]) -> Any:
         elif encoded[0] not in ("j", "dtype", "device"):
             blob = "m", pack_body(encoded)
             if len(blob[1]) > MAX_OBJECT_BYTES:
-                raise UnsupportedValueError(f"cannot store {path}: it takes {len(blob[1])} bytes; use a numpy array", object_id=path)
+                raise UnsupportedValueError(f"cannot store {path}: it has {len(blob[1])} bytes; use a numpy array", object_id=path)
     if blob is None or len(blob[1]) <= INLINE_VALUE_BYTES:
         return encoded
     blobs.append(blob[1])
     return ["b", blob[0], len(blobs) - 1]
 
 
-def parsed_blobs(values: Sequence[Any], name: str) -> frozenset[int]:
-    """Which large values hold msgpack, of a part's values.
+def msgpack_blobs(values: Sequence[Any], name: str) -> frozenset[int]:
+    """The numbers of the blobs that hold msgpack, from a part's values.
 
     Raises:
-        CorruptObjectError: two values are in one blob, which nobody writes: each would be decoded again.
+        CorruptObjectError: two values share a blob; no writer does that, and decoding it twice would cost memory twice.
     """
     large = [value for value in values if type(value) is list and len(value) == 3 and value[0] == "b" and type(value[2]) is int]
     if len({number for _, _, number in large}) != len(large):
-        raise CorruptObjectError(f"{name} has several values in one blob, as no writer does; run `tsck fsck`", object_id=name)
+        raise CorruptObjectError(f"{name} has several values in one blob; run `tsck fsck`", object_id=name)
     return frozenset(number for _, kind, number in large if kind == "m")
 
 
 def decode(encoded: Any, *, decode_other: Decode | None = None, blob: Callable[[int], bytes] | None = None, name: str = "a value") -> Any:
-    """The value; `blob` gives the bytes of a large one.
+    """The value that `encode` encoded; `blob` gives the bytes of a large one.
 
     Raises:
-        CorruptObjectError: not an encoding.
+        CorruptObjectError: `encoded` is malformed.
     """
     try:
         if type(encoded) is list and encoded and encoded[0] == "b" and blob is not None:
@@ -213,7 +213,7 @@ def _decode(encoded: Any, other: Decode | None) -> Any:
         return tuple([_decode(item, other) for item in _only(rest, list)])
     if tag in ("e", "z"):
         elements = [_decode(item, other) for item in _only(rest, list)]
-        require_unlike(elements)
+        reject_hash_collisions(elements)
         items = set(elements)
         if len(items) != len(rest[0]):
             raise ValueError("a set has an element twice")
@@ -258,9 +258,9 @@ def _only(rest: list[Any], kind: type[Any]) -> Any:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """The stored name of a numpy dtype, or None where the format has none.
+    """The stored name of a numpy dtype; None if the format has none.
 
-    The bits of a long double mean something else on another machine, so that its name tells which kind it is.
+    The name of a long double includes its kind, since its bits mean something else on another kind of machine.
     """
     if dtype.kind not in "biufcSUmM" or not _NUMPY_DTYPE.fullmatch(dtype.str):
         return None
@@ -271,7 +271,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of a stored name.
 
     Raises:
-        ValueError, TypeError: none, or one of another kind of machine.
+        ValueError, TypeError: not such a name, or a dtype of another kind of machine.
     """
     match = _NUMPY_DTYPE.fullmatch(name)
     if not match or match[4] not in (None, _LONG_DOUBLE):
@@ -283,14 +283,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def key_text(encoded: Any) -> str:
-    """How an encoded dict key reads in a path."""
+    """The text of an encoded dict key in a path."""
     if type(encoded) is str:
         return encoded
     return str(describe(encoded))
 
 
 def describe(encoded: Any) -> object:
-    """An encoded value for people: None, a bool, an int, a finite float, or a text. Never raises, even for nonsense."""
+    """An encoded value for people: None, a bool, an int, a finite float, or text. Never raises, even for malformed input."""
     if encoded is None or type(encoded) in (bool, int, str):
         return encoded
     if type(encoded) is float:

@@ -1,7 +1,7 @@
-"""Writer records: which process has written the packs, parts and records whose names are of one series. Pure: bytes in, bytes out.
+"""Writer records: the process that wrote the packs, parts and records whose names belong to one series. Pure: bytes in, bytes out.
 
-gc uses them to free what a process that is proven to have ended left behind, without waiting. Nothing else reads them, and nothing
-is lost with them. Format: FORMAT.md, "Writer records".
+Only gc reads them, to free at once what a process left behind that has provably ended. Losing one loses no data. Format: FORMAT.md,
+"Writer records".
 """
 
 from typing import Final, NamedTuple
@@ -14,13 +14,13 @@ from tensorstore_ck.format.sealed import seal, take, take_count, unseal
 WRITERS: Final = "writers/"
 MAX_RECORD_BYTES: Final = 64 << 10
 SERIES_START: Final = 6
-"""After the milliseconds of a ULID."""
+"""The offset after a ULID's milliseconds."""
 SERIES_BYTES: Final = 5
 SERIES_SECONDS: Final = 12 * 3600.0
-"""No name of a series is drawn later than that after the first: so a record that is much older is of no use any more."""
+"""The names of a series are all drawn within this time, so much older records are useless."""
 
 Series = bytes
-"""What the ULIDs that one process draws for its puts have in common: the first 40 of their 80 random bits."""
+"""The first 40 of the 80 random bits of a ULID, which are equal in all names that one process draws for its saves."""
 
 
 class WriterRecord(NamedTuple):
@@ -32,7 +32,7 @@ class WriterRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Where it lies in the store."""
+        """The record's name in the store."""
         return writer_record_name(self.series)
 
     def encode(self) -> bytes:
@@ -41,17 +41,17 @@ class WriterRecord(NamedTuple):
 
 
 def series_of(ulid: Ulid) -> Series:
-    """The series that a ULID belongs to, if there is a record of it."""
+    """The series of a ULID; it means something only if the store has its record."""
     return ulid[SERIES_START : SERIES_START + SERIES_BYTES]
 
 
 def in_series(ulid: Ulid, series: Series) -> Ulid:
-    """`ulid` as one of a series."""
+    """`ulid` with its series replaced."""
     return Ulid(ulid[:SERIES_START] + series + ulid[SERIES_START + SERIES_BYTES :])
 
 
 def writer_record_name(series: Series) -> str:
-    """Where the record of a series lies: the 8 characters that its ULIDs have in common."""
+    """The name of a series' record: ``writers/`` and the 8 characters that its ULIDs share."""
     return WRITERS + ulid_text(in_series(Ulid(bytes(16)), series))[10:18]
 
 
@@ -59,7 +59,7 @@ def decode_writer_record(data: bytes, name: str) -> WriterRecord:
     """Decodes and checks a sealed writer record.
 
     Raises:
-        CorruptObjectError: not one, or not that of this name.
+        CorruptObjectError: not a writer record, or the record of another name.
     """
     body = unseal("writer", data, name)
     try:

@@ -1,4 +1,12 @@
-"""Doors for programs that use other systems: one file or folder per system, built on `Store` and what lies below it.
+"""Adapters for other systems and file formats, built on `Store` and the layers below it.
 
-Each imports the system that it is for, so none is imported unless asked for by its full name.
+dcp/                     torch.distributed.checkpoint over a store
+importing/               checkpoints of other libraries -> snapshots
+exporting/               snapshots -> files of other programs
+filesystem.py            ``tsck://``: snapshots as a read-only fsspec filesystem
+virtual_safetensors.py   the ``.safetensors`` files in it, whose bytes are made when they are read
+safetensors_format.py    dtypes and limits of the safetensors format
+otel.py                  OpenTelemetry metrics and spans of saves
+
+Each imports the system that it adapts, so nothing is imported unless it is used by its full name.
 """

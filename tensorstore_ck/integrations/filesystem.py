@@ -1,12 +1,12 @@
-"""``tsck://``: the snapshots of a store as a read-only fsspec filesystem, with files that are made when they are read.
+"""``tsck://``: the snapshots of a store as a read-only fsspec filesystem, whose files are generated when they are read.
 
     tsck://runs/gpt@1000/model.safetensors::s3://bucket/prefix        fsspec.filesystem("tsck", store="./ckpt")
 
-A snapshot is a folder: ``model.safetensors`` has the tensors of the state's ``model``, named as in it (or all tensors of a state without
-one), ``state.safetensors`` all others under their full names, ``snapshot.json`` what is no tensor. Folders are refs, and any other
-address by its name: ``ref@step``, ``ref~n``, the first digits of a root; ``ref@`` lists the steps. These are in no listing, so that who
-copies the folder of a branch gets one snapshot. An open file stays with its snapshot wherever the branch goes; separate calls see
-the branch as it then is, so take the root from `info` for those that must agree. Nothing is ever written. Does not load torch.
+A snapshot is a folder: ``model.safetensors`` has the tensors of the state's ``model``, under their names there (or all tensors of a state
+without a ``model``), ``state.safetensors`` the others under their full names, ``snapshot.json`` everything else. Folders are refs; other
+addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the first digits of a
+root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current branch, so use the
+root from `info` for calls that must agree. Read-only. Does not load torch.
 """
 
 import errno
@@ -35,7 +35,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.format.record import decode_metadata, record_name
-from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, File, SnapshotFiles
+from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, SnapshotFiles, VirtualFile
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 
@@ -45,7 +45,7 @@ Info = dict[str, Any]
 
 
 class _PathTarget(NamedTuple):
-    """What a path names: a folder, a snapshot, or a file of one."""
+    """What a path names: a folder, a snapshot, or a file of a snapshot."""
 
     path: str
     info: SnapshotInfo | None
@@ -53,7 +53,7 @@ class _PathTarget(NamedTuple):
 
 
 class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Reads snapshots of one store. Thread-safe; what it raises are `OSError`s with the messages of this package."""
+    """Reads snapshots of one store. Thread-safe. Raises `OSError`s with this package's messages."""
 
     protocol = "tsck"
     root_marker = ""
@@ -72,12 +72,12 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Opens nothing yet.
 
         Args:
-            store: Path or URL of the store; or, as fsspec passes the URL that is chained behind ``::``:
-            fo: The same without its protocol.
-            target_protocol: The protocol.
-            target_options: The store's `storage_options`: credentials, endpoint and the like.
-            cache_dir: Where this host keeps its cache of the log; by default the user's cache directory.
-            places: Other places that the store may use: see `tensorstore_ck.open`.
+            store: Path or URL of the store.
+            fo: The store's URL without its protocol, which fsspec passes for a URL chained after ``::``.
+            target_protocol: Its protocol.
+            target_options: The store's `storage_options`, such as credentials and endpoint.
+            cache_dir: This host's cache of the log; by default in the user's cache directory.
+            places: Cold tiers that the store may use: see `tensorstore_ck.open`.
             kwargs: fsspec's own.
         """
         super().__init__(
@@ -97,46 +97,46 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         stripped = super()._strip_protocol(path)
         return stripped.strip("/") if isinstance(stripped, str) else stripped
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- listing ------------------------------------------------------------------------------------------------------
 
     def info(self, path: str, **_: Any) -> Info:
-        """Name, type and size; of a snapshot and its files also ``root`` and ``step``: with one root a file has the same bytes."""
+        """Name, type and size; for a snapshot and its files also ``root`` and ``step``: one root means the same bytes."""
         with _os_errors(path):
-            return self._info(self._place(self._view(), path))
+            return self._info(self._target(self._view(), path))
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Info] | list[str]:
-        """What is in a folder."""
+        """The entries of a folder."""
         with _os_errors(path):
-            places = self._list(self._view(), path)
-            return [self._info(place) for place in places] if detail else [place.path for place in places]
+            targets = self._list(self._view(), path)
+            return [self._info(target) for target in targets] if detail else [target.path for target in targets]
 
     def created(self, path: str) -> datetime:
-        """When the snapshot was put, by the clock of the host that put it."""
+        """When the snapshot was saved, by the clock of the host that saved it."""
         with _os_errors(path):
-            found = self._place(self._view(), path).info
+            found = self._target(self._view(), path).info
             if found is None:
-                raise NotFoundError(f"{path!r} is a folder of snapshots: see what `ls` finds there", object_id=path)
+                raise NotFoundError(f"{path!r} is a folder of snapshots: see `ls`", object_id=path)
             return datetime.fromtimestamp(found.time_ns / 1e9, UTC)
 
     modified = created
 
     def _list(self, view: RefTable, path: str) -> list[_PathTarget]:
-        place = self._place(view, path)
-        path = place.path
-        if place.file:
-            return [place]
-        if path.endswith("@"):  # only here, and not beside the branch, whose folder would then have the tensors of all steps in it
+        target = self._target(view, path)
+        path = target.path
+        if target.file:
+            return [target]
+        if path.endswith("@"):  # not listed in the branch's folder, which would then contain the tensors of all steps
             steps = {move.step: move.ulid for move in view.moves(_base(path), newest_first=False) if move.step is not None}
             return [_PathTarget(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
         below = (name.removeprefix(f"{path}/") for name in _refs(view) if not path or name.startswith(f"{path}/"))
         found = {name: _PathTarget(name, _ref(view, name)) for name in (f"{path}/{each.partition('/')[0]}".lstrip("/") for each in below)}
-        for file in self._open_snapshot(place.info).files if place.info is not None else ():
-            found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", place.info, file))
+        for file in self._open_snapshot(target.info).files if target.info is not None else ():
+            found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", target.info, file))
         return list(found.values())
 
-    def _place(self, view: RefTable, path: str) -> _PathTarget:
+    def _target(self, view: RefTable, path: str) -> _PathTarget:
         """Raises:
-        NotFoundError: there is nothing.
+        NotFoundError: the path does not exist.
         """
         path = self._strip_protocol(path)
         folder, _, name = path.rpartition("/")
@@ -146,17 +146,17 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if name in FILES and folder:
             info = _resolve(view, folder)
             if name not in self._open_snapshot(info).files:
-                raise NotFoundError(f"{folder!r} has no {name}: see what `ls` finds there", object_id=path)
+                raise NotFoundError(f"{folder!r} has no {name}: see `ls`", object_id=path)
             return _PathTarget(path, info, name)
         if not path or (path.endswith("@") and view.branch(_base(path))) or any(ref.startswith(f"{path}/") for ref in _refs(view)):
             return _PathTarget(path, None)
         return _PathTarget(path, _resolve(view, path))
 
-    def _info(self, place: _PathTarget) -> Info:
-        info: Info = {"name": place.path, "size": 0, "type": "directory"}
-        if place.file:
-            info |= {"size": self._file(place).size, "type": "file"}
-        return info if place.info is None else {**info, "root": place.info.root.hex(), "step": place.info.step}
+    def _info(self, target: _PathTarget) -> Info:
+        info: Info = {"name": target.path, "size": 0, "type": "directory"}
+        if target.file:
+            info |= {"size": self._file(target).size, "type": "file"}
+        return info if target.info is None else {**info, "root": target.info.root.hex(), "step": target.info.step}
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -164,28 +164,28 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if mode != "rb":
             self._refuse(path)
         with _os_errors(path):
-            place = self._place(self._view(), path)
-            if not place.file:
+            target = self._target(self._view(), path)
+            if not target.file:
                 raise IsADirectoryError(errno.EISDIR, f"{path!r} is a folder: open a file in it ({', '.join(FILES)})", path)
-            return SnapshotFile(place.path, self._file(place))
+            return SnapshotFile(target.path, self._file(target))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """The bytes [start, end) of a file; negative ones count from its end."""
+        """The bytes [start, end) of a file; negative positions count from its end."""
         with self._open(path) as file:
             bounds = slice(start, end).indices(file.size)
             file.seek(bounds[0])
             return file.read(max(bounds[1] - bounds[0], 0))
 
-    def _file(self, place: _PathTarget) -> File:
-        assert place.info is not None
-        opened = self._open_snapshot(place.info)
-        if place.file != SNAPSHOT:
-            return opened.tensors(place.file, place.info)
-        record = self._get_engine().read_record(place.info)
-        return opened.about(place.info, decode_metadata(record, record_name(place.info.ulid)))
+    def _file(self, target: _PathTarget) -> VirtualFile:
+        assert target.info is not None
+        opened = self._open_snapshot(target.info)
+        if target.file != SNAPSHOT:
+            return opened.tensors(target.file, target.info)
+        record = self._get_engine().read_record(target.info)
+        return opened.about(target.info, decode_metadata(record, record_name(target.info.ulid)))
 
     def _open_snapshot(self, info: SnapshotInfo) -> SnapshotFiles:
-        """The last few are kept."""
+        """Keeps the last few open."""
         with self._lock:
             found = self._opened.pop(info.ulid, None)
         if found is None:
@@ -212,23 +212,23 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # --- no writing ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, path: str, *others: Any, **_: Any) -> NoReturn:
-        """Whatever would write.
+        """Stands for every method that would write.
 
         Raises:
             PermissionError: always.
         """
         named = others[0] if others and isinstance(others[0], str) else path
-        raise PermissionError(errno.EROFS, "tsck:// is read-only: put snapshots with store.put_snapshot, or `tsck put`", named)
+        raise PermissionError(errno.EROFS, "tsck:// is read-only: save snapshots with store.put_snapshot, or `tsck put`", named)
 
     mkdir = makedirs = rmdir = rm_file = _rm = rm = cp_file = pipe_file = put_file = touch = _refuse
 
 
 class SnapshotFile(io.BufferedIOBase):
-    """An open file. What is read on from where the last read ended comes out of a window of it; all else is read as it is asked for."""
+    """An open file. Reads that continue the previous one come from a window of the file; other reads fetch just their bytes."""
 
     mode = "rb"
 
-    def __init__(self, path: str, file: File) -> None:
+    def __init__(self, path: str, file: VirtualFile) -> None:
         self.path = self.name = path
         self.size = file.size
         self._file = file
@@ -236,31 +236,31 @@ class SnapshotFile(io.BufferedIOBase):
         self._read_up_to = -1
         self._window = bytearray()
         self._start = self._stop = 0
-        """What the window holds."""
+        """The bytes in the window."""
         self._lock = threading.Lock()
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """The position of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Where the next read begins; that may be behind the end, where nothing is."""
+        """Sets the position of the next read, which may be past the end."""
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         if position < 0:
-            raise OSError(errno.EINVAL, f"there is nothing before the beginning of {self.path!r}")
+            raise OSError(errno.EINVAL, f"a position before the beginning of {self.path!r}")
         self._position = position
         return position
 
     def read1(self, size: int = -1, /) -> bytes:
-        """As `read`, but less when that is as much as is at hand."""
+        """Like `read`, but at most a buffer's size."""
         return self.read(size if 0 <= size < io.DEFAULT_BUFFER_SIZE else io.DEFAULT_BUFFER_SIZE)
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -277,12 +277,12 @@ class SnapshotFile(io.BufferedIOBase):
         if count:
             data.seek(count - 1)
             data.write(b"\0")
-            with data.getbuffer() as view:  # its memory becomes the bytes that are returned: a copy takes as long as the reading
+            with data.getbuffer() as view:  # returned without a copy, which would take as long as the read
                 self.readinto(view)
         return data.getvalue()
 
     def readinto(self, target: Any, /) -> int:
-        """Fills `target`, but at the end."""
+        """Fills `target`, except at the end of the file."""
         self._check_open()
         with self._lock, memoryview(target).cast("B") as view, _os_errors(self.path):
             start = self._position
@@ -301,7 +301,7 @@ class SnapshotFile(io.BufferedIOBase):
         if at < stop and not reads_on:
             self._file.read_into(at, view[at - start :])
             return
-        if at < stop and (begun := self._file.window(stop)[0]) > at:  # windows that are wanted as they are
+        if at < stop and (begun := self._file.window(stop)[0]) > at:  # whole windows go directly into the target
             self._file.read_into(at, view[at - start : begun - start])
             at = begun
         if at < stop:
@@ -309,7 +309,7 @@ class SnapshotFile(io.BufferedIOBase):
             view[at - start :] = memoryview(self._window)[at - self._start : stop - self._start]
 
     def _load(self, start: int, stop: int) -> None:
-        self._start = self._stop = 0  # if reading fails
+        self._start = self._stop = 0  # in case the read fails
         if len(self._window) < stop - start:
             self._window = bytearray(stop - start)
         self._file.read_into(start, memoryview(self._window)[: stop - start])
@@ -325,23 +325,23 @@ def _refs(view: RefTable) -> list[str]:
 
 
 def _ref(view: RefTable, path: str) -> SnapshotInfo | None:
-    """The snapshot that a branch or tag of that name is at."""
+    """The snapshot at a branch or tag of that name."""
     return resolve(view, path).info if view.branch(path) or view.tag(path) else None
 
 
 def _resolve(view: RefTable, folder: str) -> SnapshotInfo:
-    """The snapshot of a folder: at its address, which may also be written ``ref/@step`` or ``ref/~n``."""
+    """The snapshot at a folder's address, which may also be written ``ref/@step`` or ``ref/~n``."""
     return resolve(view, folder.replace("/@", "@").replace("/~", "~")).info
 
 
 def _base(path: str) -> str:
-    """The branch of whose steps this is the folder."""
+    """The branch whose steps the folder lists."""
     return path.removesuffix("@").removesuffix("/")
 
 
 @contextmanager
 def _os_errors(path: str) -> Iterator[None]:
-    """Turns our errors into those that users of a filesystem expect, with our message."""
+    """Converts this package's errors into `OSError`s, with the same message."""
     try:
         yield
     except (NotFoundError, InvalidNameError, AmbiguousAddressError, NotAStoreError) as exc:

@@ -1,10 +1,10 @@
-"""OpenTelemetry metrics and spans of puts: ``pip install opentelemetry-api`` (the extra ``otel``), then ``instrument(store)``.
+"""OpenTelemetry metrics and spans of saves: ``pip install opentelemetry-api`` (the extra ``otel``), then ``instrument(store)``.
 
-Made of events alone. Providers are the caller's, or OpenTelemetry's global ones; exporters are none of our business. Metrics have
-the ref and the rank, not the step: each value of an attribute is a time series of its own. Spans have both.
+Uses events only. Providers are the caller's, or OpenTelemetry's global ones; the caller sets up exporters. Metrics have the ref and the
+rank but not the step, since each value of an attribute makes a new time series. Spans have all three.
 
-An event has the seconds of the stages, not when they began: child spans are as long as their stage, and lie where the order of the
-work puts them: capture first, then, side by side, hash, encode and write; commit last, and upload before it.
+An event has the lengths of the stages, not their starts, so child spans are placed by the order of the work: capture first; then hash,
+encode and write, in parallel; then upload, and commit last.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ except ImportError as exc:
 
 SCOPE: Final = "tensorstore_ck"
 _SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-"""The SDK's own are for milliseconds."""
+"""The SDK's default buckets are for milliseconds."""
 _RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _COUNTED_BYTES: Final = ("logical_bytes", "hashed_bytes", "new_bytes")
 _TIMED: Final = (*STAGES, "queued")
@@ -33,15 +33,15 @@ def instrument(
     meter_provider: metrics.MeterProvider | None = None,
     tracer_provider: trace.TracerProvider | None = None,
 ) -> Callable[[], None]:
-    """Records every put of `store` from now on: metrics, and a span with a child for each stage.
+    """Records every save of `store` from now on: metrics, and a span with a child for each stage.
 
     Args:
         store: A `Store`.
-        meter_provider: Where metrics go; by default OpenTelemetry's global one.
-        tracer_provider: Where spans go, likewise.
+        meter_provider: For the metrics; by default OpenTelemetry's global one.
+        tracer_provider: For the spans; by default OpenTelemetry's global one.
 
     Returns:
-        What ends it.
+        A function that stops the recording.
     """
     recorded = _Metrics(metrics.get_meter(SCOPE, meter_provider=meter_provider))
     tracer = trace.get_tracer(SCOPE, tracer_provider=tracer_provider)
@@ -55,7 +55,7 @@ def instrument(
 
 
 class _Metrics:
-    """The instruments, and which field of which event goes to which."""
+    """The instruments, and the event fields that each records."""
 
     def __init__(self, meter: metrics.Meter) -> None:
         def seconds(name: str, description: str) -> metrics.Histogram:
@@ -63,27 +63,27 @@ class _Metrics:
                 f"tensorstore_ck.{name}", unit="s", description=description, explicit_bucket_boundaries_advisory=_SECONDS_BUCKETS
             )
 
-        self._puts = meter.create_counter("tensorstore_ck.puts", unit="{put}", description="Puts that ended, by outcome")
+        self._puts = meter.create_counter("tensorstore_ck.puts", unit="{put}", description="Saves that ended, by outcome")
         self._duration = seconds("put.duration", "From the call to the durable log entry, or to the failure")
-        self._stall = seconds("put.stall", "How long training stood still for a put")
-        self._stage = seconds("put.stage.duration", "How long at least one thread was at a stage of a put; stages overlap")
-        self._memory_wait = seconds("put.memory_wait", "How long a put had to wait for memory before its capture")
+        self._stall = seconds("put.stall", "How long training was blocked by a save")
+        self._stage = seconds("put.stage.duration", "How long at least one thread was in a stage of a save; stages overlap")
+        self._memory_wait = seconds("put.memory_wait", "How long a save waited for memory before its capture")
         self._bytes = {
             name: meter.create_counter(f"tensorstore_ck.put.{name.removesuffix('_bytes')}", unit="By", description=description)
-            for name, description in zip(_COUNTED_BYTES, ("Of the states", "That were hashed", "That the store grew by"), strict=True)
+            for name, description in zip(_COUNTED_BYTES, ("Bytes of the states", "Hashed bytes", "Growth of the store"), strict=True)
         }
         self._dedup = meter.create_histogram(
             "tensorstore_ck.put.dedup_ratio",
             unit="1",
-            description="Share of the hashed bytes that lay in the store already",
+            description="Share of the hashed bytes that the store already had",
             explicit_bucket_boundaries_advisory=_RATIO_BUCKETS,
         )
         self._compression = meter.create_gauge(
-            "tensorstore_ck.put.compression_ratio", unit="1", description="Raw bytes of the last put's new blocks per stored byte"
+            "tensorstore_ck.put.compression_ratio", unit="1", description="Raw bytes of the last save's new blocks per stored byte"
         )
-        self._in_flight = meter.create_gauge("tensorstore_ck.put.in_flight", unit="{put}", description="Puts that have not ended")
-        self._memory = meter.create_gauge("tensorstore_ck.memory.usage", unit="By", description="Host memory that puts in flight hold")
-        self._retries = meter.create_counter("tensorstore_ck.retries", unit="{retry}", description="Requests that are tried again")
+        self._in_flight = meter.create_gauge("tensorstore_ck.put.in_flight", unit="{put}", description="Saves in progress")
+        self._memory = meter.create_gauge("tensorstore_ck.memory.usage", unit="By", description="Host memory held by saves in progress")
+        self._retries = meter.create_counter("tensorstore_ck.retries", unit="{retry}", description="Retried requests")
 
     def record(self, event: Event) -> None:
         about: dict[str, str | int] = {"tensorstore_ck.ref": event.ref, "tensorstore_ck.rank": event.rank}
@@ -121,7 +121,6 @@ class _Metrics:
 
 
 def _trace(tracer: trace.Tracer, event: Event) -> None:
-    """Spans of a put that has ended."""
     start_ns = event.time_ns - _ns(event, "total_seconds")
     about: dict[str, str | int] = {"tensorstore_ck.ref": event.ref, "tensorstore_ck.rank": event.rank}
     if event.step is not None:
@@ -141,7 +140,7 @@ def _trace(tracer: trace.Tracer, event: Event) -> None:
 
 
 def _windows(event: Event, start_ns: int) -> Iterator[tuple[str, int, int]]:
-    """When each stage that was reached began and ended, as far as that can be told."""
+    """The start and end of each stage that ran, as far as events tell."""
     captured_ns = start_ns + _ns(event, "capture_seconds")
     work_ns = captured_ns + _ns(event, "queued_seconds")
     commit_ns = event.time_ns - _ns(event, "commit_seconds")

@@ -1,8 +1,8 @@
-"""Files that are nowhere: ``.safetensors`` files of a stored snapshot, whose bytes are made when they are asked for.
+"""Virtual ``.safetensors`` files of a stored snapshot, whose bytes are generated on demand.
 
-The header is made from the layout; what follows it is read from the blocks that hold it, each verified. Tensors lie in the order of
-their alignment, then of the layout, so that reading a file from its beginning reads packs from theirs. What shares memory in the state
-comes as often as it has names, since the format knows no aliases. Knows neither torch nor paths nor fsspec.
+The header comes from the layout, the rest from verified blocks. Tensors are ordered by alignment, then as in the layout, so that a
+sequential read of the file reads packs sequentially. A tensor with several names is repeated: the format has no aliases. Knows neither
+torch nor paths nor fsspec.
 """
 
 import json
@@ -19,8 +19,9 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.format.tree import Branch, Leaf, leaves, parse
+from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import describe
+from tensorstore_ck.integrations.safetensors_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -30,61 +31,30 @@ SNAPSHOT: Final = "snapshot.json"
 FILES: Final = (MODEL, STATE, SNAPSHOT)
 MODEL_KEY: Final = "model"
 WINDOW_BYTES: Final = 32 << 20
-"""What a reader should take at a time that reads on: enough for all cores and connections."""
+"""The size of a sequential read: enough for all cores and connections."""
 ALIGNMENT_BYTES: Final = 8
 """Of the first tensor."""
-METADATA: Final = "__metadata__"
 
 _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Dtype of safetensors -> bytes of an element; of all others 1."""
 _DTYPES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
+    **TORCH_DTYPES,
     "float4_e2m1fn_x2": "F4",
-    "np:<f8": "F64",
-    "np:<f4": "F32",
-    "np:<f2": "F16",
-    "np:<i8": "I64",
-    "np:<i4": "I32",
-    "np:<i2": "I16",
-    "np:|i1": "I8",
-    "np:<u8": "U64",
-    "np:<u4": "U32",
-    "np:<u2": "U16",
-    "np:|u1": "U8",
-    "np:|b1": "BOOL",
-    "np:<c8": "C64",
+    **{f"np:{'|' if kind.endswith('1') else '<'}{kind}": name for kind, name in NUMPY_DTYPES.items()},
 }
 """Stored dtype -> that of safetensors."""
 
 
-class File(Protocol):
-    """Bytes that can be read from any place. Thread-safe."""
+class VirtualFile(Protocol):
+    """Bytes that can be read from any position. Thread-safe."""
 
     size: int
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fills `target` with what begins at byte `start`; all of it lies within the file."""
+        """Fills `target` with the bytes from `start` on, all of which lie within the file."""
 
     def window(self, position: int) -> tuple[int, int]:
-        """The bytes [start, stop) around a position that are best read together."""
+        """The bytes [start, stop) around a position that should be read together."""
 
 
 class BytesFile:
@@ -95,11 +65,11 @@ class BytesFile:
         self._data = data
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `File`."""
+        """See `VirtualFile`."""
         target[:] = self._data[start : start + len(target)]
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `File`."""
+        """See `VirtualFile`."""
         return 0, self.size
 
 
@@ -113,50 +83,50 @@ class _FileTensor(NamedTuple):
     shape: tuple[int, ...]
     item_bytes: int
     offset: int
-    """Where it begins in the bytes of its base, if it is contiguous there."""
+    """Its start in the bytes of its base, if it is contiguous there."""
     strides: tuple[int, ...] | None
-    """In bytes, of a view that is not."""
+    """In bytes, of a view that is not contiguous."""
 
 
 class SafetensorsFile:
-    """The file that holds some tensors of a snapshot, all of dtypes that it can hold. Thread-safe as far as its content is."""
+    """A file of some tensors of a snapshot, all of dtypes that the format has. As thread-safe as its content."""
 
     def __init__(self, content: SnapshotContent, tensors: Mapping[str, Leaf], metadata: Mapping[str, str]) -> None:
         """`tensors`: by their names in the file.
 
         Raises:
-            CorruptObjectError: a view does not lie within its base, or a dtype does not have its size.
+            CorruptObjectError: a view exceeds its base, or a dtype has a wrong size.
         """
         self._content = content
         header: dict[str, object] = {METADATA: dict(metadata)}
-        places = {name: _place(content.layout, leaf) for name, leaf in tensors.items()}
+        entries = {name: _file_tensor(content.layout, leaf) for name, leaf in tensors.items()}
         end = 0
-        for name, place in sorted(places.items(), key=lambda item: -item[1].item_bytes):
-            dtype = _DTYPES[_stored_dtype(content.layout, place.leaf)]
-            shape = (*place.shape[:-1], place.shape[-1] * 2) if dtype == "F4" and place.shape else place.shape
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + place.size)}
-            places[name] = place._replace(start=end)
-            end += place.size
+        for name, entry in sorted(entries.items(), key=lambda item: -item[1].item_bytes):
+            dtype = _DTYPES[_stored_dtype(content.layout, entry.leaf)]
+            shape = (*entry.shape[:-1], entry.shape[-1] * 2) if dtype == "F4" and entry.shape else entry.shape
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + entry.size)}
+            entries[name] = entry._replace(start=end)
+            end += entry.size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT_BYTES)
         self._head = len(text).to_bytes(8, "little") + text
         self.size = len(self._head) + end
-        filled = sorted((place for place in places.values() if place.size), key=lambda place: place.start)
-        self._places = [place._replace(start=place.start + len(self._head)) for place in filled]
-        self._starts = np.array([place.start for place in self._places], np.int64)
-        self._windows = np.array(list(_windows(len(self._head), self._places)), np.int64)
+        filled = sorted((entry for entry in entries.values() if entry.size), key=lambda entry: entry.start)
+        self._entries = [entry._replace(start=entry.start + len(self._head)) for entry in filled]
+        self._starts = np.array([entry.start for entry in self._entries], np.int64)
+        self._windows = np.array(list(_windows(len(self._head), self._entries)), np.int64)
         self._span: tuple[_FileTensor, bytearray] | None = None
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `File`. Windows begin and end where blocks do, so that none is read twice by who reads on."""
+        """See `VirtualFile`. Windows end at block boundaries, so that a sequential read reads no block twice."""
         number = int(np.searchsorted(self._windows, position, "right"))
         return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `File`.
+        """See `VirtualFile`.
 
         Raises:
-            DamageError: a block is missing, or is not what was stored.
+            DamageError: a block is missing or damaged.
         """
         stop = start + len(target)
         head = self._head[start:stop]
@@ -164,24 +134,24 @@ class SafetensorsFile:
         wanted: list[WantedBox] = []
         copies: list[tuple[memoryview, memoryview]] = []
         first = max(int(np.searchsorted(self._starts, start, "right")) - 1, 0)
-        for place in self._places[first : int(np.searchsorted(self._starts, stop))]:
-            begin, end = max(start, place.start), min(stop, place.start + place.size)
+        for entry in self._entries[first : int(np.searchsorted(self._starts, stop))]:
+            begin, end = max(start, entry.start), min(stop, entry.start + entry.size)
             if begin < end:
                 piece = target[begin - start : end - start]
-                if place.strides is None:
-                    self._add(place, begin - place.start, piece, wanted, copies)
+                if entry.strides is None:
+                    self._add(entry, begin - entry.start, piece, wanted, copies)
                 else:
-                    self._gather(place, place.strides, begin - place.start, piece)
+                    self._gather(entry, entry.strides, begin - entry.start, piece)
         self._content.read_boxes(wanted)
         for to, data in copies:
             to[:] = data
 
     def _add(
-        self, place: _FileTensor, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
+        self, entry: _FileTensor, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
     ) -> None:
-        """Wants the bytes of a tensor from `start` on; where they are not whole elements of its base, by way of a copy of those."""
-        base = self._content.layout.tensors[place.leaf.index]
-        begin = place.offset + start
+        """Requests the bytes of a tensor from `start` on; through a copy if they are not whole elements of its base."""
+        base = self._content.layout.tensors[entry.leaf.index]
+        begin = entry.offset + start
         first, last = begin // base.item_bytes, -(-(begin + len(piece)) // base.item_bytes)
         memory, skipped = piece, begin - first * base.item_bytes
         if skipped or (last - first) * base.item_bytes != len(piece):
@@ -190,21 +160,21 @@ class SafetensorsFile:
         at = 0
         for offsets, sizes in row_boxes(base.shape, first, last):
             size = prod(sizes) * base.item_bytes
-            wanted.append(WantedBox(place.leaf.index, BoxBounds(offsets, sizes), BufferTarget(memory[at : at + size])))
+            wanted.append(WantedBox(entry.leaf.index, BoxBounds(offsets, sizes), BufferTarget(memory[at : at + size])))
             at += size
 
-    def _gather(self, place: _FileTensor, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
-        """Takes the elements of a view one by one; what lies between its first and last one is kept for who reads on."""
-        low, high = _reach(place.shape, strides, place.item_bytes)
+    def _gather(self, entry: _FileTensor, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
+        """Copies the elements of a strided view; keeps the bytes that it spans for sequential reads."""
+        low, high = _byte_range(entry.shape, strides, entry.item_bytes)
         span = self._span
-        if span is None or span[0] is not place:
-            data = self._content.read_range(place.leaf.index, place.offset + low, place.offset + high)
-            self._span = span = (place, data)
-        item = place.item_bytes
-        view = np.ndarray(place.shape, f"V{item}", span[1], -low, strides)
+        if span is None or span[0] is not entry:
+            data = self._content.read_range(entry.leaf.index, entry.offset + low, entry.offset + high)
+            self._span = span = (entry, data)
+        item = entry.item_bytes
+        view = np.ndarray(entry.shape, f"V{item}", span[1], -low, strides)
         first, last = start // item, -(-(start + len(piece)) // item)
         data, at = bytearray((last - first) * item), 0
-        for offsets, sizes in row_boxes(place.shape, first, last):
+        for offsets, sizes in row_boxes(entry.shape, first, last):
             box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             np.ndarray(sizes, f"V{item}", data, at)[...] = view[box]
             at += prod(sizes) * item
@@ -212,7 +182,7 @@ class SafetensorsFile:
 
 
 class SnapshotFiles:
-    """A snapshot, and its files."""
+    """The files of a snapshot."""
 
     def __init__(self, content: SnapshotContent) -> None:
         self._content = content
@@ -235,15 +205,15 @@ class SnapshotFiles:
         self.files = [name for name in FILES if name == SNAPSHOT or self._tensors.get(name)]
         self._made: dict[str, SafetensorsFile] = {}
 
-    def tensors(self, name: str, info: SnapshotInfo) -> File:
+    def tensors(self, name: str, info: SnapshotInfo) -> VirtualFile:
         """A file of tensors."""
         if name not in self._made:
             metadata = {"format": "pt", "root": info.root.hex(), "step": str(info.step)}
             self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
         return self._made[name]
 
-    def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> File:
-        """All else: what `tsck show` shows, and the names of tensors that no file holds."""
+    def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:
+        """Everything else: the output of `tsck show`, and the names of tensors that no file holds."""
         snapshot = Snapshot.from_info(info)
         about = {key: getattr(snapshot, key) for key in ("root", "ref", "step", "time_ns", "parent", "mark", "reason")}
         about["metrics"] = _finite(snapshot.metrics)
@@ -253,11 +223,10 @@ class SnapshotFiles:
         return BytesFile(json.dumps(about, indent=1).encode() + b"\n")
 
 
-def _model_leaves(tree: Branch | Leaf) -> Iterator[Leaf]:
-    """What hangs in the dict ``model`` of a state."""
-    if isinstance(tree, Branch):
+def _model_leaves(tree: Container | Leaf) -> Iterator[Leaf]:
+    if isinstance(tree, Container):
         for key, child in zip(tree.keys, tree.children, strict=False):
-            if key == MODEL_KEY and isinstance(child, Branch):
+            if key == MODEL_KEY and isinstance(child, Container):
                 yield from leaves(child)
 
 
@@ -269,7 +238,6 @@ def _finite(value: Any) -> Any:
 
 
 def _can_hold(layout: Layout, leaf: Leaf, name: str) -> bool:
-    """Whether a ``.safetensors`` file can hold a tensor of that dtype and name."""
     return _stored_dtype(layout, leaf) in _DTYPES and name != METADATA
 
 
@@ -278,28 +246,26 @@ def _stored_dtype(layout: Layout, leaf: Leaf) -> str:
     return dtype
 
 
-def _place(layout: Layout, leaf: Leaf) -> _FileTensor:
-    """Where a leaf lies in its base. All of it comes from a store, and is checked here."""
+def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
+    """Where a leaf lies in its base; checks the numbers, which come from the store."""
     spec = layout.tensors[leaf.index]
     dtype = _DTYPES[_stored_dtype(layout, leaf)]
     item_bytes = _ITEM_BYTES.get(dtype, 1)
     if leaf.kind == "tensor":
         if item_bytes != spec.item_bytes:
-            raise CorruptObjectError(
-                f"a layout claims that {spec.dtype} takes {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path
-            )
+            raise CorruptObjectError(f"a layout claims that {spec.dtype} has {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path)
         return _FileTensor(leaf, 0, spec.size_bytes, spec.shape, item_bytes, 0, None)
     _, _, _, shape, steps, offset, _ = leaf.node
     strides = tuple(step * item_bytes for step in steps)
-    low, high = _reach(shape, strides, item_bytes)
+    low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
     size = prod(shape) * item_bytes
     return _FileTensor(leaf, 0, size, tuple(shape), item_bytes, offset, None if _is_contiguous(shape, strides, item_bytes) else strides)
 
 
-def _reach(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:
-    """Where the first byte of a view lies, and the end of its last one, from where its element 0 begins."""
+def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:
+    """The start of a view's first byte and the end of its last, relative to its element 0."""
     reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     return sum(reach for reach in reaches if reach < 0), sum(reach for reach in reaches if reach > 0) + item_bytes
 
@@ -313,16 +279,16 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int
     return True
 
 
-def _windows(head_bytes: int, places: Iterable[_FileTensor]) -> Iterable[int]:
-    """Where windows begin: the header alone; large tensors cut by the grid, as if blocks were that large; small ones together."""
+def _windows(head_bytes: int, entries: Iterable[_FileTensor]) -> Iterable[int]:
+    """The starts of windows: the header alone; large tensors cut like blocks of window size; small tensors together."""
     yield 0
     yield head_bytes
     begun = at = head_bytes
-    for place in places:
-        if place.leaf.kind == "tensor":
-            lengths = cut_box((0,) * len(place.shape), place.shape, place.item_bytes, WINDOW_BYTES).tolist()
+    for entry in entries:
+        if entry.leaf.kind == "tensor":
+            lengths = cut_box((0,) * len(entry.shape), entry.shape, entry.item_bytes, WINDOW_BYTES).tolist()
         else:
-            lengths = [min(WINDOW_BYTES, place.size - start) for start in range(0, place.size, WINDOW_BYTES)]
+            lengths = [min(WINDOW_BYTES, entry.size - start) for start in range(0, entry.size, WINDOW_BYTES)]
         for length in lengths:
             if at + length - begun > WINDOW_BYTES and at > begun:
                 begun = at

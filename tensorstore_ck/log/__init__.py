@@ -1,15 +1,19 @@
 """The log, the only place where a store changes, and the ref table that it folds to.
 
-entry.py, ops.py, names.py   what an entry holds (format)
-keys.py, rows.py             what the ref table holds (format: checkpoints are dumps of it)
-fold.py, foldgc.py           how an entry changes it: refs and snapshots; what is kept and what goes
-objects.py                   sets of stored objects, as operations name them
-reftable.py                  typed reads of it
-checkpoint.py                a dump of it, so that nobody must read the log from its start
-chain.py                     entries read from the backend
-watermark.py, headfile.py    the highest entry that was seen: a log that goes back or forks is noticed
-follow.py                    brings a table to the log's head; writes checkpoints
-log.py                       sync and append: the commit protocol
+entry.py, operations.py, object_set.py   what an entry holds (format)
+ref_names.py                             what a branch or tag may be called
+table_keys.py, table_rows.py             what the ref table holds (format: checkpoints are dumps of it)
+field_checks.py                          the checks that operations and rows share
+fold.py, fold_gc.py                      how an entry changes the table: refs and snapshots; what is kept and what is deleted
+ref_table.py                             typed reads of the table
+address.py                               how a user names a snapshot
+snapshot.py                              what users see of a snapshot
+block_index.py                           where blocks lie, as far as this host knows
+checkpoint.py                            a dump of the table, so that nobody has to read the log from its start
+entry_reader.py                          entries read from the backend
+watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
+follow.py                                brings a table to the log's head; writes checkpoints
+log.py                                   sync and append: the commit protocol
 """
 
 from tensorstore_ck.log.entry import Entry

@@ -3,7 +3,7 @@
 runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
 9f86d081...       root, or a prefix of at least 8 characters of one that is unique
 runs/gpt~2        two before it, by parents
-runs/gpt^staged   the newest that is staged for it and not published yet; the branch itself if there is none
+runs/gpt^staged   the newest one staged for it and not published yet; the branch itself without one
 """
 
 import re
@@ -19,18 +19,18 @@ _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
 
 
 def is_staged_address(address: str) -> bool:
-    """Whether it means what is staged."""
+    """Whether the address names a staged snapshot."""
     return address.endswith(STAGED)
 
 
 class Resolved(NamedTuple):
-    """What an address stands for."""
+    """The target of an address."""
 
     info: SnapshotInfo
     branch: str | None
     """The branch that the address goes through, if any."""
     branch_root: Digest | None
-    """Where that branch was."""
+    """The root of that branch's head."""
 
 
 def resolve(view: RefTable, address: str) -> Resolved:
@@ -89,7 +89,7 @@ def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
         return view.by_root(root) if root else None
     roots = view.roots_with_prefix(base)
     if len(roots) > 1:
-        raise AmbiguousAddressError(f"{base!r} fits {len(roots)} snapshots or more: give more digits of the root", object_id=base)
+        raise AmbiguousAddressError(f"{base!r} matches {len(roots)} snapshots or more: give more digits of the root", object_id=base)
     if roots:
         return view.by_root(roots[0])
     return next((info for _, info in view.all_staged() if info.root.hex().startswith(base)), None)

@@ -1,7 +1,7 @@
-"""The block index: where a block with a given id lies, as far as this host knows. A cache over `Table`.
+"""The block index: where a block with a given id lies, as far as this host knows. A cache in a `Table`.
 
 It only makes saves smaller: a lost or empty index costs dedup against other jobs, never correctness. It is kept in the same
-table as the ref table, at the same log entry, so that an entry can never outlive the fold that vouches for it. Only blocks
+table as the ref table, at the same log entry, so that an item never outlives the fold on which it depends. Only blocks
 without a delta base are kept.
 """
 
@@ -39,7 +39,7 @@ class Location(NamedTuple):
     raw: int
     codec: int
     bases: tuple["Base", ...] = ()
-    """What it cannot be decoded without."""
+    """The blocks that are needed to decode it."""
     flags: int = 0
     """As in its extent: how many snapshots lie between it and its base, or how many bases it has."""
 
@@ -59,7 +59,7 @@ class BlockIndex:
         self._table = table
         self._lock = ProcessLock()
         self._waiting: deque[_Note] = deque(maxlen=_MAX_WAITING)
-        """What is still to be noted, as another process had the table."""
+        """Not yet written, because another process had the table's lock."""
         self._thread: threading.Thread | None = None
 
     def get(self, block: Digest) -> Location | None:
@@ -68,11 +68,11 @@ class BlockIndex:
         return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
-        """Notes blocks of a snapshot that log entry `published_at` published; or of one that may be published later, whose packs were
-        durable and in their places at that entry.
+        """Adds blocks of a snapshot that log entry `published_at` published; or of one that may be published later, whose packs were
+        durable under their names at that entry.
 
-        Other processes of this host may have folded on since: what was swept meanwhile, perhaps so long ago that its tombstone
-        is forgotten, is not noted.
+        Other processes of this host may have folded further entries since: packs swept meanwhile, perhaps so long ago that their
+        tombstones are dropped, are not added.
         """
         by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
         for block, location in blocks:
@@ -84,7 +84,7 @@ class BlockIndex:
             self._write_later()
 
     def close(self) -> None:
-        """Waits a moment for what is still to be noted."""
+        """Waits a moment for the blocks not yet written."""
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
 
@@ -92,17 +92,17 @@ class BlockIndex:
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._write_patiently, name="tsck block index", daemon=True)
-                with suppress(RuntimeError):  # no more threads are to be had: the next save tries again
+                with suppress(RuntimeError):  # no more threads: the next save tries again
                     thread.start()
                     self._thread = thread
 
     def _write_patiently(self) -> None:
-        for _ in range(_TRIES):  # the one after a lock that is not to be had goes into memory
+        for _ in range(_TRIES):  # after a failed wait for the lock, the next try writes into memory
             if self._write_waiting(wait=True):
                 return
 
     def _write_waiting(self, *, wait: bool) -> bool:
-        """Writes what waits; false, and it waits on, where another process has the table."""
+        """Writes the waiting blocks; False, and they keep waiting, if another process has the table's lock."""
         with self._lock:
             notes = list(self._waiting)
             self._waiting.clear()
@@ -114,7 +114,7 @@ class BlockIndex:
             with self._lock:
                 self._waiting.extend(notes)
             return False
-        except StoreError:  # nor fails a save because of it, even where the log cannot be read to fill another one: it may be published
+        except StoreError:  # the cache must not fail a save, which may be published, even if the log cannot be read to fill another one
             pass
         return True
 
@@ -138,7 +138,7 @@ def _write(batch: Batch, note: _Note) -> None:
 
 
 def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:
-    """Drops the blocks of packs that were swept, in the batch that folds that."""
+    """Drops the blocks of swept packs, in the batch that folds the sweep."""
     for pack in packs:
         for key, blocks in list(batch.scan(_PACK_KEY + pack)):
             for at in range(0, len(blocks), DIGEST_BYTES):

@@ -1,7 +1,7 @@
 """Checkpoints: a sealed dump of the ref table at one entry. Pure but for the table. Format: FORMAT.md, "Checkpoints".
 
-Derived from the log, and never trusted beyond it: one whose hash is not that of its log entry, or that another version of
-the fold made, is ignored. The same fold gives the same bytes on every host.
+Derived from the log, and trusted no more than it: a checkpoint with another hash than its log entry, or from another version
+of the fold, is ignored. The same fold gives the same bytes on every host.
 """
 
 import re
@@ -37,7 +37,7 @@ class Checkpoint(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The entries since the newest checkpoint that this host knows of; kept in its table."""
+    """The entries since the newest checkpoint that this host knows; kept in its table."""
 
     checkpoint_n: int
     checkpoint_bytes: int
@@ -45,40 +45,40 @@ class Tail(NamedTuple):
     entry_bytes: int
 
     def is_due(self) -> bool:
-        """Whether reading the tail has come to cost more than reading the checkpoint."""
+        """Whether reading the tail costs more than reading the checkpoint."""
         return self.entries >= MIN_TAIL_ENTRIES and (self.entry_bytes > self.checkpoint_bytes or self.entries >= MAX_TAIL_ENTRIES)
 
     @classmethod
     def read(cls, reader: Reader) -> "Tail":
-        """The one in a table or batch."""
+        """From a table or batch."""
         value = reader.get(_TAIL_KEY)
         return cls(*_TAIL.unpack(value)) if value is not None else cls(0, 0, 0, 0)
 
     def write(self, batch: Batch) -> None:
-        """Puts it there."""
+        """Into a batch."""
         batch.put(_TAIL_KEY, _TAIL.pack(*self))
 
 
 def checkpoint_folder(log_prefix: str) -> str:
-    """Where the checkpoints of a log lie, with the slash."""
+    """The folder of a log's checkpoints, with the slash."""
     return "checkpoint/" if log_prefix == "log" else f"{log_prefix}-checkpoint/"
 
 
 def checkpoint_name(log_prefix: str, n: int) -> str:
-    """Where the checkpoint at entry `n` lies."""
+    """The name of the checkpoint at entry `n`."""
     return f"{checkpoint_folder(log_prefix)}{n:020d}"
 
 
 def checkpoint_number(name: str) -> int | None:
-    """The entry of the checkpoint of that name; None for what is none."""
+    """The entry of the checkpoint of that name; None for other names."""
     number = name.rpartition("/")[2]
     return int(number) if _NUMBER.fullmatch(number) else None
 
 
 def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
-    """The sealed checkpoint of a table whose head is entry `n`; None when it would be larger than an object may be.
+    """The sealed checkpoint of a table whose head is entry `n`; None if it would be larger than an object may be.
 
-    Takes a batch, because nobody must fold on while it is read.
+    Takes a batch, so that nobody folds further entries while it is read.
     """
     items = [(key[len(keys.PREFIX) :], value) for key, value in batch.scan(keys.PREFIX) if key != keys.HEAD_KEY]
     body = {
@@ -118,16 +118,16 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
     if not sound or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
         raise CorruptObjectError(f"{name} is not a checkpoint that this build can use", object_id=name)
     if any(len(body[field]) % 4 for field in _SIZES) or len(body["key_sizes"]) != len(body["value_sizes"]):
-        raise CorruptObjectError(f"{name}: its keys and values are not equally many", object_id=name)
+        raise CorruptObjectError(f"{name}: the numbers of keys and values differ", object_id=name)
     key_sizes, value_sizes = (struct.unpack(f"<{len(body[field]) // 4}I", body[field]) for field in _SIZES)
     if sum(key_sizes) != len(body["keys"]) or sum(value_sizes) != len(body["values"]):
-        raise CorruptObjectError(f"{name}: its keys and values are not as long as it says", object_id=name)
+        raise CorruptObjectError(f"{name}: its keys and values do not have the listed sizes", object_id=name)
     checkpoint = Checkpoint(
         body["n"], body["entry_hash"], list(_pieces(body["keys"], key_sizes)), list(_pieces(body["values"], value_sizes))
     )
     ascending = all(before < after for before, after in pairwise(checkpoint.keys))
     if not ascending or not all(map(table_rows.is_item, checkpoint.keys, checkpoint.values)):
-        raise CorruptObjectError(f"{name}: it holds rows that are none of the ref table's", object_id=name)
+        raise CorruptObjectError(f"{name}: it has rows that are not of the ref table", object_id=name)
     return checkpoint
 
 

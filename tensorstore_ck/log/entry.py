@@ -1,6 +1,6 @@
 """Log entries: sealed, numbered, hash-chained. Pure: bytes in, bytes out. Format: FORMAT.md, "Log entries".
 
-What is written is decoded first, so that no entry gets into a log that its readers would refuse.
+An entry is decoded before it is written, so that no reader refuses it.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     prev: Digest
     """The hash of entry n - 1."""
     write_id: bytes
-    """16 bytes that name these exact bytes, so that a writer knows its own entry again."""
+    """16 bytes that identify this exact entry, so that a writer recognizes its own."""
     time_ns: int
     actor: str
     ops: tuple[Op, ...]
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 def genesis_hash(uuid: bytes) -> Digest:
-    """What entry 1 names as the hash of the entry before."""
+    """The `prev` of entry 1."""
     return derived_hash("genesis", uuid)
 
 
@@ -43,12 +43,12 @@ def folder_name(prefix: str, n: int) -> str:
 
 
 def entry_name(prefix: str, n: int) -> str:
-    """Where entry `n` lies in the store."""
+    """The name of entry `n` in the store."""
     return f"{folder_name(prefix, n)}{n:020d}"
 
 
 def seal_entry(n: int, prev: Digest, ops: Sequence[Op], *, write_id: bytes, time_ns: int, actor: str) -> tuple[bytes, Entry]:
-    """The bytes of an entry, and what they decode to.
+    """The bytes of an entry, and the decoded entry.
 
     Raises:
         InvalidOptionError: an operation that readers would refuse, or more than 1 MiB.
@@ -83,7 +83,7 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
     body = unseal("log", data, name)
     problem = None
     if body.get("n") != n or type(body["n"]) is not int:
-        problem = f"it says that it is number {body.get('n')!r:.40}"
+        problem = f"its number is {body.get('n')!r:.40}"
     elif not (is_digest(body.get("prev")) and is_ulid(body.get("write_id")) and is_count(body.get("time_ns"))):
         problem = "no valid hash of the entry before, write id or time"
     elif type(body.get("actor")) is not str or len(body["actor"]) > MAX_ACTOR_CHARS or type(body.get("signatures")) is not list:

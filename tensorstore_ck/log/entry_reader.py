@@ -1,7 +1,7 @@
-"""The log as it lies in the backend: numbered entries, read in order, each checked against the one before.
+"""The log in the backend: numbered entries, read in order, each checked against the one before.
 
-Knows nothing of the ref table. Entries are created in order, so the log ends at the first number that is not there; one
-that is missing before another is damage.
+Knows nothing of the ref table. Entries are created in order, so the log ends at the first number that is not there; an
+entry missing before another one is damage.
 """
 
 import re
@@ -18,7 +18,7 @@ from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, d
 _LOG_NAME: Final = re.compile(r"(log(?:-[A-Za-z0-9-]+)?)/([0-9]{17})/\2[0-9]{3}")
 MAX_BATCH_ENTRIES: Final = 500
 _READERS: Final = 16
-_GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that an entry that is too long is told by its decoder, as damage of that entry
+_GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that the decoder reports an entry that is too long, as damage of that entry
 
 
 class EntryReader:
@@ -31,11 +31,11 @@ class EntryReader:
         self._last: Entry | None = None
 
     def name(self, n: int) -> str:
-        """Where entry `n` lies."""
+        """The name of entry `n`."""
         return entry_name(self._prefix, n)
 
     def read(self, n: int) -> Entry | None:
-        """Entry `n`, or None when it is not there.
+        """Entry `n`; None if it is not there.
 
         Raises:
             BrokenLogError: it is damaged.
@@ -55,9 +55,9 @@ class EntryReader:
 
         Args:
             after: The number of the entry to begin after.
-            prev: Its hash; None: the first entry may follow any.
-            at_least: An entry that is known to be there; where the log ends before it, it is broken.
-            window: How many to read first, side by side where requests are slow.
+            prev: Its hash; None: the first entry is not checked.
+            at_least: An entry that is known to be there; a log that ends before it is broken.
+            window: How many to read first, in parallel if requests are slow.
 
         Raises:
             BrokenLogError: an entry is damaged, off the hash chain, or missing before others.
@@ -79,7 +79,7 @@ class EntryReader:
             window = min(2 * window, _READERS)
 
     def last_listed(self, start: int) -> int:
-        """The highest number from `start` on that listing finds: folder by folder, up to the second one without an entry."""
+        """The highest listed number from `start` on: folder by folder, up to the second one without an entry."""
         highest, number, missing = start, start, 0
         while missing < 2:
             inside = max(self.listed(folder_name(self._prefix, number)), default=0)
@@ -89,7 +89,7 @@ class EntryReader:
         return highest
 
     def listed(self, prefix: str) -> Iterator[int]:
-        """The numbers of the entries whose names begin with `prefix`, in no order; what is not an entry is skipped."""
+        """The numbers of the entries whose names begin with `prefix`, in no order; other objects are skipped."""
         pattern = re.compile(rf"{re.escape(self._prefix)}/([0-9]{{17}})/(\1[0-9]{{3}})")
         for info in self._backend.list(prefix):
             match = pattern.fullmatch(info.name)
@@ -100,19 +100,19 @@ class EntryReader:
         """The error for a damaged entry."""
         name = self.name(n)
         return BrokenLogError(
-            f"log entry {name} {what}: restore it from a copy; or see what is hit with `tsck fsck`, and make a new log "
+            f"log entry {name} {what}: restore it from a copy; or see what is affected with `tsck fsck`, and make a new log "
             "of what is left with `tsck salvage`",
             object_id=name,
         )
 
     def _read_window(self, first: int, count: int) -> list[Entry]:
-        """Entries from `first` on, until one is not there; several at a time where requests are slow."""
+        """Entries from `first` on, until one is not there; in parallel if requests are slow."""
         found: list[Entry] = []
         for entry in self._read_all(range(first, first + count)):
             if entry is not None and entry.n == first + len(found):
                 found.append(entry)
             elif entry is not None:
-                # Read while others were appending: what was not there before its successors were may be there now.
+                # Read while others were appending: an entry that was missing before its successors came may be there now.
                 between = self.read(first + len(found))
                 if between is None:
                     raise self.broken(first + len(found), f"is missing, though entry {entry.n} is there")
@@ -142,7 +142,7 @@ def logs_in(backend: Backend) -> list[str]:
 def chain_break(name: str) -> BrokenLogError:
     """The error for an entry that does not follow the one before it."""
     return BrokenLogError(
-        f"log entry {name} does not follow the entry before it: one of them was replaced. See what is hit with `tsck fsck`, "
+        f"log entry {name} does not follow the entry before it: one of them was replaced. See what is affected with `tsck fsck`, "
         "and make a new log of what is left with `tsck salvage`",
         object_id=name,
     )

@@ -1,4 +1,4 @@
-"""What the fields of operations and of rows of the ref table may be: the same checks for both, and their limits."""
+"""Checks of the fields of operations and of rows of the ref table, and their limits."""
 
 from collections.abc import Callable
 from typing import Final
@@ -27,7 +27,7 @@ def _integer(low: int) -> Check:
 
 
 def or_nil(check: Check) -> Check:
-    """A check that lets nil pass, too."""
+    """A check that also accepts nil."""
     return lambda value: value is None or check(value)
 
 
@@ -56,7 +56,7 @@ def _is_url(value: object) -> bool:
 
 
 def _is_rules(value: object) -> bool:
-    """Whether a policy may have these: what they mean is for `retention.policy` to say."""
+    """Whether a policy may have these rules; `retention.policy` knows their meaning."""
     return (
         type(value) is dict and 0 < len(value) <= MAX_RULES and all(type(name) is str and _is_rule(rule, 3) for name, rule in value.items())
     )

@@ -1,7 +1,7 @@
 """The fold: how one log entry changes the ref table. A pure function of the entry and the table, and total.
 
-Entries were checked by whoever appended them; what makes no sense here all the same (a reset of a branch that does not
-exist, a root that nobody put) has no effect, on every host alike. No clock, no backend, no randomness.
+Writers check entries before they append them; an operation that is still invalid here (a reset of a branch that does not
+exist, an unknown root) has no effect, on every host. No clock, no backend, no randomness.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,21 +34,9 @@ Fields = Mapping[str, Any]
 
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
-        return  # aborted before, or this very put again: the first of them is the outcome
+        return  # aborted before, or this put again: the first is the outcome
     batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=True, n=entry.n)))
-    row = table_rows.SnapshotRow(
-        op["root"],
-        op["record"],
-        op["parent"],
-        op["ref"],
-        op["step"],
-        entry.n,
-        entry.time_ns,
-        op["metrics"],
-        op["logical_bytes"],
-        op["new_bytes"],
-    )
-    batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(row))
+    batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(_snapshot_row(entry, op)))
     batch.put(table_keys.root_key(op["root"], op["snapshot"]), table_rows.encode_row(table_rows.RootRow(entry.n)))
     _move(batch, view, entry, op["ref"], table_rows.BranchMove(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
     if is_ulid(op.get("staged")):
@@ -57,20 +45,13 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        row = table_rows.StagedRow(
-            op["snapshot"],
-            op["root"],
-            op["record"],
-            op["parent"],
-            op["ref"],
-            op["step"],
-            entry.n,
-            entry.time_ns,
-            op["metrics"],
-            op["logical_bytes"],
-            op["new_bytes"],
-        )
+        row = table_rows.StagedRow(op["snapshot"], *_snapshot_row(entry, op))
         batch.put(table_keys.staged_key(op["txn"]), table_rows.encode_row(row))
+
+
+def _snapshot_row(entry: Entry, op: Fields) -> table_rows.SnapshotRow:
+    fields: Fields = {**op, "n": entry.n, "time_ns": entry.time_ns}
+    return table_rows.SnapshotRow(**{name: fields[name] for name in table_rows.SnapshotRow._fields})
 
 
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
@@ -163,6 +144,6 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "rescue": fold_gc.rescue,
     "sweep": fold_gc.sweep,
     "relocate": fold_gc.relocate,
-    "place": fold_gc.place,
-    "settle": fold_gc.settle,
+    "place": fold_gc.set_location,
+    "settle": fold_gc.truncate_tombstones,
 }

@@ -1,7 +1,7 @@
-"""The part of the fold that says what is kept: holds on snapshots, undo windows, pins, and the lists of gc.
+"""The part of the fold that decides what is kept: holders of snapshots, undo windows, pins, and the lists of gc.
 
-A snapshot is live while something holds it: a move in a branch's history, a tag, a pin, or a move or tag that was forgotten and
-can still be undone. Like all of the fold: pure, total, no clock.
+A snapshot is live while it has a holder: a move in a branch's history, a tag, a pin, or a removed move or tag that can still be
+restored. Like all of the fold: pure, total, no clock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,11 +16,11 @@ from tensorstore_ck.log.ref_table import RefTable
 
 Fields = Mapping[str, Any]
 TAG: Final = "tag"
-"""As a move's op: what was forgotten is a tag."""
+"""As a move's op: a removed tag."""
 
 
 def hold(batch: Batch, ulid: Ulid, change: int, entry: Entry) -> None:
-    """Counts one more or one less thing that holds a snapshot."""
+    """Changes the number of holders of a snapshot."""
     value = batch.get(table_keys.holds_key(ulid))
     before = table_rows.decode_row(table_rows.HoldsRow, value).holds if value is not None else 0
     batch.put(table_keys.holds_key(ulid), table_rows.encode_row(table_rows.HoldsRow(max(0, before + change), entry.n)))
@@ -30,7 +30,7 @@ def hold(batch: Batch, ulid: Ulid, change: int, entry: Entry) -> None:
 
 
 def pin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """Holds a snapshot, or says something else of an owner's pin."""
+    """Pins a snapshot, or changes an owner's pin."""
     info = view.by_root(op["root"])
     if info is None:
         return
@@ -41,7 +41,7 @@ def pin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def unpin(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
-    """Takes a pin back."""
+    """Removes a pin."""
     key = table_keys.pin_key(op["snapshot"], op["owner"])
     if batch.get(key) is not None:
         batch.delete(key)
@@ -52,7 +52,7 @@ def unpin(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """Moves part of a branch's history, or the branch, into an undo window. What is held stays held."""
+    """Moves part of a branch's history, or the branch, into an undo window, which still holds the snapshots."""
     name = op["name"]
     branch = view.branch(name)
     if branch is None:
@@ -102,7 +102,7 @@ def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
 
 
 def undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
-    """Puts moves or a tag back where they were. A branch is where its last move is: one that began anew stays where it is."""
+    """Restores moves or a tag. A branch is at its last move: one that was made again since stays where it is."""
     n, name, wanted = op["n"], op["name"], set(split_ulids(op["snapshots"]))
     if view.tag(name) is not None:
         return
@@ -132,7 +132,7 @@ def undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
 
 
 def purge(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
-    """Ends an undo window: what is in it holds nothing any more."""
+    """Ends an undo window, which no longer holds its snapshots."""
     for key, value in list(batch.scan(table_keys.forgotten_prefix(op["n"], op["name"]))):
         batch.delete(key)
         hold(batch, table_rows.decode_row(table_rows.BranchMove, value).ulid, -1, entry)
@@ -148,14 +148,14 @@ def _close_window_if_empty(batch: Batch, n: int, name: str) -> None:
 
 
 def condemn(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """Lists what is not listed yet."""
+    """Condemns objects that are neither condemned nor swept."""
     for key in Objects.of_fields(op):
         if view.object_state(key) is None:
             batch.put(table_keys.object_key(*key), table_rows.encode_row(table_rows.ObjectRow(swept=False, n=entry.n)))
 
 
 def rescue(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
-    """Takes off the list what is condemned; nothing can be done for what is swept."""
+    """Takes condemned objects off the list; swept ones stay swept."""
     for key in Objects.of_fields(op):
         state = view.object_state(key)
         if state is not None and not state.swept:
@@ -163,7 +163,7 @@ def rescue(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
 
 
 def sweep(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> list[Ulid]:
-    """Ends what is condemned; returns the packs."""
+    """Sweeps condemned objects; returns the packs."""
     swept = [key for key in Objects.of_fields(op) if (state := view.object_state(key)) is not None and not state.swept]
     for key in swept:
         _bury(batch, key, entry)
@@ -180,7 +180,7 @@ def _bury(batch: Batch, key: ObjectKey, entry: Entry) -> None:
 
 
 def _end_relocation(batch: Batch, view: RefTable, moved: Ulid, entry: Entry) -> None:
-    """What was read through it is not there any more: the pack's tombstone counts from now."""
+    """Ends a relocation: its targets are gone, so the pack's tombstone counts from now."""
     value = batch.get(table_keys.moved_key(moved))
     if value is None:
         return
@@ -203,7 +203,7 @@ def _drop_snapshot(batch: Batch, view: RefTable, ulid: Ulid) -> None:
 
 
 def relocate(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """From here on entries of a pack are elsewhere."""
+    """From this entry on, entries of a pack are in other packs."""
     needed = [ObjectKey("pack", op["pack"]), ObjectKey("moved", op["moved"]), *_targets(op["targets"])]
     if any((state := view.object_state(key)) is not None and state.swept for key in needed):
         return
@@ -218,14 +218,14 @@ def _targets(joined: bytes) -> Iterable[ObjectKey]:
     return (ObjectKey("pack", ulid) for ulid in split_ulids(joined))
 
 
-def place(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
-    """Packs lie elsewhere: that stays so until their tombstones are forgotten."""
+def set_location(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
+    """Sets the cold location of packs, until their tombstones are dropped."""
     for pack in split_ulids(op["packs"]):
-        batch.put(table_keys.place_key(pack), table_rows.encode_row(table_rows.LocationRow(op["url"])))
+        batch.put(table_keys.location_key(pack), table_rows.encode_row(table_rows.LocationRow(op["url"])))
 
 
-def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """Forgets old tombstones, but those of packs that a relocation still leads away from."""
+def truncate_tombstones(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """Drops old tombstones, except those of packs with a relocation."""
     horizon = min(op["n"], entry.n - 1)
     if horizon <= view.horizon():
         return
@@ -233,5 +233,5 @@ def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         if state.swept and state.n <= horizon and not (key.kind == "pack" and view.relocations(key.ulid)):
             batch.delete(table_keys.object_key(*key))
             if key.kind == "pack":
-                batch.delete(table_keys.place_key(key.ulid))
+                batch.delete(table_keys.location_key(key.ulid))
     batch.put(table_keys.HORIZON_KEY, table_rows.encode_row(table_rows.HorizonRow(horizon)))

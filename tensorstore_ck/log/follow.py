@@ -1,6 +1,6 @@
-"""Brings a table to the head of the log: from its own head, or from the newest checkpoint; and writes checkpoints.
+"""Brings a table to the head of the log, from its own head or from the newest checkpoint; and writes checkpoints.
 
-What lies in the table is a cache of the fold: one that does not continue this log is emptied and filled again.
+The table is a cache of the fold: one that does not continue this log is emptied and filled again.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from tensorstore_ck.log.watermark import Watermark
 
 _CHECKPOINT_TRIES: Final = 4
 _ORIGIN_KEY: Final = b"l/origin"
-"""The number of the checkpoint that the table was filled from, until `verify` has compared it with the log."""
+"""The number of the checkpoint from which the table was filled, until `verify` has compared it with the log."""
 
 
 class EmptiedError(Exception):
@@ -44,7 +44,7 @@ class Follower:
         on_swept: Callable[[Batch, Sequence[Ulid]], None],
         may_begin: bool,
     ) -> None:
-        """`on_swept` is passed the packs that an entry sweeps, in the batch that folds it. `may_begin`: although there is another log."""
+        """See `Log`."""
         self._backend = backend
         self._chain = chain
         self._prefix = prefix
@@ -58,13 +58,13 @@ class Follower:
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
-            LogChangedError: the log went back or was forked, and that is an error.
+            LogChangedError: the log went back or was forked, with ``rollback="error"``.
             EmptiedError, TableError: try again.
         """
-        known, head = self._watermark.look(), RefTable(table).head()
+        known, head = self._watermark.last_seen(), RefTable(table).head()
         seen = [] if known is None else [known]
         while head is None or (behind := self._behind(head)) is None:
-            if head is not None and self._watermark.missed(head, self._chain.name(head.n)):
+            if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
                 seen.append(head)
             if _forget(table, head):
                 head = self._start_from_checkpoint(table)
@@ -83,7 +83,7 @@ class Follower:
         return head
 
     def fold(self, table: Table, entries: Sequence[Entry]) -> None:
-        """Folds entries that follow the table's head, or that it has already.
+        """Folds entries that follow the table's head, skipping those that it has.
 
         Raises:
             EmptiedError, TableError: try again.
@@ -104,11 +104,11 @@ class Follower:
             tail.write(batch)
 
     def fold_own(self, table: Table, entry: Entry) -> None:
-        """Folds an entry that this process appended: no need to look for it again."""
+        """Folds an entry that this process appended, without reading it again."""
         self.fold(table, [entry])
 
     def _behind(self, head: Head) -> Iterator[list[Entry]] | None:
-        """The entries behind the table's head; None when it is not an entry of this log."""
+        """The entries after the table's head; None if that is not an entry of this log."""
         batches = self._chain.entries(head.n - 1, None, window=2)
         first = next(batches, [])
         if not first or first[0].hash != head.hash:
@@ -116,14 +116,14 @@ class Follower:
         return itertools.chain([first[1:]] if first[1:] else [], batches)
 
     def _hash_of(self, n: int, head: Head) -> Digest | None:
-        """The hash of entry `n`, which was there before the log was followed to `head`."""
+        """The hash of entry `n`, which was there before the log was followed to `head`; None if it is gone."""
         entry = self._chain.read(n)
         if entry is not None and n > head.n:
             raise self._chain.broken(head.n + 1, f"is missing, though entry {n} is there")
         return entry.hash if entry is not None else None
 
     def _require_first(self) -> None:
-        """Entry 1 says whose log it is: a checkpoint does not, and all before it is never read."""
+        """Checks entry 1, which says whose log it is: a checkpoint does not, and the entries before it are not read."""
         first = self._chain.read(1)
         if first is None:
             raise self._chain.broken(1, "is missing")
@@ -131,7 +131,7 @@ class Follower:
             raise chain_break(self._chain.name(1))
 
     def _require_only_log(self) -> None:
-        """A store whose log is empty is a new one: a store.json that names a log of nothing must not make all that is there unneeded."""
+        """Checks that an empty log is the only one: if store.json names a wrong log, gc must not free everything."""
         others = [] if self._may_begin else [log for log in logs_in(self._backend) if log != self._prefix]
         if others:
             raise self._chain.broken(1, f"is missing, though the store has another log ({', '.join(others)}); store.json may be wrong")
@@ -139,7 +139,7 @@ class Follower:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _start_from_checkpoint(self, table: Table) -> Head:
-        """Fills the empty table from the newest checkpoint that fits the log."""
+        """Fills the empty table from the newest checkpoint that matches the log."""
         for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
             found = self._read_checkpoint(n)
             if found is not None:
@@ -153,7 +153,7 @@ class Follower:
         return Head(0, self._chain.genesis)
 
     def _read_checkpoint(self, n: int) -> Checkpoint | None:
-        """The checkpoint at `n`, when it can be used and was made from this log."""
+        """The checkpoint at `n`, if it is usable and was made from this log."""
         name = checkpoint.checkpoint_name(self._prefix, n)
         try:
             found = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
@@ -165,7 +165,7 @@ class Follower:
         return found if found.n == n and found.entry_hash == entry.hash else None
 
     def verify(self, table: Table) -> None:
-        """Folds the whole log, where the table was filled from a checkpoint, and compares: its rows are whatever its writer said.
+        """If the table was filled from a checkpoint, folds the whole log and compares: a checkpoint's writer may have put in any rows.
 
         Raises:
             BrokenLogError: it was not made from this log.
@@ -182,16 +182,16 @@ class Follower:
                 break
         if list(RefTable(apart).items()) != found:
             name = checkpoint.checkpoint_name(self._prefix, int(origin))
-            raise BrokenLogError(f"{name} is not what the log says: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
+            raise BrokenLogError(f"{name} does not match the log: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
         with table.batch() as batch:
             if batch.get(_ORIGIN_KEY) == origin:
                 batch.delete(_ORIGIN_KEY)
 
     def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
-        """Writes one when reading the entries since the last has come to cost more. `make_durable` is called with its entry's number."""
+        """Writes one if reading the entries since the last one costs more. `make_durable` is called with its entry's number."""
         if n < self._next_checkpoint_try:
             return
-        with suppress(StoreError):  # a checkpoint saves time: nothing is lost without it
+        with suppress(StoreError):  # a checkpoint only saves time
             tail = Tail.read(table)
             if tail.is_due():
                 self._next_checkpoint_try = n + checkpoint.MIN_TAIL_ENTRIES
@@ -210,7 +210,7 @@ class Follower:
         return tail
 
     def _write_checkpoint(self, table: Table, make_durable: Callable[[int], None]) -> Tail | None:
-        with table.batch() as batch:  # so that nobody folds on meanwhile
+        with table.batch() as batch:  # so that nobody folds further entries meanwhile
             head = RefTable(batch).head()
             sealed = checkpoint.dump(batch, head.n, head.hash) if head is not None else None
         if head is None or sealed is None:
@@ -227,9 +227,9 @@ class Follower:
 
 
 def _forget(table: Table, head: Head | None) -> bool:
-    """Empties the whole table: the block index in it is only as good as the fold that it was kept beside.
+    """Empties the whole table, with the block index, which depends on the fold; returns whether it did.
 
-    Unless its head is no longer `head`, which cannot be used: then another process has begun again. Whether it did.
+    Does nothing if its head is no longer the unusable `head`: then another process has emptied it already.
     """
     with table.batch() as batch:
         if RefTable(batch).head() != head:

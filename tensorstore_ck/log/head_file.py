@@ -1,7 +1,7 @@
 """A small file in the user's state folder: the highest entry of a store's log that processes of this user have seen.
 
-It is written without fsync, by an atomic rename; only a process that found what it expects replaces it. What cannot be read counts as
-lost: then nothing is known. Many ranks of a job may share the folder, over NFS.
+It is written without fsync, by an atomic rename; only a process that found the expected contents replaces it. An unreadable file counts
+as none. Many ranks of a job may share the folder, over NFS.
 """
 
 import json
@@ -24,18 +24,18 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 class NotOwnError(PermissionError):
-    """Another user of the host may have written what lies there."""
+    """Another user of the host may have written the file."""
 
 
 class SeenHead(NamedTuple):
-    """What the file holds."""
+    """The contents of the file."""
 
     head: Head
     """The highest entry that was seen."""
     accepted_ns: int = 0
-    """When a person last accepted a log that had gone back or forked; 0: never."""
+    """When a user last accepted a log that had gone back or forked; 0: never."""
     dismissed_n: int = 0
-    """The highest entry that was known then: caches of other hosts may still hold it, or one before it."""
+    """The highest entry known then: caches of other hosts may still contain entries up to it."""
     log: str = "log"
     """The prefix of the log."""
 
@@ -44,17 +44,17 @@ class HeadFile:
     """The file of one store."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        """`key` names the store: it is fit for a file name."""
+        """`key` names the store: it is safe in a file name."""
         self._folder = folder
         self._name = f"head-{key}.json"
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Its path."""
         return self._folder / self._name
 
     def read(self) -> SeenHead | None:
-        """What it holds; None where there is none, it is damaged, or others could have written it, of which this warns."""
+        """Its contents; None if it is missing or damaged, or, with a warning, if others could have written it."""
         try:
             with self._opened(make=False) as folder:
                 return self._read(folder)
@@ -65,7 +65,7 @@ class HeadFile:
         return None
 
     def swap(self, old: SeenHead | None, new: SeenHead) -> SeenHead | None:
-        """Replaces `old` with `new`, unless it holds something else, or another process replaces it just now. What it holds then.
+        """Replaces `old` with `new`, unless the contents differ, or another process is replacing them. Returns the contents afterwards.
 
         Raises:
             OSError: it cannot be written.
@@ -121,7 +121,7 @@ class HeadFile:
 
     @staticmethod
     def _remove_abandoned(folder: int, temporary: str) -> None:
-        """Removes what a killed process left."""
+        """Removes the leftover of a killed process."""
         with suppress(OSError):
             if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - _ABANDONED_SECONDS:
                 os.unlink(temporary, dir_fd=folder)

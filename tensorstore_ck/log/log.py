@@ -1,8 +1,8 @@
 """The commit protocol: `Log.sync` follows the log, `Log.append` adds the next entry.
 
-FORMAT.md, "Commits", and docs/decisions/001-one-log-and-create-if-absent.md say what they rest on.
+FORMAT.md, "Commits", and docs/decisions/001-one-log-and-create-if-absent.md say why it is correct.
 The log is a total order, and its only primitive is create-if-absent of entry n + 1. The ref table is a cache of its fold;
-whatever happens to the cache costs time only. Knows nothing of packs, parts or tensors.
+losing the cache costs time only. Knows nothing of packs, parts or tensors.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
@@ -29,24 +30,25 @@ Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
 _CACHE_TRIES: Final = 4
+_FIRST_CONFLICT_DELAY: Final = 0.005
 _MAX_CONFLICT_DELAY: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
-"""Seconds between tries to find out what came of an entry: about 100 in all."""
+"""Seconds between tries to find out whether an entry was written: about 100 in all."""
 _RESEND_SECONDS: Final = 120.0
-"""No try begins later than that: each may itself wait long for a server that hangs."""
+"""No try begins later: each may itself wait long for a server that hangs."""
 
 
 class Appended(NamedTuple):
     """The outcome of an `append`."""
 
     n: int
-    """The entry's number; when there was nothing to append, the head's."""
+    """The entry's number; the head's if nothing was appended."""
     ops: tuple[Op, ...]
     time_ns: int = 0
-    """The entry's time; 0 when there was nothing to append."""
+    """The entry's time; 0 if nothing was appended."""
 
     def published(self, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot, if this entry publishes it: what the log says, whatever state the cache is in."""
+        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
         for op in self.ops:
             if op.name == "put" and op.fields["snapshot"] == snapshot:
                 return SnapshotInfo.of_put(op.fields, self.n, self.time_ns)
@@ -70,22 +72,19 @@ class Log:
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
         read_only: bool = False,
-        is_made_anew: bool = False,
+        may_begin: bool = False,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
+        """`shared` is false if `create` may overwrite, and only one process writes. `read_only`: no checkpoints are written.
 
-        `is_made_anew`: it may begin where there is another log, as salvage's does.
-
-        `watermark` is what is known of this log; without it, this object knows what it saw itself.
-
-        `on_swept` is told the packs that an entry sweeps, in the batch that folds it: what is kept beside the fold must
-        forget them at that very moment.
+        `may_begin`: it may begin although the store has another log, as salvage's does. `watermark`: what was seen of this log; by default
+        only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that folds it: the block
+        index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
-        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=is_made_anew)
+        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._backend = backend
@@ -131,10 +130,10 @@ class Log:
         return self.view()
 
     def accept(self) -> tuple[Head, Head | None]:
-        """A person has looked: a log that went back or was forked is good as it is. Its head, and the entry that it was to hold, if so.
+        """Accepts a log that went back or was forked, on a user's request. Returns its head, and the entry that it had lost, if any.
 
         Raises:
-            InvalidOptionError: that cannot be noted in the state folder.
+            InvalidOptionError: the state folder cannot be written.
         """
         with self._lock:
             head = self.sync()
@@ -142,13 +141,13 @@ class Log:
 
     def seen(self) -> Head | None:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
-        return self._watermark.look()
+        return self._watermark.last_seen()
 
     def verify(self) -> None:
-        """As `sync`; what is known is then the fold of the log itself, and of no checkpoint: for whoever frees what it does not name.
+        """As `sync`, and checks that the table is the fold of the log itself, not of a wrong checkpoint: before gc frees anything.
 
         Raises:
-            BrokenLogError: the log is damaged, or the checkpoint that this host began at was not made from it.
+            BrokenLogError: the log is damaged, or this host's first checkpoint was not made from it.
         """
         with self._lock:
             for _ in range(_CACHE_TRIES):
@@ -159,11 +158,11 @@ class Log:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it went back, was forked or replaced since this user has seen it, as of the last `sync`, and nobody has accepted that."""
+        """Whether the log went back, was forked or replaced since this user saw it, as of the last `sync`, and nobody has accepted that."""
         return self._watermark.is_changed
 
     def close(self) -> None:
-        """Notes how far the log was seen."""
+        """Saves how far the log was seen."""
         self._watermark.close()
 
     def _fill(self, table: Table) -> None:
@@ -201,14 +200,14 @@ class Log:
     def append(self, build: Build, *, write_id: bytes | None = None) -> Appended:
         """Adds one entry with the operations that `build` makes at the head; durable and visible to all when it returns.
 
-        `build` is called anew, at a newer head, whenever another writer was faster. Without operations nothing is added.
+        `build` is called again, at a newer head, whenever another writer was faster. Without operations nothing is added.
 
         Args:
             build: Makes the operations.
-            write_id: Names the entry of the first try; a write id names one exact content, so each further one draws its own.
+            write_id: Names the entry of the first try; a write id names one exact content, so each further try draws its own.
 
         Raises:
-            UndecidedError: the backend did not say whether the entry is there; the log will tell.
+            UndecidedError: the backend did not say whether the entry is there; the log will show it.
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
         with self._lock:
@@ -217,18 +216,18 @@ class Log:
                 if appended is not None:
                     return appended
                 write_id = None
-                self._sleep(self._jitter() * min(_MAX_CONFLICT_DELAY, 0.005 * 2 ** min(attempt, 10)))
+                self._sleep(next_delay(attempt, _FIRST_CONFLICT_DELAY, _MAX_CONFLICT_DELAY, jitter=self._jitter))
         raise AssertionError("unreachable")
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot that an `append` was to publish; None when the log gave it up before. The cache is never the judge of that.
+        """The snapshot that `appended` should publish; None if the log aborted it before. The log decides that, not the cache.
 
         Raises:
-            StoreError: the entry has nothing to say of it, as an earlier one has, and the log could not be read.
+            StoreError: an earlier entry decided it, and the log could not be read.
         """
         found = appended.published(snapshot)
         try:
-            return self.view().snapshot(snapshot) or found  # with what was said about its root before
+            return self.view().snapshot(snapshot) or found  # with earlier notes on its root
         except StoreError:
             if found is None:
                 raise
@@ -237,7 +236,7 @@ class Log:
     def _append_once(self, build: Build, write_id: bytes | None) -> Appended | None:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""
         if self._undecided is not None and not self._shared:
-            raise self._undecided  # its late arrival would overwrite what came after it
+            raise self._undecided  # arriving late, it would overwrite a later entry
         head = self.sync()
         self._refuse_unknown_operations()
         ops = self._build_at(head, build)
@@ -254,7 +253,7 @@ class Log:
         return Appended(entry.n, entry.ops, entry.time_ns)
 
     def _build_at(self, head: Head, build: Build) -> Sequence[Op] | None:
-        """The operations at `head`; None when other processes of this host moved the table meanwhile, and `build` saw a mixture."""
+        """The operations at `head`; None if other processes of this host changed the table while `build` read it."""
         try:
             ops = build(self.view())
         except StoreError:
@@ -306,13 +305,13 @@ class Log:
         raise self._undecided
 
     def _make_durable(self, n: int) -> None:
-        """An entry found by reading may not have outlived a power failure yet; what builds on it must not outlive it."""
+        """An entry found by reading may not be durable yet; later entries must not become durable before it."""
         if n > self._durable_n:
             self._backend.sync_folders(self.chain.name(n))
             self._durable_n = n
 
     def _remember(self, entry: Entry) -> None:
-        """Folds an entry that is in the log now; whatever the cache does, even a warning that is an error, it was appended."""
+        """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:
@@ -325,7 +324,7 @@ class Log:
         stop = self.view().stop()
         if stop is not None:
             raise FormatVersionError(
-                f"log entry {self.chain.name(stop.n)} holds the operation {stop.op!r}, which this build does not know: "
+                f"log entry {self.chain.name(stop.n)} has the operation {stop.op!r}, which this build does not know: "
                 "it may read this store, not write to it; upgrade tensorstore_ck",
                 object_id=self.chain.name(stop.n),
             )

@@ -1,4 +1,4 @@
-"""Sets of stored objects, as the operations of gc name them. Pure."""
+"""Sets of stored objects, as in the operations of gc. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -6,11 +6,11 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, ulid_text
 
 FOLDERS: Final[Mapping[str, str]] = {"pack": "packs", "part": "parts", "snapshot": "snapshots", "moved": "moved"}
-"""Kind of object -> the folder it lies in, which is also the field of an operation that lists such."""
+"""Kind of object -> its folder, which is also the field of an operation that lists such objects."""
 
 
 class ObjectKey(NamedTuple):
-    """One stored object with a ULID for a name."""
+    """One stored object that is named by a ULID."""
 
     kind: str
     """A key of `FOLDERS`."""
@@ -18,7 +18,7 @@ class ObjectKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Where it lies in the store."""
+        """Its name in the store."""
         text = ulid_text(self.ulid)
         return f"{FOLDERS[self.kind]}/{text[-2:]}/{text}"
 
@@ -32,12 +32,12 @@ class Objects(frozenset[ObjectKey]):
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "Objects":
-        """The set that an operation names."""
+        """The set of an operation."""
         return cls(ObjectKey(kind, ulid) for kind, folder in FOLDERS.items() for ulid in split_ulids(fields[folder]))
 
 
 def join_ulids(ulids: Iterable[Ulid]) -> bytes:
-    """The ULIDs, in order, one after another."""
+    """The ULIDs, sorted and concatenated."""
     return b"".join(sorted(ulids))
 
 
@@ -52,7 +52,7 @@ def is_ulids(value: object) -> bool:
 
 
 def pieces(objects: Collection[ObjectKey], size: int) -> Iterator[Objects]:
-    """The objects in sets of up to `size`, so that an operation on one fits into an entry."""
+    """The objects in sets of up to `size`, each of which fits into an entry."""
     ordered = sorted(objects)
     for at in range(0, len(ordered), size):
         yield Objects(ordered[at : at + size])

@@ -31,7 +31,7 @@ from tensorstore_ck.log.field_checks import (
     is_url,
     or_nil,
 )
-from tensorstore_ck.log.object_set import Objects, is_ulids, join_ulids
+from tensorstore_ck.log.object_set import FOLDERS, Objects, is_ulids, join_ulids
 from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """What it does."""
+        """Its kind."""
         return str(self.fields["op"])
 
     @property
@@ -60,42 +60,22 @@ class Op:
     ) -> "Op":
         """Publishes a snapshot and moves branch `ref` to it; without effect if `txn` was aborted or put before.
 
-        `staged`: under which transaction it was staged, which is over with it.
+        `staged`: the transaction under which it was staged, which this ends.
         """
         origin: dict[str, Any] = {} if staged is None else {"staged": staged}
         return _op(
             "put",
             **origin,
-            ref=ref,
-            snapshot=snapshot,
-            root=record.root(),
-            record=object_hash(sealed_record),
-            parent=record.parent,
-            step=record.step,
+            **_content(ref, snapshot, record, sealed_record),
             txn=txn,
             anchor=anchor,
-            metrics=record.metrics,
-            logical_bytes=record.logical_bytes,
-            new_bytes=record.new_bytes,
+            **_sizes(record),
         )
 
     @classmethod
     def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":
-        """Says that a snapshot is durable on its hosts; it is published by a later put, or given up by ``abort(txn)``."""
-        return _op(
-            "staged",
-            critical=False,
-            txn=txn,
-            ref=ref,
-            snapshot=snapshot,
-            root=record.root(),
-            record=object_hash(sealed_record),
-            parent=record.parent,
-            step=record.step,
-            metrics=record.metrics,
-            logical_bytes=record.logical_bytes,
-            new_bytes=record.new_bytes,
-        )
+        """Records that a snapshot is durable on its hosts; a later put publishes it, or ``abort(txn)`` drops it."""
+        return _op("staged", critical=False, txn=txn, **_content(ref, snapshot, record, sealed_record), **_sizes(record))
 
     @classmethod
     def branch(cls, name: str, root: Digest) -> "Op":
@@ -126,20 +106,20 @@ class Op:
 
     @classmethod
     def mark(cls, root: Digest, mark: str, reason: str = "") -> "Op":
-        """Marks a snapshot, or takes the mark back."""
+        """Marks a snapshot, or removes the mark."""
         return _op("mark", critical=False, root=root, mark=mark, reason=reason)
 
     @classmethod
     def abort(cls, txn: bytes) -> "Op":
-        """Gives a put up: of put and abort the first in the log counts."""
+        """Aborts a save: the first of put and abort in the log counts."""
         return _op("abort", txn=txn)
 
     @classmethod
     def pin(cls, root: Digest, owner: str, reason: str, expires_ns: int | None) -> "Op":
-        """Holds a snapshot; another pin of the same owner on it is replaced.
+        """Pins a snapshot; replaces another pin of the same owner on it.
 
         Raises:
-            InvalidOptionError: an owner, a reason or a date that no pin can have.
+            InvalidOptionError: an invalid owner, reason or date.
         """
         if not is_owner(owner):
             raise InvalidOptionError(f"a pin's owner must be 1 to {MAX_OWNER_BYTES} bytes of UTF-8 without zero bytes", object_id="owner")
@@ -147,35 +127,35 @@ class Op:
             raise InvalidOptionError(f"a pin's reason must be a text of at most {MAX_REASON_CHARS:,} characters", object_id="reason")
         if not is_date(expires_ns):
             raise InvalidOptionError(
-                "a pin must expire within the next centuries: leave `expires` out to hold it for good", object_id="expires"
+                "a pin must expire within the next centuries: leave `expires` out for a permanent pin", object_id="expires"
             )
         return _op("pin", root=root, owner=owner, reason=reason, expires_ns=expires_ns)
 
     @classmethod
     def unpin(cls, snapshot: Ulid, owner: str, view: "RefTable") -> "Op":
-        """Takes a pin back."""
+        """Removes a pin."""
         operation = _op("unpin", snapshot=snapshot, owner=owner)
         operation.check(view)
         return operation
 
     @classmethod
     def policy(cls, glob: str, rules: Mapping[str, Any] | None) -> "Op":
-        """Says what stays of the branches that fit `glob`, instead of what was said before; None: nothing is said any more."""
+        """Sets the policy of the branches that match `glob`; None removes it."""
         return _op("policy", glob=glob, rules=rules)
 
     @classmethod
     def expire(cls, name: str, snapshots: Collection[Ulid] | None) -> "Op":
-        """Takes snapshots out of a branch's history, all but its head; None: the whole branch. They stay until `purge`."""
+        """Removes snapshots from a branch's history, all but its head; None: the whole branch. They can be restored until `purge`."""
         return _op("expire", name=name, snapshots=None if snapshots is None else join_ulids(snapshots))
 
     @classmethod
     def undo(cls, n: int, name: str, snapshots: Collection[Ulid]) -> "Op":
-        """Brings back what entry `n` took from `name`."""
+        """Restores what entry `n` removed from `name`."""
         return _op("undo", n=n, name=name, snapshots=join_ulids(snapshots))
 
     @classmethod
     def purge(cls, n: int, name: str) -> "Op":
-        """Ends the undo window of what entry `n` took from `name`."""
+        """Ends the undo window of what entry `n` removed from `name`."""
         return _op("purge", n=n, name=name)
 
     @classmethod
@@ -190,7 +170,7 @@ class Op:
 
     @classmethod
     def sweep(cls, objects: Objects) -> "Op":
-        """Condemned objects are never used again, and may vanish at any time; a moved object's relocation ends."""
+        """Condemned objects are never used again, and may be deleted at any time; a moved object's relocation ends."""
         return cls({"op": "sweep", "critical": True, **objects.fields()})
 
     @classmethod
@@ -199,20 +179,20 @@ class Op:
         return _op("relocate", pack=pack, moved=moved, hash=moved_hash, targets=join_ulids(targets))
 
     @classmethod
-    def place(cls, packs: Collection[Ulid], url: str) -> "Op":
-        """Says that packs lie at another place than the store's own; said once of each, by the entry that first needs it."""
+    def set_location(cls, packs: Collection[Ulid], url: str) -> "Op":
+        """Records that packs lie at a cold location; once per pack, in the entry that first needs it."""
         return _op("place", packs=join_ulids(packs), url=url)
 
     @classmethod
-    def settle(cls, n: int) -> "Op":
-        """Forgets what was swept at entry `n` or before; nothing anchored before `n` commits any more."""
+    def truncate_tombstones(cls, n: int) -> "Op":
+        """Drops the tombstones of objects swept at entry `n` or before; nothing anchored before `n` can commit any more."""
         return _op("settle", n=n)
 
     def check(self, view: "RefTable") -> None:
-        """Its preconditions at `view`, but those of a put, which its caller knows.
+        """Checks its preconditions at `view`, except those of a put, which its caller checks.
 
         Raises:
-            AlreadyExistsError: a branch or tag of that name is there.
+            AlreadyExistsError: a branch or tag of that name exists.
             NotFoundError: there is no such branch, tag or snapshot.
         """
         name, root = self.fields.get("name"), self.fields.get("root")
@@ -236,8 +216,17 @@ def _op(kind: str, /, *, critical: bool = True, **fields: Any) -> Op:
     return Op({"op": kind, "critical": critical, **fields})
 
 
+def _content(ref: str, snapshot: Ulid, record: Record, sealed_record: bytes) -> dict[str, Any]:
+    at = {"ref": ref, "snapshot": snapshot, "root": record.root(), "record": object_hash(sealed_record)}
+    return {**at, "parent": record.parent, "step": record.step}
+
+
+def _sizes(record: Record) -> dict[str, Any]:
+    return {"metrics": record.metrics, "logical_bytes": record.logical_bytes, "new_bytes": record.new_bytes}
+
+
 def op_problem(fields: object) -> str | None:
-    """What is wrong with a decoded operation; None when nothing is."""
+    """The problem of a decoded operation; None without one."""
     if type(fields) is not dict:
         return "an operation is not a map"
     name = fields.get("op")
@@ -249,34 +238,23 @@ def op_problem(fields: object) -> str | None:
     return None
 
 
-_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
+_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(FOLDERS.values(), is_ulids)
+_SNAPSHOT: Final[Mapping[str, Check]] = {
+    "ref": is_ref_name,
+    "snapshot": is_ulid,
+    "root": is_digest,
+    "record": is_digest,
+    "parent": is_parent,
+    "step": is_step,
+    "txn": is_ulid,
+    "metrics": is_metrics,
+    "logical_bytes": is_count,
+    "new_bytes": is_count,
+}
 
 SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
-    "put": {
-        "ref": is_ref_name,
-        "snapshot": is_ulid,
-        "root": is_digest,
-        "record": is_digest,
-        "parent": is_parent,
-        "step": is_step,
-        "txn": is_ulid,
-        "anchor": is_count,
-        "metrics": is_metrics,
-        "logical_bytes": is_count,
-        "new_bytes": is_count,
-    },
-    "staged": {
-        "txn": is_ulid,
-        "ref": is_ref_name,
-        "snapshot": is_ulid,
-        "root": is_digest,
-        "record": is_digest,
-        "parent": is_parent,
-        "step": is_step,
-        "metrics": is_metrics,
-        "logical_bytes": is_count,
-        "new_bytes": is_count,
-    },
+    "put": {**_SNAPSHOT, "anchor": is_count},
+    "staged": _SNAPSHOT,
     "branch": {"name": is_ref_name, "root": is_digest},
     "reset": {"name": is_ref_name, "root": is_digest},
     "tag": {"name": is_ref_name, "root": is_digest},
@@ -297,4 +275,4 @@ SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
     "place": {"packs": is_ulids, "url": is_url},
     "settle": {"n": is_count},
 }
-"""Operation -> its fields and what makes each valid."""
+"""Operation -> its fields and their checks."""

@@ -1,4 +1,4 @@
-"""What a branch or tag may be called: checked when it is written and when it is read."""
+"""Valid names of branches and tags: checked when written and when read."""
 
 import re
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from tensorstore_ck.errors import InvalidNameError
 
 MAX_REF_CHARS: Final = 255
-"""So that a name fits into a key of the ref table."""
+"""A name must fit into a key of the ref table."""
 
 _COMPONENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _NAME: Final = re.compile(rf"{_COMPONENT}(/{_COMPONENT}){{0,8}}")
@@ -15,10 +15,10 @@ _ROOT: Final = re.compile(r"[0-9a-fA-F]{8,64}")
 
 
 def validate_ref_name(name: object) -> str:
-    """`name`, when a ref may be called so.
+    """`name`, if it is valid.
 
     Raises:
-        InvalidNameError: it may not; the message says why.
+        InvalidNameError: it is not; the message says why.
     """
     problem = _problem(name)
     if problem is not None:
@@ -28,12 +28,12 @@ def validate_ref_name(name: object) -> str:
 
 
 def is_ref_glob(glob: object) -> bool:
-    """Whether a policy may be for the refs that fit this: a name in which ``*``, ``?`` and ``[...]`` stand for any characters."""
+    """Whether this is a valid pattern of a policy: a name in which ``*``, ``?`` and ``[...]`` stand for any characters."""
     return isinstance(glob, str) and _GLOB.fullmatch(glob) is not None
 
 
 def is_ref_name(name: object) -> bool:
-    """Whether a ref may be called so."""
+    """Whether this is a valid name of a ref."""
     return _problem(name) is None
 
 

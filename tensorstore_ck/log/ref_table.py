@@ -29,7 +29,7 @@ class BranchHead(NamedTuple):
     """The entry that moved it last."""
     time_ns: int
     length: int
-    """Moves that it ever made."""
+    """The number of all its moves so far."""
 
 
 class SnapshotInfo(NamedTuple):
@@ -41,13 +41,13 @@ class SnapshotInfo(NamedTuple):
     """The hash of its sealed record."""
     parent: Digest | None
     ref: str
-    """The branch that it was put to."""
+    """The branch that it was saved to."""
     step: int | None
     n: int
     """The entry that published it."""
     time_ns: int
     metrics: Mapping[str, float]
-    """With those that came later."""
+    """With those added later."""
     mark: str
     reason: str
     logical_bytes: int
@@ -55,13 +55,13 @@ class SnapshotInfo(NamedTuple):
 
     @classmethod
     def of_put(cls, put: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
-        """What entry `n`, of that time, publishes with the fields of a put."""
+        """The snapshot that entry `n`, of that time, publishes with the fields of a put."""
         at = (put["snapshot"], put["root"], put["record"], put["parent"], put["ref"], put["step"], n, time_ns)
         return cls(*at, put["metrics"], "", "", put["logical_bytes"], put["new_bytes"])
 
 
 class Pin(NamedTuple):
-    """Who holds a snapshot, and why."""
+    """A pin of a snapshot."""
 
     ulid: Ulid
     owner: str
@@ -72,7 +72,7 @@ class Pin(NamedTuple):
 
 
 class UndoWindow(NamedTuple):
-    """What one entry took from a branch, or the tag that it removed."""
+    """What one entry removed from a branch, or the tag that it removed."""
 
     n: int
     """That entry."""
@@ -84,24 +84,24 @@ class UndoWindow(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """Entries of a pack that are elsewhere now."""
+    """Entries of a pack that are in other packs now."""
 
     pack: Ulid
     moved: Ulid
-    """The object that says which, and where."""
+    """The object that lists them."""
     n: int
     hash: Digest
     targets: tuple[Ulid, ...]
 
 
 class RefTable:
-    """A view of a table or batch. Reads of a table see each entry that is folded meanwhile; those of a batch its own writes."""
+    """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
     def head(self) -> Head | None:
-        """The entry that was folded last; None when none was, or by another version of the fold."""
+        """The entry folded last; None if there is none, or another version of the fold folded it."""
         head = self._row(Head, table_keys.HEAD_KEY)
         return head if head is not None and head.fold == table_rows.FOLD_VERSION else None
 
@@ -115,7 +115,7 @@ class RefTable:
         return BranchHead(name, *row) if row is not None else None
 
     def length(self, name: str) -> int:
-        """How many moves a branch of that name ever had: the number of its next one."""
+        """How many moves a branch of that name had so far, even if it was removed: the number of its next one."""
         branch = self.branch(name)
         row = self._row(table_rows.StepRow, table_keys.length_key(name)) if branch is None else None
         return branch.length if branch is not None else row.seq if row is not None else 0
@@ -131,7 +131,7 @@ class RefTable:
             yield table_rows.decode_row(BranchMove, value)
 
     def history(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[SnapshotInfo]:
-        """The history of a branch, as snapshots: one that it was moved to twice comes twice."""
+        """The history of a branch, as snapshots: one to which it moved twice occurs twice."""
         for move in self.moves(name, newest_first=newest_first, limit=limit):
             info = self.snapshot(move.ulid)
             if info is not None:
@@ -155,7 +155,7 @@ class RefTable:
         return row.root if row is not None else None
 
     def tag_row(self, name: str) -> table_rows.TagRow | None:
-        """The snapshot that a tag names, and since when."""
+        """The snapshot that a tag names, with the tag's time."""
         return self._row(table_rows.TagRow, table_keys.tag_key(name)) if is_ref_name(name) else None
 
     def snapshot(self, ulid: bytes) -> SnapshotInfo | None:
@@ -164,7 +164,7 @@ class RefTable:
         return self._info(Ulid(ulid), value) if value is not None else None
 
     def snapshots(self, *, live: bool = True) -> Iterator[SnapshotInfo]:
-        """All snapshots that are live, or all that are not, by ULID: roughly in the order of time."""
+        """All live snapshots, or all others, by ULID: roughly in order of time."""
         prefix = table_keys.snapshot_key(b"")
         for key, value in self._reader.scan(prefix):
             ulid = Ulid(key[len(prefix) :])
@@ -172,21 +172,21 @@ class RefTable:
                 yield self._info(ulid, value)
 
     def is_live(self, ulid: bytes) -> bool:
-        """Whether anything holds a snapshot: a history, a tag, a pin, or an undo window."""
+        """Whether a snapshot has a holder: a history, a tag, a pin, or an undo window."""
         return self.holds(ulid) > 0
 
     def holds(self, ulid: bytes) -> int:
-        """How many things hold a snapshot; each time that a branch came to it counts."""
+        """How many holders a snapshot has; each move of a branch to it counts."""
         row = self._row(table_rows.HoldsRow, table_keys.holds_key(ulid))
         return row.holds if row is not None else 0
 
     def expired_at(self, ulid: bytes) -> int | None:
-        """The entry since which nothing holds a snapshot; None while something does."""
+        """The entry since which a snapshot has no holder; None if it has one."""
         row = self._row(table_rows.HoldsRow, table_keys.holds_key(ulid))
         return row.n if row is not None and not row.holds else None
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
-        """The newest snapshot with this root; one that is live before one that is not."""
+        """The newest snapshot with this root; live ones first."""
         if len(root) != DIGEST_BYTES:
             return None
         prefix = table_keys.root_key(root)
@@ -195,7 +195,7 @@ class RefTable:
         return self.snapshot(newest[0]) if newest is not None else None
 
     def marked(self, mark: str) -> Iterator[SnapshotInfo]:
-        """The newest snapshot of each root that carries a mark."""
+        """The newest snapshot of each root with that mark."""
         prefix = table_keys.note_key(b"")
         for key, value in self._reader.scan(prefix):
             info = self.by_root(key[len(prefix) :]) if table_rows.decode_row(table_rows.NoteRow, value).mark == mark else None
@@ -222,17 +222,17 @@ class RefTable:
         return self._row(TxnOutcome, table_keys.txn_key(txn)) if len(txn) == ULID_BYTES else None
 
     def staged(self, txn: bytes) -> SnapshotInfo | None:
-        """The snapshot that was staged under a transaction, and is neither published nor given up."""
+        """The snapshot staged under a transaction, neither published nor aborted."""
         row = self._row(table_rows.StagedRow, table_keys.staged_key(txn)) if len(txn) == ULID_BYTES else None
         return _staged_info(row) if row is not None else None
 
     def all_staged(self) -> Iterator[tuple[Ulid, SnapshotInfo]]:
-        """(transaction, snapshot) of all of them, roughly in the order of time."""
+        """(transaction, snapshot) of all staged snapshots, roughly in order of time."""
         prefix = table_keys.staged_key(b"")
         for key, value in self._reader.scan(prefix):
             yield Ulid(key[len(prefix) :]), _staged_info(table_rows.decode_row(table_rows.StagedRow, value))
 
-    # --- what is kept, and what goes ----------------------------------------------------------------------------------
+    # --- retention and gc ---------------------------------------------------------------------------------------------
 
     def pins(self) -> Iterator[Pin]:
         """All pins."""
@@ -242,7 +242,7 @@ class RefTable:
             yield Pin(Ulid(ulid), owner.decode(), *table_rows.decode_row(table_rows.PinRow, value))
 
     def policies(self) -> dict[str, table_rows.PolicyRow]:
-        """Glob -> what stays of the branches that fit it."""
+        """Glob -> the retention rules of the branches that match it."""
         prefix = table_keys.policy_key("")
         return {
             key[len(prefix) :].decode("ascii"): table_rows.decode_row(table_rows.PolicyRow, value)
@@ -254,7 +254,7 @@ class RefTable:
         return self._reader.get(table_keys.pin_key(ulid, owner)) is not None
 
     def windows(self, entry: int | None = None, *, newest_first: bool = False) -> Iterator[UndoWindow]:
-        """What was forgotten, by that entry or any, and can be undone, oldest first."""
+        """The undo windows of that entry, or of all, oldest first."""
         prefix = table_keys.window_key(0, "")[:-8]
         for key, value in self._reader.scan(prefix if entry is None else table_keys.window_key(entry, ""), reverse=newest_first):
             n, name = int.from_bytes(key[len(prefix) :][:8], "big"), key[len(prefix) + 8 :].decode("ascii")
@@ -262,16 +262,16 @@ class RefTable:
             yield UndoWindow(n, name, *table_rows.decode_row(table_rows.WindowRow, value), moves)
 
     def object_state(self, key: ObjectKey) -> table_rows.ObjectRow | None:
-        """Whether an object is condemned or swept; None when neither."""
+        """Whether an object is condemned or swept; None if neither."""
         return self._row(table_rows.ObjectRow, table_keys.object_key(*key))
 
     def objects(self) -> Iterator[tuple[ObjectKey, table_rows.ObjectRow]]:
-        """All objects that are condemned, or were swept after the horizon."""
+        """All condemned objects, and those swept after the horizon."""
         for key, value in self._reader.scan(table_keys.OBJECTS_PREFIX):
             yield ObjectKey(*table_keys.object_of(key)), table_rows.decode_row(table_rows.ObjectRow, value)
 
     def relocations(self, pack: bytes) -> list[Relocation]:
-        """The relocations of a pack that are in force, newest first."""
+        """The current relocations of a pack, newest first."""
         prefix = table_keys.relocation_key(pack)
         found = [
             (Ulid(key[len(prefix) :]), table_rows.decode_row(table_rows.RelocationRow, value)) for key, value in self._reader.scan(prefix)
@@ -280,25 +280,25 @@ class RefTable:
         return [Relocation(Ulid(pack), moved, row.n, row.hash, tuple(split_ulids(row.targets))) for moved, row in ordered]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
-        """(pack, moved object) of every relocation in force."""
+        """(pack, moved object) of every current relocation."""
         prefix = table_keys.relocation_key(b"")
         for key, _ in self._reader.scan(prefix):
             yield Ulid(key[len(prefix) :][:ULID_BYTES]), Ulid(key[len(prefix) + ULID_BYTES :])
 
-    def place_of(self, pack: bytes) -> str | None:
-        """The URL of the place where a pack lies; None: the store's own."""
-        row = self._row(table_rows.LocationRow, table_keys.place_key(pack))
+    def location_of(self, pack: bytes) -> str | None:
+        """The URL of a pack's cold location; None: the store's own."""
+        row = self._row(table_rows.LocationRow, table_keys.location_key(pack))
         return row.url if row is not None else None
 
-    def places(self) -> dict[Ulid, str]:
-        """Where packs lie that are not in the store's own place."""
-        prefix = table_keys.place_key(b"")
+    def locations(self) -> dict[Ulid, str]:
+        """The URL of each pack at a cold location."""
+        prefix = table_keys.location_key(b"")
         return {
             Ulid(key[len(prefix) :]): table_rows.decode_row(table_rows.LocationRow, value).url for key, value in self._reader.scan(prefix)
         }
 
     def horizon(self) -> int:
-        """Tombstones of entries up to this one are forgotten, and nothing anchored before it may commit."""
+        """Tombstones of entries up to this one are dropped, and nothing anchored before it may commit."""
         row = self._row(table_rows.HorizonRow, table_keys.HORIZON_KEY)
         return row.n if row is not None else 0
 
@@ -320,23 +320,8 @@ class RefTable:
     def _info(self, ulid: Ulid, value: bytes) -> SnapshotInfo:
         row = table_rows.decode_row(table_rows.SnapshotRow, value)
         note = self._row(table_rows.NoteRow, table_keys.note_key(row.root)) or table_rows.NoteRow({}, "", "")
-        return SnapshotInfo(
-            ulid,
-            row.root,
-            row.record,
-            row.parent,
-            row.ref,
-            row.step,
-            row.n,
-            row.time_ns,
-            {**row.metrics, **note.metrics},
-            note.mark,
-            note.reason,
-            row.logical_bytes,
-            row.new_bytes,
-        )
+        return SnapshotInfo(ulid, *row[:7], {**row.metrics, **note.metrics}, note.mark, note.reason, row.logical_bytes, row.new_bytes)
 
 
 def _staged_info(row: table_rows.StagedRow) -> SnapshotInfo:
-    at = (row.ulid, row.root, row.record, row.parent, row.ref, row.step, row.n, row.time_ns)
-    return SnapshotInfo(*at, row.metrics, "", "", row.logical_bytes, row.new_bytes)
+    return SnapshotInfo(*row[:8], row.metrics, "", "", row.logical_bytes, row.new_bytes)

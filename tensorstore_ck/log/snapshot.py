@@ -20,10 +20,10 @@ class Snapshot:
     id: str
     """The ULID of its record."""
     ref: str
-    """The ref that it was put to."""
+    """The ref that it was saved to."""
     step: int | None
     time_ns: int
-    """Nanoseconds since 1970, by the clock of the host that put it."""
+    """Nanoseconds since 1970, by the clock of the host that saved it."""
     parent: str | None
     metrics: Mapping[str, float]
     mark: str
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
-    """Refuses to resume from what somebody, or `tsck fsck --repair`, marked; warns of what is whole, but of which replicas differed.
+    """Refuses a snapshot that a user or `tsck fsck --repair` marked; warns of a complete one whose replicas differed.
 
     Raises:
         SnapshotMarkedBadError: it is marked.
@@ -75,7 +75,7 @@ def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PinnedSnapshot:
-    """A pin, and what it holds."""
+    """A pin and its snapshot."""
 
     snapshot: Snapshot
     owner: str
@@ -95,39 +95,39 @@ def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
 
 
 def pinned_with_root(view: RefTable, info: SnapshotInfo, owner: str) -> list[Ulid]:
-    """The snapshots with the root of `info` (a content that was put twice has two) that `owner` has pinned; `info` itself when none is."""
+    """The snapshots with the root of `info` (the same content saved twice has two) that `owner` has pinned; else `info` itself."""
     pinned = ((view.snapshot(pin.ulid), pin.owner) for pin in view.pins())
     return [other.ulid for other, name in pinned if other is not None and other.root == info.root and name == owner] or [info.ulid]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """What the tensors take whose names begin alike, up to the first dot."""
+    """The size of the tensors whose names share the part before the first dot."""
 
     name: str
     raw_bytes: int
     stored_bytes: int
-    """Of their distinct blocks; what these are encoded against is not among it."""
+    """Of their distinct blocks, without the blocks that these are encoded against."""
     codecs: Mapping[str, int]
     """Codec -> raw bytes of the distinct blocks that it encodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDetails:
-    """A snapshot with what its record and layout say."""
+    """A snapshot with the contents of its record and layout."""
 
     snapshot: Snapshot
     metadata: Mapping[str, Any]
     ranks: int
-    """How many put it together."""
+    """How many saved it together."""
     tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
     """(name, dtype, shape, bytes) of each."""
     values: Mapping[str, Any]
-    """Path -> value, for display; large ones by type and size."""
+    """Path -> value, for display; large ones as type and size."""
     stored_bytes: int
     """Bytes of the distinct encoded blocks that it refers to."""
     packs: tuple[str, ...]
     placements: Mapping[str, str]
-    """Tensor -> how the ranks that put it held it, short: ``R,S(0) on 2x4`` (replicated along the first dim of a 2x4 mesh, and dim 0
-    sharded along the second), ``boxes`` or ``flat``. Tensors that each of them held whole are left out."""
+    """Tensor -> how the ranks that saved it held it, in short: ``R,S(0) on 2x4`` (replicated along the first dim of a 2x4 mesh, and dim 0
+    sharded along the second), ``boxes`` or ``flat``. Tensors that every rank held completely are left out."""
     groups: tuple[GroupCost, ...] = ()

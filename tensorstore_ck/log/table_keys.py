@@ -1,28 +1,28 @@
 """Keys of the ref table. Pure; format, because a checkpoint is a dump of it.
 
-Keys as in a checkpoint; in a host's table `PREFIX` stands before them. Numbers in keys are big-endian, so that keys sort as
-numbers do; a step is stored plus 2**63. ``name`` is ASCII without a zero byte. ``?``: or nil. Rows: rows.py.
+Keys as in a checkpoint; in a host's table they begin with `PREFIX`. Numbers in keys are big-endian, so that keys sort as
+numbers do; a step is stored plus 2**63. ``name`` is ASCII without a zero byte. ``?``: or nil. Rows: table_rows.py.
 
     key                     row
     b name                  snapshot, root, step?, n, time_ns, length     a branch: where it is, moves so far
-    l name 00 seq:8         snapshot, root, step?, n, time_ns, op         its moves, from 0 on, less those that were forgotten
+    l name 00 seq:8         snapshot, root, step?, n, time_ns, op         its moves, from 0 on, without removed ones
     s name 00 step:8        seq                                           its newest move to a snapshot of that step
-    q name                  seq                                           a branch that was forgotten: moves so far
+    q name                  seq                                           a removed branch: moves so far
     t name                  snapshot, root, n, time_ns                    a tag
     u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes
-    r root:32 ulid:16       n                                             the snapshots of that root, and where they were put
-    a root:32               metrics, mark, reason                         what was said later about a root
+    r root:32 ulid:16       n                                             the snapshots of that root, and their entries
+    a root:32               metrics, mark, reason                         what was added to a root later
     x txn:16                put, n                                        how a transaction ended (put: bool), and where
     y txn:16                snapshot, root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes   a staged snapshot
-    k ulid:16               holds, n      how many moves, tags, pins and undo windows hold a snapshot; where it became 0
+    k ulid:16               holds, n      how many moves, tags, pins and undo windows hold a snapshot; where that changed last
     p ulid:16 owner         reason, expires_ns?, n, time_ns               a pin; the owner in UTF-8
     e n:8 name              time_ns, kind                                 an undo window; kind: branch, snapshots or tag
-    d n:8 name 00 seq:8     as l                                          what was forgotten then
-    o glob                  rules, n, time_ns                             what of refs that fit stays: FORMAT.md, "Policies"
+    d n:8 name 00 seq:8     as l                                          what was removed then
+    o glob                  rules, n, time_ns                             the policy of matching refs: FORMAT.md, "Policies"
     g kind:1 ulid:16        swept, n                                      an object that is condemned or swept (swept: bool), and where
     m pack:16 moved:16      n, hash, targets                              a relocation of a pack
     w moved:16              pack                                          the same, by its moved object
-    c pack:16               url                                           where a pack lies that is not in the store's own place
+    c pack:16               url                                           the cold location of a pack
     z                       n                                             the horizon
     f                       n, op                                         the first critical operation unknown to this build
     h                       n, hash, fold                                 (not in checkpoints) the entry folded last
@@ -50,7 +50,7 @@ def branch_key(name: str) -> bytes:
 
 
 def moves_prefix(name: str) -> bytes:
-    """What the keys of a branch's moves begin with."""
+    """The prefix of a branch's moves."""
     return PREFIX + b"l" + name.encode() + b"\0"
 
 
@@ -75,12 +75,12 @@ def snapshot_key(ulid: bytes) -> bytes:
 
 
 def root_key(root: bytes, ulid: bytes = b"") -> bytes:
-    """The key of a snapshot of a root; without `ulid`, and with less of a root, what the keys of such begin with."""
+    """The key of a snapshot of a root; the prefix of such keys without `ulid`, or with the beginning of a root."""
     return PREFIX + b"r" + root + ulid
 
 
 def note_key(root: bytes) -> bytes:
-    """The key of what was said about a root."""
+    """The key of what was added to a root."""
     return PREFIX + b"a" + root
 
 
@@ -95,17 +95,17 @@ def staged_key(txn: bytes) -> bytes:
 
 
 def length_key(name: str) -> bytes:
-    """The key of a forgotten branch's length."""
+    """The key of a removed branch's length."""
     return PREFIX + b"q" + name.encode()
 
 
 def holds_key(ulid: bytes) -> bytes:
-    """The key of what holds a snapshot."""
+    """The key of the number of holders of a snapshot."""
     return PREFIX + b"k" + ulid
 
 
 def pin_key(ulid: bytes, owner: str = "") -> bytes:
-    """The key of a pin; without `owner`, what those of a snapshot begin with."""
+    """The key of a pin; without `owner`, the prefix of those of a snapshot."""
     return PREFIX + b"p" + ulid + owner.encode()
 
 
@@ -120,7 +120,7 @@ def window_key(n: int, name: str) -> bytes:
 
 
 def forgotten_prefix(n: int, name: str) -> bytes:
-    """What the keys of the moves in an undo window begin with."""
+    """The prefix of the moves in an undo window."""
     return PREFIX + b"d" + n.to_bytes(8, "big") + name.encode() + b"\0"
 
 
@@ -130,7 +130,7 @@ def forgotten_key(n: int, name: str, seq: int) -> bytes:
 
 
 def object_key(kind: str, ulid: bytes) -> bytes:
-    """The key of an object that gc listed."""
+    """The key of an object that gc condemned or swept."""
     return OBJECTS_PREFIX + _KIND_BYTES[kind] + ulid
 
 
@@ -141,12 +141,12 @@ def object_of(key: bytes) -> tuple[str, Ulid]:
 
 
 def relocation_key(pack: bytes, moved: bytes = b"") -> bytes:
-    """The key of a relocation; without `moved`, what those of a pack begin with."""
+    """The key of a relocation; without `moved`, the prefix of those of a pack."""
     return PREFIX + b"m" + pack + moved
 
 
-def place_key(pack: bytes) -> bytes:
-    """The key of where a pack lies."""
+def location_key(pack: bytes) -> bytes:
+    """The key of a pack's cold location."""
     return PREFIX + b"c" + pack
 
 

@@ -1,4 +1,4 @@
-"""Rows of the ref table: format, because a checkpoint is a dump of them. Pure. Their keys, and what they mean: keys.py.
+"""Rows of the ref table: format, because a checkpoint is a dump of them. Pure. Their keys and meaning: table_keys.py.
 
 A row is a msgpack array, decoded strictly, whether it comes from this host's cache or from a checkpoint.
 """
@@ -33,7 +33,7 @@ from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
 from tensorstore_ck.log.table_keys import KINDS_BY_BYTE
 
 FOLD_VERSION: Final = 5
-"""Raised whenever `fold` comes to know another operation: what an older build folded lacks its effect."""
+"""Incremented whenever `fold` learns another operation: the fold of an older build lacks its effect."""
 
 
 class Head(NamedTuple):
@@ -56,7 +56,7 @@ class BranchRow(NamedTuple):
 
 
 class BranchMove(NamedTuple):
-    """One place in a branch's history."""
+    """One step of a branch's history."""
 
     ulid: Ulid
     root: Digest
@@ -67,7 +67,7 @@ class BranchMove(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """Which move was the newest to a step."""
+    """The newest move to a snapshot of a step."""
 
     seq: int
 
@@ -120,7 +120,7 @@ class RootRow(NamedTuple):
 
 
 class NoteRow(NamedTuple):
-    """What was said about a root after it was put."""
+    """Metrics and mark added to a root after it was saved."""
 
     metrics: Mapping[str, float]
     mark: str
@@ -136,12 +136,12 @@ class TxnOutcome(NamedTuple):
 
 
 class HoldsRow(NamedTuple):
-    """What holds a snapshot."""
+    """How many holders a snapshot has."""
 
     holds: int
-    """Moves in histories, tags, pins, and moves and tags that were forgotten and can be undone."""
+    """Moves in histories, tags, pins, and removed moves and tags that can be restored."""
     n: int
-    """The entry at which that became 0."""
+    """The entry of the last change: where it became 0, if it is 0."""
 
 
 class PinRow(NamedTuple):
@@ -154,7 +154,7 @@ class PinRow(NamedTuple):
 
 
 class PolicyRow(NamedTuple):
-    """What stays of some branches."""
+    """The retention rules of some branches."""
 
     rules: Mapping[str, Any]
     n: int
@@ -170,14 +170,14 @@ class WindowRow(NamedTuple):
 
 
 class ObjectRow(NamedTuple):
-    """An object that gc listed."""
+    """An object that gc condemned or swept."""
 
     swept: bool
     n: int
 
 
 class RelocationRow(NamedTuple):
-    """Where entries of a pack went."""
+    """Where entries of a pack are now."""
 
     n: int
     hash: Digest
@@ -187,19 +187,19 @@ class RelocationRow(NamedTuple):
 
 
 class MovedRow(NamedTuple):
-    """Which pack a moved object is about."""
+    """The pack of a moved object."""
 
     pack: Ulid
 
 
 class LocationRow(NamedTuple):
-    """Where a pack lies."""
+    """The cold location of a pack."""
 
     url: str
 
 
 class HorizonRow(NamedTuple):
-    """Tombstones of entries up to this one are forgotten."""
+    """Tombstones of entries up to this one are dropped."""
 
     n: int
 
@@ -289,7 +289,7 @@ def decode_row(kind: type[Row], value: bytes) -> Row:
     """The row of a value.
 
     Raises:
-        CorruptObjectError: it is none of that kind.
+        CorruptObjectError: not a row of that kind.
     """
     try:
         fields = msgpack.unpackb(value, max_array_len=max(_MAX_FIELDS, MAX_RULE_ITEMS), max_map_len=MAX_METRICS, max_ext_len=0)
@@ -302,7 +302,7 @@ def decode_row(kind: type[Row], value: bytes) -> Row:
 
 
 def is_item(key: bytes, value: bytes) -> bool:
-    """Whether a checkpoint may hold this."""
+    """Whether a checkpoint may contain this item."""
     kind, is_key = _KEYS.get(key[:1], (None, None))
     if kind is None or is_key is None or not is_key(key):
         return False

@@ -1,7 +1,7 @@
-"""The highest entry of a log that was seen, by this process and by others of its user: a log that goes back or forks is noticed.
+"""The highest entry of a log that this process and others of its user have seen, to notice a log that goes back or forks.
 
-What was seen lies in a `HeadFile`; without one this process knows what it saw itself. The log is not touched: whoever follows it says what
-it found, and asks for entries.
+It is kept in a `HeadFile`; without one this process knows only what it saw itself. This module does not access the log: `Follower` reports
+what it found.
 """
 
 import shlex
@@ -20,7 +20,7 @@ Rollback = Literal["warn", "error"]
 ROLLBACK: Final[tuple[Rollback, ...]] = ("warn", "error")
 
 SAVE_SECONDS: Final = 10.0
-"""A process that appends notes what it appended no more often than that, and when it closes the store."""
+"""A process saves the head that it appended at most this often, and when it closes the store."""
 _ACCEPT_TRIES: Final = 50
 
 
@@ -29,7 +29,7 @@ class LogChangedWarning(UserWarning):
 
 
 class Watermark:
-    """What is known of a store's log. Whoever follows it calls `look` before and `check` after, and `appended` for own entries."""
+    """What was seen of a store's log. A follower calls `last_seen` before and `check` after, and `appended` for its own entries."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Watermark:
         url: str = "",
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log` is the prefix that store.json names; `url` is told where the log has changed; `rollback` says whether that is an error.
+        """`log` is the prefix in store.json; `url` is for messages; `rollback`: whether a changed log is an error.
 
         Raises:
-            InvalidOptionError: `rollback` is something else.
+            InvalidOptionError: an unknown `rollback`.
         """
         if rollback not in ROLLBACK:
             raise InvalidOptionError(f"rollback must be 'warn' or 'error', not {rollback!r}", object_id="rollback")
@@ -59,18 +59,18 @@ class Watermark:
         self._has_appended = False
         self._next_save = 0.0
         self._lost: Head | None = None
-        """An entry that was seen, and that the log does not hold any more; nobody has accepted that yet."""
+        """An entry that was seen, and that the log no longer has; nobody has accepted that yet."""
         self._other_log: SeenHead | None = None
-        """What was seen of another log of this store, in the place of which store.json names this one; nobody has accepted that yet."""
-        self._told: Head | None = None
+        """What was seen of the store's former log, if store.json names another one now; nobody has accepted that yet."""
+        self._reported: Head | None = None
 
     @property
     def is_changed(self) -> bool:
-        """Whether the log, or which one it is, has changed, and nobody has accepted that yet."""
+        """Whether the log went back, was forked or replaced, and nobody has accepted that yet."""
         return self._lost is not None or self._other_log is not None
 
-    def look(self) -> Head | None:
-        """What was seen. To be called before the log is read: else it may be an entry that came later."""
+    def last_seen(self) -> Head | None:
+        """The highest entry seen. Call it before the log is read: later it may include a newer entry."""
         if self._file is None or (self._has_looked and not self.is_changed):
             return self._head
         found = self._file.read()
@@ -88,33 +88,33 @@ class Watermark:
                 self._other_log = found
         return self._head
 
-    def missed(self, head: Head, name: str) -> bool:
-        """The host's cache was folded up to `head`, which is not in the log: whether that is still to be told, by `check`.
+    def is_news(self, head: Head, name: str) -> bool:
+        """The host's cache was folded up to `head`, which is not in the log: whether `check` has to report that.
 
         Raises:
-            LogChangedError: it is an error: told before the cache, which may be the only witness, is emptied.
+            LogChangedError: with ``rollback="error"``: before the cache, which may be the only evidence, is emptied.
         """
         known = self._known
         is_dismissed = known is not None and head.n <= known.dismissed_n
         if not is_dismissed and self._rollback == "error":
-            self._lose(head, name, "is gone, or another one now")
+            self._report_lost(head, name, "is gone, or another one now")
         return not is_dismissed
 
     def check(self, seen: Sequence[Head], head: Head, hash_of: Callable[[int], Digest | None], name_of: Callable[[int], str]) -> None:
-        """The log was followed to `head`: does it hold what was `seen` before?
+        """The log was followed to `head`: checks that it has the entries `seen` before.
 
         Raises:
-            LogChangedError: it does not, and that is an error.
+            LogChangedError: it does not, with ``rollback="error"``.
         """
         lost = max((each for each in seen if each.n and hash_of(each.n) != each.hash), default=None)
         if lost is not None:
-            self._lose(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
-            if self._file is None:  # where nobody can accept it
+            self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
+            if self._file is None:  # nobody can accept it
                 self._lost, self._head = None, head
             return
         self._lost, self._head = None, head
         if self._other_log is not None:
-            self._tell_other_log(self._other_log)
+            self._report_other_log(self._other_log)
         elif not self._has_saved or (self._has_appended and self._monotonic() >= self._next_save):
             self._save()
 
@@ -127,12 +127,12 @@ class Watermark:
                 self._save()
 
     def close(self) -> None:
-        """Notes what this process appended."""
+        """Saves the head that this process appended."""
         if self._has_appended and not self.is_changed:
             self._save()
 
     def accept(self, head: Head, now_ns: int) -> Head | None:
-        """A person has looked: the log is good as it is, up to `head`. The entry that it was to hold; None where nothing was wrong.
+        """Accepts the log up to `head`, on a user's request. Returns the entry that it had lost; None if nothing was wrong.
 
         Raises:
             InvalidOptionError: the file cannot be written.
@@ -158,13 +158,13 @@ class Watermark:
         raise InvalidOptionError(f"{self._file.path} cannot be written ({why})", object_id="state_dir")
 
     def _save(self) -> None:
-        """Notes the head, where it is higher. What another process noted meanwhile stays, and is checked at the next refresh."""
+        """Saves the head, if it is higher. If another process saved one meanwhile, that stays, and is checked at the next refresh."""
         if self._file is None or self._head is None or self._head.n <= (self._known.head.n if self._known is not None else 0):
             self._has_saved = True
             return
         self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
         new = self._with(self._head)
-        with suppress(OSError):  # a home that is full, read-only or somebody else's: nothing is known, then
+        with suppress(OSError):  # the home may be full, read-only or another user's: then nothing is saved
             found = self._file.swap(self._on_file, new)
             if found is not None and found.log != self._log:
                 self._other_log = found
@@ -172,44 +172,44 @@ class Watermark:
                 self._head = found.head
             self._on_file = found
 
-    def _lose(self, head: Head, name: str, what: str) -> None:
-        """The entry `head`, which was seen, is not in the log."""
+    def _report_lost(self, head: Head, name: str, what: str) -> None:
+        """Reports that the entry `head`, which was seen, is not in the log."""
         self._lost = head
         if self._head is None or head.n > self._head.n:
             self._head = head
         is_higher = head.n > (self._known.head.n if self._known is not None else 0)
         if self._file is not None and self._other_log is None and is_higher:
-            with suppress(OSError):  # so that every command tells it
+            with suppress(OSError):  # so that every command reports it
                 known = self._with(head)
                 if self._file.swap(self._on_file, known) == known:
                     self._on_file = known
         where = shlex.quote(self._url)
         message = (
             f"{self._url}: log entry {name} {what}, though this user has seen it here. If the store was restored from a copy, or is a copy "
-            f"of another one's files, look at what is there (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
+            f"of another store's files, check its contents (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
             "If not, entries were destroyed or forged: restore them from a copy"
         )
-        self._tell(head, message, name)
+        self._report(head, message, name)
 
-    def _tell_other_log(self, other: SeenHead) -> None:
+    def _report_other_log(self, other: SeenHead) -> None:
         where = shlex.quote(self._url)
         message = (
             f"{self._url}: store.json names the log {self._log}, and this user has seen the log {other.log} of this store, up to entry "
-            f"{other.head.n}. If somebody ran `tsck salvage`, look at what is there (`tsck log -s {where}`), and accept it with "
+            f"{other.head.n}. If somebody ran `tsck salvage`, check its contents (`tsck log -s {where}`), and accept it with "
             f"`tsck accept-log -s {where}`. If not, store.json was replaced: restore it from a copy"
         )
-        self._tell(other.head, message, "store.json")
+        self._report(other.head, message, "store.json")
 
-    def _tell(self, head: Head, message: str, object_id: str) -> None:
+    def _report(self, head: Head, message: str, object_id: str) -> None:
         if self._rollback == "error":
             raise LogChangedError(message, object_id=object_id)
-        if self._told != head:
-            self._told = head
+        if self._reported != head:
+            self._reported = head
             warnings.warn(LogChangedWarning(message), stacklevel=2)
 
     @property
     def _known(self) -> SeenHead | None:
-        """What the file holds of this log."""
+        """The file's contents, if they are of this log."""
         return self._on_file if self._on_file is not None and self._on_file.log == self._log else None
 
     def _with(self, head: Head) -> SeenHead:

@@ -1,1 +1,12 @@
-"""What people do with a store, offline or while jobs use it: check, repair, copy, describe, forget, apply policies. No torch."""
+"""Operations of people on a store, offline or while jobs use it. No torch.
+
+fsck/                checks and repairs a store
+salvage/             makes a new log from what is left of a store
+copy_store/          copies refs and their blocks to another store
+describe/            shows and compares snapshots
+forget.py            forget and undo
+apply_policies.py    sets, shows and applies retention policies
+watch.py             yields new snapshots of a branch, each pinned meanwhile
+advise.py            advises how often to save
+optimal_interval.py  the formulas of Young and Daly, and ETTR
+"""

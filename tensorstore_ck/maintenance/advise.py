@@ -1,4 +1,4 @@
-"""How often a job should save, by what is known of it: its history in the log, and what a user has measured."""
+"""Advises how often a job should save, from its history in the log and from measured costs."""
 
 import statistics
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from tensorstore_ck.log.address import resolve
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, daly, ettr, require_costs, young
 
 NEWEST: Final = 200
-"""Snapshots that are looked at."""
+"""Snapshots to look at."""
 CURVE_POINTS: Final = 41
 DAY_SECONDS: Final = 86_400
 NOTE: Final = "checkpointer"
-"""What `Checkpointer` leaves in metadata: when a run began, how often it was resumed, and what saving costs."""
+"""Metadata key of `Checkpointer`: when a run began, how often it was resumed, and what saving costs."""
 GOOD_ENOUGH: Final = 0.005
-"""Of wall time: a cadence that loses less than this to the best one is left alone."""
+"""Share of wall time: an interval that loses less than this against the best one is kept."""
 
 _ASSUMED: Final = {"stall": None, "lag": 0.0, "restart": 300.0, "mtbf": DEFAULT_MTBF_SECONDS}
 Source = Literal["given", "measured", "assumed"]
@@ -28,30 +28,30 @@ Source = Literal["given", "measured", "assumed"]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What is known, what follows, and what to change first. Times in seconds; an interval is training between two saves."""
+    """Costs, the best interval, and advice. Times in seconds; an interval is training between two saves."""
 
     ref: str
     costs: SaveCosts
     sources: dict[str, Source]
-    """Where each of the costs is from."""
+    """The source of each cost."""
     snapshots: int
-    """That were looked at."""
+    """Number of snapshots that were looked at."""
     interval: float | None
-    """What the job does now: the median between two puts, less the stall; None with fewer than two."""
+    """The job's present interval: the median between two saves, less the stall; None with fewer than two."""
     ettr_now: float | None
-    """The share of wall time that is training which counts; see `intervals.ettr` for the formula."""
+    """The share of wall time that is effective training; see `optimal_interval.ettr` for the formula."""
     best_interval: float
     best_ettr: float
     young_interval: float
     daly_interval: float
     bytes_per_snapshot: int
-    """The median of what snapshots added to the store."""
+    """Median of the bytes that snapshots added to the store."""
     bytes_per_day: int
     """At the best interval."""
     bandwidth_share: float | None
-    """How much of the store's bandwidth saving at the best interval takes; None where that was not said."""
+    """Share of the store's bandwidth used at the best interval; None if the bandwidth was not given."""
     advice: tuple[str, ...]
-    """What to change, the most important first."""
+    """Most important first."""
     curve: tuple[tuple[float, float], ...]
     """(interval, ETTR), around the best."""
 
@@ -67,21 +67,21 @@ def advise(
     bytes_per_second: float | None = None,
     bytes_per_day: float | None = None,
 ) -> Advice:
-    """What follows for a branch.
+    """Advice for a branch.
 
     Args:
         engine: The store.
         address: The branch.
-        stall: What a save holds the training up for; None: what `Checkpointer` measured and noted with the newest snapshot.
-        lag: From then until it is published; None: likewise, or none.
-        restart: From a failure until training goes on; None: likewise, of the restore alone, or five minutes.
-        mtbf: Mean time between failures; None: by how often the run was resumed, as `Checkpointer` notes, or else four hours.
-        bytes_per_second: What the store can take.
-        bytes_per_day: What it may grow by.
+        stall: How long a save blocks training; None: what `Checkpointer` measured and noted with the newest snapshot.
+        lag: From then until it is published; None: as measured, or 0.
+        restart: From a failure until training continues; None: the restore time as measured, or five minutes.
+        mtbf: Mean time between failures; None: from the number of resumes that `Checkpointer` notes, or four hours.
+        bytes_per_second: Bandwidth of the store.
+        bytes_per_day: How much the store may grow.
 
     Raises:
         NotFoundError: no such branch.
-        InvalidOptionError: a time that is negative, or no number; or nobody knows what a save holds the training up for.
+        InvalidOptionError: a time that is negative or not a number; or the stall is unknown.
     """
     view = engine.log.newest_view()
     found = resolve(view, address)
@@ -94,7 +94,7 @@ def advise(
         value = said if said is not None else measured.get(name, _ASSUMED[name])
         if value is None:
             raise InvalidOptionError(
-                f"nobody noted what a save of {address!r} holds the training up for: give stall (--stall), or put with Checkpointer",
+                f"it is unknown how long a save of {address!r} blocks training: give stall_seconds= (--stall), or save with Checkpointer",
                 object_id=name,
             )
         values[name], sources[name] = value, "given" if said is not None else "measured" if name in measured else "assumed"
@@ -129,25 +129,25 @@ def advise(
 
 
 def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
-    """What `Checkpointer` noted with a snapshot."""
+    """The note of `Checkpointer` with a snapshot."""
     note = decode_metadata(engine.read_record(info), record_name(info.ulid)).get(NOTE)
     return note if isinstance(note, dict) else {}
 
 
 def _measured(engine: Engine, info: SnapshotInfo) -> dict[str, float]:
-    """What `Checkpointer` measured until a snapshot, by name."""
+    """What `Checkpointer` measured until a snapshot, by name of the cost."""
     costs, mtbf = note_costs(note_of(engine, info)), mtbf_of(engine, info)
     return costs if mtbf is None else {**costs, "mtbf": mtbf}
 
 
 def note_costs(note: Mapping[str, Any]) -> dict[str, float]:
-    """What saves and restores took, by a note of `Checkpointer`: stall, lag and restart, as far as measured."""
+    """Stall, lag and restart in a note of `Checkpointer`, as far as measured."""
     costs = note.get("costs")
     return {name: value for name, value in costs.items() if isinstance(value, float)} if isinstance(costs, dict) else {}
 
 
 def mtbf_of(engine: Engine, info: SnapshotInfo) -> float | None:
-    """The time from the begin of the run to a snapshot, by how often it was resumed until then; None where that was not noted."""
+    """Time from the start of the run to a snapshot, divided by the number of resumes until then; None if not noted."""
     note = note_of(engine, info)
     resumes, began_ns = note.get("resumes"), note.get("began_ns")
     if not isinstance(resumes, int) or not isinstance(began_ns, int) or resumes < 1 or began_ns >= info.time_ns:
@@ -172,30 +172,28 @@ def _advice(
     found = []
     if share is not None and share > 1:
         found.append(
-            f"the store cannot take a snapshot every {_time(wanted)}: it needs {share:.1f} times its bandwidth. Save less often, or less: "
-            "codec='small', differences, fewer optimizer states"
+            f"the store is too slow for a snapshot every {_time(wanted)}: that needs {share:.1f} times its bandwidth. Save less often, or "
+            "less: codec='small', deltas, fewer optimizer states"
         )
     if bytes_per_day is not None and daily > bytes_per_day:
-        found.append(f"that adds {daily / bytes_per_day:.1f} times what the store may grow by in a day: set a policy, and run gc")
+        found.append(f"the store would grow by {daily / bytes_per_day:.1f} times the allowed bytes per day: set a policy, and run gc")
     if interval is not None:
         lost = ettr(wanted, costs) - ettr(interval, costs)
         if lost > GOOD_ENOUGH:
-            found.append(
-                f"save every {_time(wanted)} of training instead of every {_time(interval)}: {lost:.1%} of the time are lost by that"
-            )
+            found.append(f"save every {_time(wanted)} of training instead of every {_time(interval)}, which loses {lost:.1%} of the time")
         else:
-            found.append(f"leave it: saving every {_time(interval)} loses {max(0.0, lost):.2%} to the best interval, {_time(wanted)}")
+            found.append(f"keep saving every {_time(interval)}: that loses {max(0.0, lost):.2%} against the best interval, {_time(wanted)}")
     else:
         found.append(f"save every {_time(wanted)} of training")
     parts = {
-        "the stall of a save (save beside the training, or stage on a local disk)": costs.stall / (wanted + costs.stall),
+        "the stall of a save (save asynchronously, or stage on a local disk)": costs.stall / (wanted + costs.stall),
         "the restart (restore from the staging disk or from peers, keep spare hosts)": costs.restart / costs.mtbf,
-        "work that is done again": (wanted / 2 + costs.lag) / costs.mtbf,
+        "repeated work": (wanted / 2 + costs.lag) / costs.mtbf,
     }
     most = max(parts, key=lambda part: parts[part])
-    found.append(f"of what is lost then, most goes to {most}: about {parts[most]:.1%} of the time")
+    found.append(f"most of the remaining loss is {most}: about {parts[most]:.1%} of the time")
     if sources["mtbf"] == "assumed":
-        found.append("how often the job fails was assumed: give it, or put with Checkpointer, which counts")
+        found.append("the failure rate is an assumption: give mtbf, or save with Checkpointer, which counts resumes")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Policies as users meet them: set, shown, and applied to all branches at once, with what that frees."""
+"""Sets, shows and applies retention policies of branches, and reports what that frees."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,58 +17,58 @@ from tensorstore_ck.log.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class SnapshotVerdict:
-    """What becomes of one snapshot of a branch."""
+    """The verdict on one snapshot of a branch."""
 
     snapshot: Snapshot
     stays: bool
     why: tuple[str, ...]
-    """All that keeps it; or what makes it go."""
+    """Everything that keeps it; or why it is removed."""
     frees_bytes: int | None
-    """What gc will free of the store with it, when the undo window has ended: each block counts with one snapshot alone. None where it
-    stays, and but in a dry run: it takes reading the parts of all that stays."""
+    """Bytes that gc frees with it after the undo window; each block counts for one snapshot. None if it stays, and without a dry run, as
+    it requires reading the parts of all snapshots that stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchVerdicts:
-    """What becomes of a branch's history."""
+    """The verdicts on a branch's history."""
 
     ref: str
     policies: tuple[str, ...]
-    """The globs of those that are for it."""
+    """Globs of the policies that apply to it."""
     snapshots: tuple[SnapshotVerdict, ...]
     """Oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionReport:
-    """What was let go; in a dry run, what would be."""
+    """What was removed from histories; in a dry run, what would be."""
 
     dry_run: bool
     branches: tuple[BranchVerdicts, ...]
-    """Those that a policy is for."""
+    """Branches with a policy."""
 
     @property
     def going(self) -> int:
-        """How many places in histories are given up."""
+        """Number of snapshots removed from histories."""
         return sum(not verdict.stays for branch in self.branches for verdict in branch.snapshots)
 
     @property
     def frees_bytes(self) -> int | None:
-        """What gc will free, when the undo windows have ended; None but in a dry run."""
+        """Bytes that gc frees after the undo windows; None without a dry run."""
         return sum(verdict.frees_bytes or 0 for branch in self.branches for verdict in branch.snapshots) if self.dry_run else None
 
 
 def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
-    """Says what stays of the branches that fit `glob`, in one log entry; None: nothing is said any more.
+    """Sets the policy for branches that match `glob`, in one log entry; None removes it.
 
     Raises:
-        InvalidOptionError: no ref can fit that, or packs cannot be moved where it says.
-        InvalidUrlError, MissingExtraError: where it says cannot be opened.
-        NotFoundError: there is no policy to take away.
+        InvalidOptionError: no ref can match the glob, or packs cannot be moved to a location of the policy.
+        InvalidUrlError, MissingExtraError: a location of the policy cannot be opened.
+        NotFoundError: there is no policy to remove.
     """
     engine.require_writable()
     if not is_ref_glob(glob):
-        raise InvalidOptionError(f"{glob!r} fits no ref: write a name, with * for any characters, such as runs/*", object_id=str(glob))
+        raise InvalidOptionError(f"{glob!r} matches no ref: write a name, with * for any characters, such as runs/*", object_id=str(glob))
 
     for stage in policy.move_after if policy is not None else ():
         engine.placed.check(stage.url)
@@ -104,9 +104,9 @@ def policies(engine: Engine) -> dict[str, Policy]:
 
 
 def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
-    """Id of each snapshot of a branch -> tags, pins and rules that keep it; what goes with the next put has "goes" and why.
+    """Id of each snapshot of a branch -> tags, pins and rules that keep it, or "goes" and why the next save removes it.
 
-    Limits of bytes are not looked at, and no policies if a newer build made one of them: then none lets anything go here.
+    Byte limits are ignored here, and so are all policies if a newer build made one of them.
     """
     view = engine.log.newest_view()
     if view.branch(ref) is None:
@@ -123,18 +123,18 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
 def retain(
     engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, rules: Mapping[str, object] | None = None
 ) -> RetentionReport:
-    """Lets go what the policies let go, in one log entry for all branches.
+    """Removes from histories what the policies do not keep, in one log entry for all branches.
 
     Args:
         engine: The store.
-        refs: These branches; none: all.
-        dry_run: Only look.
-        rules: Look what a policy of these rules would do, instead of those that are set; needs `dry_run`.
+        refs: These branches; empty: all.
+        dry_run: Changes nothing.
+        rules: Rules to try instead of the policies that are set; needs `dry_run`.
 
     Raises:
         NotFoundError: there is no such branch.
         InvalidOptionError: a newer build made one of the policies; or `rules` without `dry_run`.
-        DamageError: a snapshot whose size is asked for cannot be read.
+        DamageError: a snapshot whose size is needed cannot be read.
     """
     if rules is not None and not dry_run:
         raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
@@ -171,14 +171,14 @@ def _report(
 ) -> RetentionReport:
     going = {(ref, verdict.info.ulid) for ref, each in found.items() for verdict in each if not verdict.stays}
     frees = _freed(engine, view, going) if going and dry_run else {}
-    told: set[Ulid] = set()
+    counted: set[Ulid] = set()
 
     def freed(verdict: Verdict) -> int | None:
         if verdict.stays or not dry_run:
             return None
-        if verdict.info.ulid in told:
+        if verdict.info.ulid in counted:
             return 0
-        told.add(verdict.info.ulid)
+        counted.add(verdict.info.ulid)
         return frees.get(verdict.info.ulid, 0)
 
     return RetentionReport(
@@ -195,7 +195,7 @@ def _report(
 
 
 def _freed(engine: Engine, view: RefTable, going: set[tuple[str, Ulid]]) -> dict[Ulid, int]:
-    """What each snapshot that nothing will hold takes beyond those that something does, and those that go before it."""
+    """Bytes that each removed snapshot adds to the remaining ones, and to those removed before it."""
     added = ExclusiveBytes(engine)
     gone: list[Ulid] = []
     for ulid, labels in sorted(roots(view).items()):

@@ -1,7 +1,7 @@
-"""Forget and undo: what leaves a history, and comes back within the undo window. Each is one log entry.
+"""Forget and undo: removes snapshots from histories, and brings them back within the undo window. Each is one log entry.
 
-Forgetting frees nothing by itself: gc lets go of what was forgotten longer ago than the undo window, and frees what nothing else
-holds then.
+Forgetting frees nothing by itself: gc ends undo windows that are older than its option (gc/collect.py), and then frees what nothing
+else holds.
 """
 
 from collections import Counter
@@ -22,29 +22,29 @@ MIN_ROOT_DIGITS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What one log entry took from one ref."""
+    """What one log entry removed from one ref."""
 
     entry: int
     ref: str
     kind: str
-    """``branch``: all of it; ``snapshots`` of one; ``tag``."""
+    """``branch``: a whole branch; ``snapshots`` of a branch; ``tag``."""
     time_ns: int
     snapshots: tuple[Snapshot, ...]
     held_by: Mapping[str, tuple[str, ...]]
-    """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. The others go when the undo window ends."""
+    """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. The others expire with the undo window."""
 
 
 def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
-    """Takes snapshots out of the histories of branches, or whole branches and tags; all in one entry.
+    """Removes snapshots from histories, or whole branches and tags; all in one entry.
 
     Args:
         engine: The store.
-        addresses: ``ref@step`` and ``ref~n``: all that has the root of that snapshot, from that branch's history. A root: from the
-            history of every branch. A branch or a tag: the branch with its history, or the tag.
+        addresses: ``ref@step`` and ``ref~n``: all snapshots with that root, from that branch's history. A root: from the history of
+            every branch. A branch or a tag: the branch with its history, or the tag.
 
     Raises:
-        NotFoundError: nothing there, or no branch holds it.
-        ConflictError: a snapshot is where its branch is.
+        NotFoundError: no such snapshot, or no branch has it.
+        ConflictError: a snapshot is the head of its branch.
     """
     engine.require_writable()
 
@@ -64,14 +64,14 @@ def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
     appended = engine.log.append(build)
     view = engine.log.view()
     windows = list(view.windows(appended.n))
-    return _told(view, windows, _held_besides(view, windows))
+    return _forgotten(view, windows, _other_holders(view, windows))
 
 
 def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
-    """Brings back what was forgotten last; with an address (ref, ``ref@step``, ``ref~n``, root), what was last forgotten there.
+    """Restores what was forgotten last; with an address (ref, ``ref@step``, ``ref~n``, root), what was forgotten last there.
 
     Raises:
-        NotFoundError: nothing that can be undone: never forgotten, or the undo window has ended.
+        NotFoundError: nothing can be undone: never forgotten, or the undo window has ended.
     """
     engine.require_writable()
     found: list[tuple[UndoWindow, set[Ulid]]] = []
@@ -79,31 +79,31 @@ def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
     def build(view: RefTable) -> list[Op]:
         found[:] = _to_undo(view, address)
         for window, _ in found:
-            _refuse_taken_name(view, window)
+            _raise_if_name_taken(view, window)
         return [Op.undo(window.n, window.name, ulids) for window, ulids in found]
 
     engine.log.append(build)
     view = engine.log.view()
     windows = [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found]
-    return _told(view, windows, roots(view))
+    return _forgotten(view, windows, roots(view))
 
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
     """What can be undone, newest first."""
     view = engine.log.newest_view()
     windows = list(view.windows(newest_first=True))
-    return _told(view, windows, _held_besides(view, windows))
+    return _forgotten(view, windows, _other_holders(view, windows))
 
 
 class _Histories:
-    """Histories of branches, each read once: which snapshots have which root."""
+    """Snapshots by root in the histories of branches, each read once."""
 
     def __init__(self, view: RefTable) -> None:
         self._view = view
         self._by_branch: dict[str, dict[Digest, set[Ulid]]] = {}
 
     def held(self, address: str) -> list[tuple[str, set[Ulid]]]:
-        """(branch, snapshots) with the root that is at `address`; none of it where a branch is."""
+        """(branch, snapshots) with the root at `address`, which must not be the head of a branch."""
         view = self._view
         found = resolve(view, address)
         branches = [found.branch] if found.branch is not None else view.branches()
@@ -114,8 +114,8 @@ class _Histories:
             branch = view.branch(name)
             if branch is not None and branch.root == found.info.root:
                 raise ConflictError(
-                    f"{address!r} is where branch {name!r} is: move that first (`tsck reset {name} {name}~1`), "
-                    f"or forget all of it (`tsck forget {name}`)",
+                    f"{address!r} is the head of branch {name!r}: move the branch first (`tsck reset {name} {name}~1`), "
+                    f"or forget the whole branch (`tsck forget {name}`)",
                     object_id=address,
                 )
         return held
@@ -133,20 +133,20 @@ def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[
     if address is None:
         newest = next(newest_first, None)
         if newest is None:
-            raise NotFoundError("nothing can be undone: nothing was forgotten, or the undo window has ended and gc let it go")
+            raise NotFoundError("nothing can be undone: nothing was forgotten, or gc has ended the undo window")
         return [(window, {move.ulid for move in window.moves}) for window in view.windows(newest.n)]
-    is_meant = _meant_by(view, address)
+    is_meant = _matcher(view, address)
     for window in newest_first:
         chosen = {move.ulid for move in window.moves if is_meant(window, move)}
         if chosen:
             return [(window, chosen)]
     raise NotFoundError(
-        f"{address!r} cannot be undone: it was not forgotten, or the undo window has ended and gc let it go; `tsck forget` lists what can",
+        f"{address!r} cannot be undone: it was not forgotten, or gc has ended its undo window; `tsck forget` lists what can be undone",
         object_id=address,
     )
 
 
-def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
+def _matcher(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
     if "~" in address:
         found = resolve(view, address)
         return lambda window, move: move.root == found.info.root and found.branch in (None, window.name)
@@ -160,21 +160,19 @@ def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove]
     return is_meant
 
 
-def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
+def _raise_if_name_taken(view: RefTable, window: UndoWindow) -> None:
     kind = "tag" if view.tag(window.name) else "branch" if window.kind == "tag" and view.branch(window.name) else None
     if kind is not None:
-        raise ConflictError(
-            f"{window.name!r} is a {kind} now: remove or rename it before what had that name can come back", object_id=window.name
-        )
+        raise ConflictError(f"{window.name!r} is a {kind} now: remove or rename it to restore what had that name", object_id=window.name)
 
 
-def _held_besides(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
-    """What holds the snapshots of undo windows; only where more does than those windows is all that is held looked through."""
+def _other_holders(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
+    """What holds the snapshots of undo windows; computes the roots only if something besides these windows holds one."""
     within = Counter(move.ulid for window in windows for move in window.moves)
     return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
 
 
-def _told(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
+def _forgotten(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
     found = []
     for window in windows:
         infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]

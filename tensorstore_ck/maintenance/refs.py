@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine, current_user
-from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
@@ -103,7 +103,7 @@ def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snaps
         found[:] = [resolve(view, address).info]
         operation = make(found[0].root)
         operation.check(view)
-        return [operation, *revive(engine, view, found[0])]
+        return [operation, *rescue_if_expired(engine, view, found[0])]
 
     engine.log.append(build)
     return Snapshot.from_info(engine.log.view().snapshot(found[0].ulid) or found[0])

@@ -1,4 +1,4 @@
-"""Acts on snapshots as they are published, each held by a pin while somebody works on it."""
+"""Watches a branch: yields each new snapshot, pinned while the caller works on it."""
 
 import time
 from collections.abc import Callable, Generator
@@ -9,14 +9,14 @@ from typing import Final
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.snapshot import pinned_with_root
 
 POLL_SECONDS: Final = 2.0
 PIN_SECONDS: Final = 86_400.0
-"""So long a pin holds at most: whoever dies while it works must not hold a snapshot for good."""
+"""Expiry of a pin: a watcher that dies must not hold a snapshot permanently."""
 
 
 def watch(
@@ -31,20 +31,20 @@ def watch(
     sleep: Callable[[float], object] = time.sleep,
     until: Callable[[], bool] = lambda: False,
 ) -> Generator[SnapshotInfo]:
-    """The snapshots that are put to a branch from now on, each pinned until the next one is asked for.
+    """Snapshots that are put to a branch from now on, each pinned until the next one is requested.
 
-    A branch need not be there yet. What was let go before it could be pinned is left out. While the store does not answer it waits.
+    The branch need not exist yet. Snapshots that expire before they are pinned are skipped. It waits while the store does not answer.
 
     Args:
         engine: The store.
         ref: The branch.
-        since_step: Also those that are there already, of this step and later ones.
-        newest_only: Of several that came while one was worked on, only the newest.
-        owner: Of the pins; by default one of this watch alone, so that another one does not take them back.
-        pin_for: How long a pin holds at most; None: nothing is pinned, and the store not changed.
-        poll_seconds: How often to look.
-        sleep: Waits; for tests.
-        until: Ends it, between two looks.
+        since_step: Also yields existing snapshots from this step on.
+        newest_only: Of several new snapshots, yields only the newest.
+        owner: Owner of the pins; by default unique to this watch, so that another watch does not remove them.
+        pin_for: Expiry of a pin; None: pins nothing, and does not change the store.
+        poll_seconds: Polling interval.
+        sleep: For tests.
+        until: Ends the watch, tested before each poll.
     """
     if pin_for is not None:
         engine.require_writable("watch() with pins (pin_for=None has none)")
@@ -75,7 +75,7 @@ def watch(
 
 
 def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
-    """What was put to a branch by later entries than that one, oldest first; the rest of its history is not read."""
+    """Snapshots put to a branch after entry `n`, oldest first; earlier history is not read."""
     moves = takewhile(lambda move: move.n > n, view.moves(ref))
     found = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
     return found[::-1]
@@ -84,8 +84,8 @@ def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
 def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:
     def build(view: RefTable) -> list[Op]:
         if not view.is_live(info.ulid):
-            raise SnapshotExpiredError(f"snapshot {info.root.hex()[:16]} was let go", object_id=info.root.hex())
-        return [Op.pin(info.root, owner, "watched", expires_ns), *revive(engine, view, info)]
+            raise SnapshotExpiredError(f"snapshot {info.root.hex()[:16]} has expired", object_id=info.root.hex())
+        return [Op.pin(info.root, owner, "watched", expires_ns), *rescue_if_expired(engine, view, info)]
 
     try:
         engine.log.append(build)
@@ -95,5 +95,5 @@ def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> boo
 
 
 def _unpin(engine: Engine, info: SnapshotInfo, owner: str) -> None:
-    with suppress(NotFoundError):  # it had run out
+    with suppress(NotFoundError):  # the pin has expired
         engine.log.append(lambda view: [Op.unpin(ulid, owner, view) for ulid in pinned_with_root(view, info, owner)])

@@ -11,7 +11,7 @@ from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, require_checks
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.codec import CodecName, DeltaOption, require_delta, require_name
+from tensorstore_ck.format.codec import CodecName, DeltaOption, check_codec_name, check_delta
 from tensorstore_ck.format.record import MAX_STEP, check_metrics, encode_metadata
 from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.log.address import Resolved, resolve
@@ -217,5 +217,5 @@ def check_put_options(
     if not (parent is None or isinstance(parent, LastSeen | Snapshot | str)):
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
-    chosen = None if codec is None else require_name(codec)
-    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks, any_step)
+    chosen = None if codec is None else check_codec_name(codec)
+    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, check_delta(delta), parent, checks, any_step)

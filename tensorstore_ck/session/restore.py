@@ -85,7 +85,7 @@ def checkout(
     address: str,
     *,
     group: "ProcessGroup | DeviceMesh | None",
-    allow_bad: bool,
+    allow_marked: bool,
     timeout_seconds: float,
     broadcast: bool,
     **options: Any,
@@ -97,7 +97,7 @@ def checkout(
         lambda found: found.checkout(broadcast=broadcast, **options),
         group=group,
         broadcast=broadcast,
-        allow_bad=allow_bad,
+        allow_marked=allow_marked,
         timeout_seconds=timeout_seconds,
     )[0]
 
@@ -109,7 +109,7 @@ def restoring(
     *,
     group: "ProcessGroup | DeviceMesh | None" = None,
     broadcast: bool = False,
-    allow_bad: bool = False,
+    allow_marked: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> tuple[T, Snapshot]:
     """See `Store.restoring`."""
@@ -119,8 +119,8 @@ def restoring(
 
     def find(address: str) -> Resolved:
         found = session.resolve(address)
-        if not allow_bad:
-            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
+        if not allow_marked:
+            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_marked=True")
         return found
 
     result, found = _read_together(session, address, find, read, ranks, must_agree=broadcast, timeout_seconds=timeout_seconds)

@@ -2,15 +2,14 @@
 """Reads a tensorstore_ck store of format version 1 without tensorstore_ck, and writes safetensors.
 
     python tsck_read.py STORE list                       branches with their steps, tags, roots
-    python tsck_read.py STORE ADDRESS OUT.safetensors    its tensors; all that is no tensor goes to OUT.json
+    python tsck_read.py STORE ADDRESS OUT.safetensors    its tensors; everything else goes to OUT.json
 
-STORE is a folder. ADDRESS is a branch, a tag, ref@step, ref~n (n before it), or the first 8 or more digits of a root.
-Needs Python 3.11, numpy and blake3; and lz4 or zstandard, where a block is compressed with it.
+STORE is a folder. ADDRESS is a branch, a tag, ref@step, ref~n (n snapshots before it), or the first 8 or more digits of a root.
+Needs Python 3.11, numpy and blake3; and lz4 or zstandard if blocks are compressed with it.
 
-This file stands alone, so that data outlives the project that wrote it: it shares no code with tensorstore_ck, follows its FORMAT.md,
-and never writes to the store. Every hash on the way is checked: store.json, the chain of the log, record, root, parts, layouts and
-every block. Either all of a snapshot is written, or an error says which object is damaged. Memory stays small: blocks go one by one
-into the output, which is mapped.
+This file is self-contained, so that data outlives the project that wrote it: it shares no code with tensorstore_ck, follows its FORMAT.md,
+and never writes to the store. It checks every hash: store.json, the chain of the log, record, root, parts, layouts and every block. It
+either writes the whole snapshot, or names the damaged object. Memory use stays small: blocks are written one by one to the mapped output.
 """
 
 import base64
@@ -31,12 +30,12 @@ from blake3 import blake3
 
 
 class ReadError(Exception):
-    """Something is damaged, missing, or not for this reader; the message says what."""
+    """Something is damaged, missing or not supported; the message says what."""
 
 
 @contextmanager
 def well_formed(what):
-    """Nothing in a store is believed: whatever breaks in here, the store is to blame."""
+    """Converts any failure inside to a `ReadError`: stored data is not trusted."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as exc:
@@ -53,12 +52,12 @@ CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
 def derived(kind, *pieces):
-    """BLAKE3 under the context of one kind of thing."""
+    """BLAKE3 with the context for one kind of data."""
     return blake3(b"".join(pieces), derive_key_context=f"tensorstore_ck v1 {kind}").digest()
 
 
 def unpack(data, name):
-    """One msgpack value and nothing after it: no extension types, bounded in depth and items before anything is allocated."""
+    """Exactly one msgpack value, without extension types; depth and items are checked before anything is allocated."""
     data, at, items = memoryview(data), 0, 0
 
     def take(count):
@@ -90,7 +89,7 @@ def unpack(data, name):
             return [value(depth + 1) for _ in range(count)]
         pairs = [(value(depth + 1), value(depth + 1)) for _ in range(count)]
         if len({key for key, _ in pairs if type(key) is str}) != count:
-            raise ValueError("a map has a key twice, or one that is not text")
+            raise ValueError("a map has a duplicate key, or one that is not text")
         return dict(pairs)
 
     with well_formed(name):
@@ -112,14 +111,14 @@ def unseal(kind, data, name):
 
 
 def split(joined, size=16):
-    """Ids that lie one after another."""
+    """Splits concatenated ids."""
     if len(joined) % size:
         raise ValueError("an id is cut short")
     return [joined[at : at + size] for at in range(0, len(joined), size)]
 
 
 def name_of(folder, ulid):
-    """Where an object lies in the store."""
+    """The name of an object in the store."""
     number = int.from_bytes(ulid, "big")
     text = "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[number >> shift & 31] for shift in range(125, -1, -5))
     return f"{folder}/{text[-2:]}/{text}"
@@ -129,7 +128,7 @@ def name_of(folder, ulid):
 
 
 class Snapshot(NamedTuple):
-    """What the log says of a snapshot."""
+    """A snapshot in the log."""
 
     n: int
     """The entry that published it."""
@@ -143,7 +142,7 @@ class Snapshot(NamedTuple):
 
 
 class Store:
-    """A folder with a store in it, and what its log says: which snapshots there are, where branches and tags are, what was moved."""
+    """A folder with a store, and the content of its log: snapshots, branches, tags and moved packs."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -160,15 +159,15 @@ class Store:
             raise ReadError(f"store.json: format, hash and features are {found}; this reader knows (1, 'blake3', [])")
         self.snapshots, self.roots, self.notes, self.transactions, self.windows = {}, {}, {}, set(), {}
         self.relocations, self.moved = {}, {}
-        """Pack -> its relocations in force, by their moved objects; and moved object -> that pack."""
+        """Pack -> its current relocations, by moved object; and moved object -> that pack."""
         self.places = {}
-        """Pack -> where it lies, if not in the folder: a path or a URL."""
+        """Pack -> its cold tier, if it is not in the folder: a path or a URL."""
         self.refs, self.numbers = {}, count(1)
-        """Name -> {number: snapshot}: the moves of a branch, of which the last is where it is; or number 0, a tag."""
+        """Name -> {number: snapshot}: the moves of a branch, the last being its head; number 0 is a tag."""
         self.read_log(derived("genesis", uuid))
 
     def read(self, name, most=MAX_OBJECT_BYTES, offset=0, place=""):
-        """An object, or `most` bytes of it from `offset` on. Of what was moved elsewhere a copy in the store's own folder does as well."""
+        """An object, or `most` bytes of it from `offset`. A moved object is also found as a copy in the store's own folder."""
         folder = place if os.path.isabs(place) and os.path.isdir(place) else self.folder
         try:
             with open(os.path.join(folder, *name.split("/")), "rb") as file:
@@ -181,12 +180,12 @@ class Store:
         return data
 
     def unseal(self, kind, folder, ulid):
-        """The map in an object, its seal and its name."""
+        """The map in a sealed object, its seal and its name."""
         name = name_of(folder, ulid)
         return *unseal(kind, self.read(name), name), name
 
     def read_log(self, previous):
-        """Entries up to the last one that anything knows of: a file of the log, or a checkpoint."""
+        """Reads all entries up to the last one that a log file or checkpoint names."""
         folders = [self.log, "checkpoint" if self.log == "log" else f"{self.log}-checkpoint"]
         files = [file for folder in folders for _, _, files in os.walk(os.path.join(self.folder, folder)) for file in files]
         for n in range(1, max([0, *(int(file) for file in files if re.fullmatch("[0-9]{20}", file))]) + 1):
@@ -200,7 +199,7 @@ class Store:
                     self.fold(n, body["time_ns"], op)
 
     def fold(self, n, time_ns, op):
-        """What one operation does. One that is unknown, or makes no sense where it stands, does nothing."""
+        """Applies one operation. Ignores one that is unknown or invalid at this point."""
         kind, name = op["op"], op.get("name")
         snapshot = self.by_root(op["root"]) if kind != "put" and "root" in op else None
         ref = self.refs.get(op["ref"] if kind == "put" else name) or {}
@@ -218,7 +217,7 @@ class Store:
         elif kind in ("annotate", "mark") and snapshot:
             note = self.notes.setdefault(snapshot.root, {"metrics": {}, "mark": "", "reason": ""})
             note |= {"metrics": note["metrics"] | op["metrics"]} if kind == "annotate" else {"mark": op["mark"], "reason": op["reason"]}
-        elif kind == "expire" and ref:  # the head of a branch stays, unless the whole branch goes
+        elif kind == "expire" and ref:  # the head of a branch stays, unless the whole branch is deleted
             whole, gone = op["snapshots"] is None, split(op["snapshots"] or b"")
             taken = {at: each for at, each in ref.items() if whole or (each.ulid in gone and each.ulid != ref[max(ref)].ulid)}
             self.windows[n, name], self.refs[name] = taken, {at: each for at, each in ref.items() if at not in taken}
@@ -238,7 +237,7 @@ class Store:
                 del self.relocations[self.moved.pop(ulid)][ulid]
 
     def in_order(self, packs):
-        """The packs that were moved, of `packs` and of all that these lead to: each before those that its blocks went to."""
+        """The moved packs among `packs` and all their targets, each before its targets."""
         ends_first, way, pending = {}, set(), list(packs)
         while pending:
             pack = pending[-1]
@@ -251,25 +250,25 @@ class Store:
             way.add(pack)
             for _, _, targets in self.relocations.get(pack, {}).values():
                 if not way.isdisjoint(targets):
-                    raise ReadError(f"{name_of('packs', pack)}: its relocations go in circles")
+                    raise ReadError(f"{name_of('packs', pack)}: its relocations form a cycle")
                 pending += targets
         return reversed(ends_first)
 
     def by_root(self, root):
-        """The newest snapshot with a root; those with one root have the same content."""
+        """The newest snapshot with a root; snapshots with one root have the same content."""
         return max(self.roots.get(root, {}).values(), default=None)
 
     def resolve(self, address):
         """The snapshot at an address."""
         match = re.fullmatch(r"([^@~]+)(?:@([0-9]{1,19}))?(?:~([0-9]{1,9}))?", address)
         if not match:
-            raise ReadError(f"{address!r} is not an address: give a ref, ref@step, ref~n, or 8 or more digits of a root")
+            raise ReadError(f"{address!r} is not an address: use a ref, ref@step, ref~n, or 8 or more digits of a root")
         base, step = match[1], match[2] and int(match[2])
         found = [each for _, each in sorted(self.refs.get(base, {}).items())]
         if re.fullmatch("[0-9a-f]{8,64}", base):
             found = list({each.root: each for each in self.snapshots.values() if each.root.hex().startswith(base)}.values())
             if len(found) > 1:
-                raise ReadError(f"{base!r} fits {len(found)} snapshots: give more digits of the root")
+                raise ReadError(f"{base!r} matches {len(found)} snapshots: use more digits of the root")
         root = next((each.root for each in reversed(found) if step in (None, each.step)), None)
         snapshot = self.by_root(root)
         for _ in range(int(match[3] or 0)):
@@ -279,7 +278,7 @@ class Store:
         return snapshot
 
 
-# --- which rank holds what, and where it is cut -------------------------------------------------------------------------
+# --- which rank holds what, and the block grid -------------------------------------------------------------------------
 
 
 class Tensor(NamedTuple):
@@ -293,7 +292,7 @@ class Tensor(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What a rank holds of a tensor in one piece: a box, or an interval of the flattened tensor."""
+    """A piece of a tensor on a rank: a box, or an interval of the flattened tensor."""
 
     tensor: Tensor
     offsets: tuple
@@ -309,7 +308,7 @@ def size_of(region):
 
 
 def shard(runs, pieces, count, index):
-    """What shard `index` of `count` gets of what is left along a dim, as runs (start, length): of each piece one shard."""
+    """The part of `runs` (start, length) along a dim that shard `index` of `count` gets: one shard of each piece."""
     taken, size = [], sum(length for _, length in runs)
     piece = max(1, -(-size // pieces))
     for start in range(0, size, piece):
@@ -326,8 +325,8 @@ def shard(runs, pieces, count, index):
     return taken
 
 
-def regions_of(side, rank, told):
-    """Every region that a rank holds, in the order of the layout. `told`: what only its part says, tensor -> boxes."""
+def regions_of(side, rank, boxes_of):
+    """Every region of a rank, in the order of the layout. `boxes_of`: tensor -> boxes that only its part lists."""
     for number, tensor in enumerate(side.tensors):
         kind = side.kinds[side.kind_of[number]] if side.kinds else None
         if 0 in tensor.shape:
@@ -335,7 +334,7 @@ def regions_of(side, rank, told):
         if kind is None:
             yield Region(tensor, (0,) * len(tensor.shape), tensor.shape, False, side.ranks)
         elif kind in ("boxes", "flat"):
-            yield from (Region(tensor, *box, kind == "flat", (rank,)) for box in told.get(number, ()))
+            yield from (Region(tensor, *box, kind == "flat", (rank,)) for box in boxes_of.get(number, ()))
         elif rank in (mesh := side.meshes[kind[0]]):
             position = np.argwhere(mesh == rank)[0].tolist()
             runs = [[(0, extent)] for extent in tensor.shape]
@@ -350,7 +349,7 @@ def regions_of(side, rank, told):
 
 
 def lengths_of(region, target):
-    """Bytes of each block of a region: the grid."""
+    """The sizes of a region's blocks, by the block grid."""
     offsets, sizes, row, dim = region.offsets, region.sizes, region.tensor.item_bytes, 0
     if size_of(region) <= target // 2:
         return [size_of(region)]
@@ -366,7 +365,7 @@ def lengths_of(region, target):
 
 
 def shares_of(regions, rank, target):
-    """(region, where a block of it begins, its bytes, whether it is inline) of all that lies in the part of `rank`, in order."""
+    """(region, start and size of a block in it, whether it is inline) for each block in the part of `rank`, in order."""
     totals, begun = Counter(), Counter()
     for region in regions:
         totals[region.replicas] += size_of(region)
@@ -389,7 +388,7 @@ MOVED = np.dtype("<u4, <u4, <u4, <u4, <u8, <u2, <u2, <u4")  # from, target, entr
 
 
 class Record:
-    """The record of a snapshot, checked against the root that the log names."""
+    """The record of a snapshot, checked against the root in the log."""
 
     def __init__(self, store, snapshot):
         body, _, name = store.unseal("snapshot", "snapshots", snapshot.ulid)
@@ -400,7 +399,7 @@ class Record:
             if derived("root", head, ids, parent or bytes(32), self.metadata) != snapshot.root or not 0 < len(self.parts) == len(
                 self.part_ids
             ):
-                raise ReadError(f"{name} is not the snapshot that the log names: its root differs")
+                raise ReadError(f"{name} is not the snapshot in the log: its root differs")
 
 
 class Part:
@@ -426,8 +425,8 @@ class Part:
         self.alike = (rank,) if self.coordinate is None else tuple(np.flatnonzero(self.layouts == self.layouts[rank]).tolist())
         """The ranks that have the same layout, in order."""
 
-    def told(self):
-        """The regions that only the part says: tensor -> boxes."""
+    def explicit_boxes(self):
+        """The regions that only the part lists: tensor -> boxes."""
         found, at = {}, 0
         while at < len(self.regions):
             tensor, dims, count = self.regions[at : at + 3]
@@ -444,7 +443,7 @@ class Part:
         return data
 
     def decoded(self, row, what, depth=0):
-        """The pack of a block, its offset there, and its bytes; those of what it is encoded against are read first."""
+        """The pack of a block, its offset there, and its bytes; reads its delta bases first."""
         number, _, offset, stored, raw, base, codec, flags = self.extents[row].item()
         pack, offset, stored, codec = self.places.get(row, (self.packs[number], offset, stored, codec))
         name = name_of("packs", pack)
@@ -463,9 +462,9 @@ class Part:
 
     @cached_property
     def places(self):
-        """Row -> (pack, offset, stored, codec) where its block is now, if it was moved; of several relocations the newest counts.
+        """Row -> current (pack, offset, stored, codec) of a moved block; the newest relocation counts.
 
-        What comes to a pack goes on from there together, so that each moved object is read once, however long the ways are.
+        Follows all blocks of a pack together, so that each moved object is read once.
         """
         found, left = {}, {}
         with well_formed(self.name):
@@ -495,7 +494,7 @@ class Part:
 
 @lru_cache(64)
 def read_moved(store, moved, seal, pack, targets):
-    """Entry of the pack -> (pack, entry, offset, stored, codec) where it is now."""
+    """Entry of the pack -> its current (pack, entry, offset, stored, codec)."""
     body, found, name = store.unseal("moved", "moved", moved)
     if found != seal or body.get("pack") != pack or body.get("targets") != b"".join(targets):
         raise ReadError(f"{name} is not the moved object that the log names")
@@ -508,14 +507,14 @@ def read_moved(store, moved, seal, pack, targets):
 
 
 def decode(codec, data, raw, bases):
-    """The bytes of a block, as many as it must have."""
+    """The bytes of a block; checks their number."""
     if codec == 1:
         import lz4.block  # noqa: PLC0415 - needed only here
 
         try:
             data = lz4.block.decompress(data, uncompressed_size=raw)
         except lz4.block.LZ4BlockError as exc:
-            raise ValueError("LZ4 does not take it") from exc
+            raise ValueError("LZ4 cannot decompress it") from exc
     elif codec == 2:
         data = planes(data, raw)
     elif codec == 3:
@@ -540,11 +539,11 @@ def unzstd(data, size):
             raise ValueError("a frame has another size")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as exc:
-        raise ValueError("zstd does not take it") from exc
+        raise ValueError("zstd cannot decompress it") from exc
 
 
 def planes(data, raw):
-    """The bytes of elements that were stored by significance."""
+    """Decodes elements that are stored by byte significance."""
     item, flags, groups, _ = data[:4]
     elements, at, shift = raw // item, 4 + 8 * groups, 8 * item
     words = np.zeros(elements, f"<u{item}")
@@ -564,7 +563,7 @@ def planes(data, raw):
 
 
 def delta(data, raw, base):
-    """The bytes of elements that were stored as what they differ by from those of another block."""
+    """Decodes elements that are stored as differences to another block."""
     form, is_float, item, changed, first = struct.unpack_from("<BBBxII", data)
     bits, rest = 8 * item, data[12:]
     words = np.frombuffer(base, f"<u{item}").copy()
@@ -585,7 +584,7 @@ def delta(data, raw, base):
 
 
 def cast(data, masters):
-    """16-bit floats that are what fp32 ones round to."""
+    """16-bit floats, rounded from fp32 ones."""
     if data[0] == 2:
         return np.frombuffer(masters, "<f4").astype("<f2").tobytes()
     words = np.frombuffer(masters, "<u4").astype("<u8")
@@ -613,7 +612,7 @@ CONTAINERS = {"d": "dict", "o": "OrderedDict", "c": "Counter", "f": "defaultdict
 
 
 class Side:
-    """What the ranks with one layout put, or one rank alone: that layout, and tensors, values and containers by path."""
+    """The state of the ranks with one layout, or of one rank alone: that layout, and tensors, values and containers by path."""
 
     def __init__(self, part, prefix=""):
         self.ranks, self.layout_id, self.coordinate = part.alike, part.layout_id, part.coordinate
@@ -636,14 +635,14 @@ class Side:
             self.fill(body["tree"], (prefix,) if prefix else (), unpack(part.values, part.name), part)
 
     def fill(self, tree, path, values, part):
-        """Walks a tree, whose holes `values` fill in order."""
+        """Walks a tree, and fills its holes with `values`, in order."""
         left = list(reversed(values))
         self.walk(tree, path, left, part)
         if left:
             raise ValueError("it has more values than holes")
 
     def walk(self, node, path, left, part):
-        """One node; `left` are the values of the holes from here on, the next one last."""
+        """Walks one node; `left`: the values of the remaining holes, the next one last."""
         name = ".".join(path) or "."
         if node is None:
             self.value(left.pop(), path, part)
@@ -667,7 +666,7 @@ class Side:
                 self.walk(node[3], (*path, "_metadata"), left, part)
 
     def value(self, encoded, path, part):
-        """What fills a hole."""
+        """Fills a hole."""
         name = ".".join(path) or "."
         if type(encoded) is list and encoded[0] == "b":
             _, kind, index = encoded
@@ -679,7 +678,7 @@ class Side:
             self.values[self.unique(name)] = plain(encoded)
 
     def unique(self, name):
-        """`name`, with ``#2`` behind it where it is taken."""
+        """`name`, with a suffix such as ``#2`` if it is taken."""
         self.names[name] += 1
         return name if self.names[name] == 1 else self.unique(f"{name}#{self.names[name]}")
 
@@ -704,7 +703,7 @@ TAGS = {
 
 
 def plain(encoded):
-    """A value for JSON: as it is where JSON has it, else a map that tells its type."""
+    """A value for JSON: unchanged if JSON supports it, else a map with its type."""
     if type(encoded) is float and not math.isfinite(encoded):
         return {"float": repr(encoded)}
     if type(encoded) is bytes:
@@ -724,7 +723,7 @@ CODES = {name: (code.strip("-"), int(item_bytes)) for name, code, item_bytes in 
 
 
 def form_of(leaf):
-    """(safetensors' name of a leaf's dtype, or empty where it has none; bytes of an element; bytes of all)."""
+    """(safetensors' name of a leaf's dtype, or empty if it has none; bytes of an element; bytes of the leaf)."""
     code, item_bytes = CODES.get(leaf.dtype, ("", 1))
     if leaf.dtype == leaf.tensor.dtype:
         item_bytes = leaf.tensor.item_bytes
@@ -734,7 +733,7 @@ def form_of(leaf):
 
 
 class Output:
-    """The file that is written: a header, the bytes of every leaf; and behind them, for a while, stored tensors that only views look at."""
+    """The output: a header, the bytes of every leaf; temporarily also, at the end, stored tensors that only views use."""
 
     def __init__(self, path, leaves, tensors, metadata):
         header, self.places, self.bases, self.details, end = {"__metadata__": metadata}, {}, {}, {}, 0
@@ -762,7 +761,7 @@ class Output:
             file.write(struct.pack("<Q", len(text)) + text)
             file.flush()
             if end and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), self.start, end)  # a full disk is an error here, and would be a crash in a mapped file
+                os.posix_fallocate(file.fileno(), self.start, end)  # a full disk is an error here, and a crash in a mapped file
             file.truncate(self.start + end)
         self.data = np.memmap(path, np.uint8, "r+", self.start, (end,)) if end else np.empty(0, np.uint8)
 
@@ -772,7 +771,7 @@ class Output:
         return self.data[start : start + tensor.size_bytes].view(f"V{tensor.item_bytes}").reshape(tensor.shape)
 
     def put(self, region, start, data):
-        """Puts bytes of a region, from `start` on, where they belong."""
+        """Writes bytes of a region, from `start` on, to their position."""
         elements = np.frombuffer(data, f"V{region.tensor.item_bytes}")
         first = start // region.tensor.item_bytes
         whole = self.stored(region.tensor).reshape(-1) if region.is_flat else self.stored(region.tensor)
@@ -795,12 +794,12 @@ class Output:
 
 
 def take_part(part, side, output):
-    """Puts what one part has of its side's tensors into the output, block by block; returns the bytes that each got."""
+    """Writes one part's blocks to the output; returns the bytes per tensor."""
     if part.layout_id != side.layout_id or part.coordinate != side.coordinate:
-        raise ReadError(f"{part.name} does not belong to the parts beside it")
+        raise ReadError(f"{part.name} does not belong to the other parts")
     row, inline, filled = sum(blocks for blocks, _, _ in part.blobs), 0, Counter()
     with well_formed(f"{part.name}, or its layout,"):
-        regions = list(regions_of(side, part.rank, part.told()))
+        regions = list(regions_of(side, part.rank, part.explicit_boxes()))
         for region, start, length, is_inline in shares_of(regions, part.rank, part.store.block_bytes):
             if is_inline:
                 data, inline = part.inline[inline : inline + length], inline + length
@@ -816,7 +815,7 @@ def take_part(part, side, output):
 
 
 def export(store, address, path):
-    """Writes the snapshot at an address to `path`, and what is no tensor beside it."""
+    """Writes the tensors of the snapshot at an address to `path`, and everything else to a JSON file next to it."""
     snapshot = store.resolve(address)
     record = Record(store, snapshot)
     first = Part(store, record, 0)
@@ -825,7 +824,7 @@ def export(store, address, path):
     sides = [Side(Part(store, record, rank)) for rank in np.unique(first.layouts, return_index=True)[1].tolist()]
     sides += [Side(Part(store, record, rank), f"rank_state[{rank - first.ranks}]") for rank in range(first.ranks, len(record.parts))]
     leaves, values, containers, tensors = {}, {}, {}, {}
-    for side in sides:  # what several layouts have under one name is one thing
+    for side in sides:  # a name in several layouts is one tensor or value
         leaves = {leaf.name: leaf for leaf in side.leaves} | leaves
         values, containers = side.values | values, side.containers | containers
         for tensor in side.tensors:
@@ -860,7 +859,7 @@ def export(store, address, path):
 
 
 def listing(store):
-    """Lines that tell what there is."""
+    """The lines of `list`."""
     for name, moves in sorted(store.refs.items()):
         for at, snapshot in sorted(moves.items(), reverse=True):
             if at == max(moves):
@@ -870,7 +869,7 @@ def listing(store):
 
 
 def main(args):
-    """Runs the command that `args` say; returns the exit status."""
+    """The command line; returns the exit status."""
     if args[1:] != ["list"] and not (len(args) == 3 and args[2].endswith(".safetensors")):
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,12 +1,42 @@
-"""States of torch: taken apart for the store, and put together again. Knows torch; knows no store, no log and no pack of anybody's.
+"""Takes torch states apart for the store and rebuilds them. Knows torch; knows no store and no log.
 
-`capture` makes a `layout.Captured` of a state, `restore` and `LazySnapshot` take a `layout.Content`; whatever writes and reads the bytes is
-below. Nothing is pickled, nothing that a store names is imported or called, and what cannot come back exactly is refused.
+`capture` makes a `CapturedState`; `restore` and `LazySnapshot` read a `SnapshotContent`. Nothing is pickled, nothing that stored data
+names is imported or called, and values that could not be restored exactly are refused.
+
+capture.py              takes a state apart: tree, tensors, values
+tensor_table.py         the tensors of a captured state, as columns
+aliasing.py             plans how tensors that share memory are stored
+memory_extents.py       addresses of tensors and arrays
+plain_memory.py         checks that a tensor has memory of its own
+byte_sources.py         reads and fills the bytes of tensors; converts dtypes at a restore
+opaque_item.py          captures a value that is not part of a layout
+unsupported_types.py    advice for values that cannot be stored
+check.py                the dry run of a save
+arena.py                reused host memory for captures
+capture_copy.py         copies a captured state into host memory
+cuda_copy.py            copies from CUDA devices in the background
+boxes.py                `Box`, `Boxes` and torch's `CheckpointableTensor`
+sharded_tensors.py      `DTensor`, `ShardedTensor` and `FlatShard`
+rank_shares.py          a rank's share of a tensor, as bytes or as memory to fill
+wrapper_subclasses.py   traceable wrapper subclasses of tensors
+sharded_wrappers.py     DTensors over wrapper subclasses
+registered_types.py     `register_type`, and the types that a state may hold
+torchao_types.py        torchao's classes
+restore.py              validates the options of a restore and runs it
+restore_into.py         restores into an existing state
+match_names.py          compares stored leaves with a target's
+fill_in_place.py        fills existing tensors
+allocate.py             allocates new tensors; converts dtypes at a restore
+rebuild_tree.py         rebuilds containers and values
+select.py               `select=` and `rename=`
+load_report.py          reports what did not fit
+lazy.py                 tensors of a snapshot, read when they are used
+broadcast_reads.py      one rank reads, the group's broadcast distributes
 """
 
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.capture import capture
-from tensorstore_ck.state.check import StateCheck, StateProblem, check_state, problems
+from tensorstore_ck.state.check import StateCheck, StateProblem, check_state
 from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
 from tensorstore_ck.state.load_report import LoadReport, LoadWarning, UnclaimedNames
 from tensorstore_ck.state.registered_types import register_type
@@ -26,7 +56,6 @@ __all__ = [
     "UnclaimedNames",
     "capture",
     "check_state",
-    "problems",
     "register_type",
     "restore",
 ]

@@ -1,8 +1,8 @@
-"""Which tensors of a state share memory, and how that is stored. Pure: addresses in, a plan out.
+"""Plans how tensors that share memory are stored. Pure: addresses in, a plan out.
 
-Two leaves share an *area* when their allocations overlap, and memory when their own bytes do. In one area, leaves whose bytes are
-disjoint stay tensors of their own, placed in one `SharedStorage`. Leaves that overlap become views: of one that covers them all, or
-else of an extra tensor of plain bytes. So every byte is stored once, and comes back shared.
+Two leaves share an *area* if their allocations overlap, and memory if their own bytes do. Leaves of one area whose bytes are disjoint
+stay tensors of their own, in one `SharedStorage`. Leaves that overlap become views of a leaf that covers them all, or else of an extra
+tensor of plain bytes. So every byte is stored once, and a restore makes the tensors share memory again.
 """
 
 from collections import defaultdict
@@ -13,21 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 ALIGNMENT_BYTES: Final = 16
-"""Every allocator's alignment. Positions in a storage keep their address modulo it, so that views stay addressable."""
+"""Every allocator's alignment. Offsets in a storage keep their address modulo it, so that views stay addressable."""
 MAX_GAP_BYTES: Final = 4096
-"""Unused bytes between two tensors of a storage are kept up to here: two rows of a large buffer must not bring it along."""
-
+"""Unused bytes between two tensors of a storage are kept up to this size: two rows of a large buffer must not store all of it."""
 
 Numbers = npt.NDArray[np.intp]
 Addresses = npt.NDArray[np.uint64]
 
 
 class Extent(NamedTuple):
-    """Where one leaf lies."""
+    """The addresses of one leaf."""
 
     device: object
     start: int
-    """Its lowest byte."""
+    """The lowest byte of its elements."""
     stop: int
     area_start: int
     area_stop: int
@@ -35,32 +34,32 @@ class Extent(NamedTuple):
     address: int
     """Its first element."""
     size_bytes: int
-    """Bytes when stored on its own: less than ``stop - start`` where there are gaps."""
+    """Its size when stored on its own; less than ``stop - start`` if there are gaps."""
     is_whole: bool
     """Contiguous: its bytes are ``[start, stop)``."""
     repeats: bool
-    """Two of its elements may lie at one place: it is expanded, for example."""
+    """Two of its elements may have one address, as in an expanded tensor."""
 
 
 Area = tuple[object, int, int, bool] | None
-"""What `find_suspects` needs of a leaf: device, start and stop of its allocation, and `Extent.repeats`; None without bytes."""
+"""A leaf's device, start and stop of its allocation, and `Extent.repeats`; None for a leaf without bytes."""
 
 
 class MemoryAreas:
-    """Those of all leaves, as columns."""
+    """The areas of all leaves, as columns."""
 
     def __init__(self, areas: Iterable[Area] = ()) -> None:
         self.starts: list[int] = []
         self.stops: list[int] = []
-        """As `starts` without bytes."""
+        """Equal to `starts` for leaves without bytes."""
         self.devices: dict[int, object] = {}
-        """Leaf -> device, where there is one."""
+        """Leaf -> device, for leaves on one."""
         self.repeating: list[int] = []
         for area in areas:
             self.append(area)
 
     def append(self, area: Area) -> None:
-        """Adds the next leaf's."""
+        """Adds the next leaf's area."""
         device, start, stop, repeats = area or (None, 0, 0, False)
         if device is not None:
             self.devices[len(self.starts)] = device
@@ -71,33 +70,33 @@ class MemoryAreas:
 
 
 class CoveringArea(NamedTuple):
-    """A tensor of plain bytes that covers leaves of which none covers the others."""
+    """A tensor of plain bytes that covers overlapping leaves, none of which covers all others."""
 
     first: int
-    """The first leaf in it, which it is named after."""
+    """The first leaf in it, which gives it its name."""
     start: int
     stop: int
 
 
 class AreaOffset(NamedTuple):
-    """A base (a leaf's number; ``-1 - i`` for extra i) and bytes from there."""
+    """A base (a leaf's number; ``-1 - i`` for extra i) and an offset from its beginning."""
 
     base: int
     offset_bytes: int
 
 
 class Storage(NamedTuple):
-    """Bases that lie side by side in one allocation."""
+    """Bases in one allocation."""
 
     size_bytes: int
-    places: Sequence[AreaOffset]
+    offsets: Sequence[AreaOffset]
 
 
 class AliasPlan(NamedTuple):
-    """The plan."""
+    """How leaves that share memory are stored."""
 
     views: dict[int, AreaOffset]
-    """Leaf -> where it begins, for every leaf that is not stored on its own."""
+    """Leaf -> base and offset, for every leaf that is not stored on its own."""
     extras: list[CoveringArea]
     storages: list[Storage]
 
@@ -108,8 +107,8 @@ class _Cluster(NamedTuple):
     size_bytes: int
 
 
-def find_suspects(areas: MemoryAreas) -> list[int]:
-    """The leaves whose allocation overlaps another's, or whose elements repeat: few or none, in most states."""
+def find_alias_candidates(areas: MemoryAreas) -> list[int]:
+    """The leaves whose allocation overlaps another's, or whose elements repeat: few or none in most states."""
     starts, stops = np.array(areas.starts, np.uint64), np.array(areas.stops, np.uint64)
     leaves_on: defaultdict[object, list[int]] = defaultdict(list)
     for leaf, device in areas.devices.items():
@@ -122,28 +121,28 @@ def find_suspects(areas: MemoryAreas) -> list[int]:
 
 
 def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]:
-    """Those of `leaves` that overlap with another one's allocation, in one address space."""
+    """The `leaves`, of one address space, whose allocation overlaps another's."""
     leaves = leaves[np.argsort(starts[leaves], kind="stable")]
     reach = np.maximum.accumulate(stops[leaves])
-    # A leaf that begins within an earlier one touches it, and so does whatever begins between the two.
+    # A leaf that begins inside an earlier one overlaps it, and so do all leaves that begin between the two.
     before = np.flatnonzero(starts[leaves][1:] < reach[:-1])
     return [*leaves[before].tolist(), *leaves[before + 1].tolist()]
 
 
-def find_sharing(extents: dict[int, Extent]) -> AliasPlan:
-    """Plans for the suspects."""
+def plan_aliases(extents: dict[int, Extent]) -> AliasPlan:
+    """Plans for the leaves that `find_alias_candidates` found."""
     plan = AliasPlan({}, [], [])
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     for leaf, extent in extents.items():
         by_device[extent.device].append((extent.area_start, extent.area_stop, leaf))
     for intervals in by_device.values():
-        for area in overlapping(intervals):
+        for area in group_overlapping(intervals):
             _plan_area(area, extents, plan)
     return plan
 
 
-def overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
-    """Groups leaves whose intervals (start, stop, leaf) overlap, one with the next."""
+def group_overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
+    """Groups leaves whose intervals (start, stop, leaf) overlap, each with the next."""
     run: list[int] = []
     reach = -1
     for start, stop, leaf in sorted(intervals):
@@ -157,23 +156,23 @@ def overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
 
 
 def _plan_area(area: list[int], extents: dict[int, Extent], plan: AliasPlan) -> None:
-    runs = overlapping([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
+    runs = group_overlapping([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
     clusters = [_plan_cluster(sorted(run), extents, plan) for run in runs]
     if len(clusters) == 1 and (clusters[0].start % ALIGNMENT_BYTES == 0 or len(area) == 1):
         return
-    places = []
+    offsets = []
     position, stop = clusters[0].start % ALIGNMENT_BYTES, clusters[0].start
     for cluster in clusters:
         gap = cluster.start - stop
         position += gap if gap < MAX_GAP_BYTES else gap % MAX_GAP_BYTES
-        places.append(AreaOffset(cluster.base, position))
+        offsets.append(AreaOffset(cluster.base, position))
         position += cluster.size_bytes
         stop = cluster.start + cluster.size_bytes
-    plan.storages.append(Storage(position, places))
+    plan.storages.append(Storage(position, offsets))
 
 
 def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: AliasPlan) -> _Cluster:
-    """Leaves whose bytes overlap: chooses the base that they are views of."""
+    """Chooses the base of leaves whose bytes overlap; all others become views of it."""
     first = extents[members[0]]
     if len(members) == 1 and not first.repeats:
         return _Cluster(members[0], first.start, first.size_bytes)

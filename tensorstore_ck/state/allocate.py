@@ -1,6 +1,6 @@
-"""New tensors and arrays for stored ones: where they lie, which share memory, and what they are once their bytes have arrived.
+"""Allocates new tensors and arrays for stored ones, with the same shared memory, and converts their dtype (``dtype=`` of a restore).
 
-Every size and stride comes from a store: it is checked here, before torch or numpy sees it. Bytes are read by the caller.
+All sizes and strides come from a store, so they are checked here, before torch or numpy uses them. The caller reads the bytes.
 """
 
 from collections import defaultdict
@@ -33,22 +33,22 @@ CONVERTIBLE: Final = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
-"""What ``dtype=`` converts from and to: numbers of their own. float8_e8m0fnu is the scale of others, float4 packs two."""
+"""The dtypes that ``dtype=`` converts from and to. Not float8_e8m0fnu, which scales other numbers, nor float4, which packs two."""
 _CPU: Final = torch.device("cpu")
 
-Found = torch.Tensor | Array
+TensorOrArray = torch.Tensor | Array
 AnyDtype = torch.dtype | np.dtype[Any]
 
 
 class LeafForm(NamedTuple):
-    """What a leaf looks like."""
+    """The dtype and the memory layout of a leaf."""
 
     dtype: AnyDtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In elements."""
     offset_bytes: int
-    """From the beginning of its base."""
+    """The offset in its base."""
 
 
 def is_array(dtype: str) -> bool:
@@ -58,7 +58,12 @@ def is_array(dtype: str) -> bool:
 
 @cache
 def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
-    """The torch or numpy dtype of a stored name; `item_bytes` is checked where that is stored, too."""
+    """The torch or numpy dtype of a stored name; `item_bytes`, if stored, is checked.
+
+    Raises:
+        CorruptObjectError: there is no such numpy dtype on this machine, or its items have another size.
+        UnsupportedValueError: this torch lacks the dtype.
+    """
     if not is_array(name):
         return torch_dtype(name, item_bytes)
     try:
@@ -71,19 +76,24 @@ def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
 
 
 def form_of(layout: Layout, leaf: Leaf) -> LeafForm:
-    """The checked form of a tensor or view: it lies within its base."""
+    """The form of a tensor or view, checked to lie within its base."""
     spec = layout.tensors[leaf.index]
     if leaf.kind == "tensor":
         return LeafForm(dtype_of(spec.dtype, spec.item_bytes), spec.shape, contiguous_strides(spec.shape), 0)
     _, _, name, shape, strides, offset, _ = leaf.node
-    dtype = dtype_of(name, None)
-    reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
-    first = offset + sum(reach for reach in reaches if reach < 0) * dtype.itemsize
-    last = offset + (sum(reach for reach in reaches if reach > 0) + 1) * dtype.itemsize
-    is_negative = isinstance(dtype, torch.dtype) and any(step < 0 for step in strides)
-    if is_negative or 0 in shape or first < 0 or last > spec.size_bytes:
+    form = LeafForm(dtype_of(name, None), tuple(shape), tuple(strides), offset)
+    start, stop = byte_range(form)
+    is_negative = isinstance(form.dtype, torch.dtype) and any(step < 0 for step in strides)
+    if is_negative or 0 in shape or start < 0 or stop > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
-    return LeafForm(dtype, tuple(shape), tuple(strides), offset)
+    return form
+
+
+def byte_range(form: LeafForm) -> tuple[int, int]:
+    """The bytes [start, stop) of its base that the elements of a form span."""
+    reaches = [(extent - 1) * step * form.dtype.itemsize for extent, step in zip(form.shape, form.strides, strict=True)]
+    start, stop = (form.offset_bytes + sum(reach for reach in reaches if (reach > 0) == is_up) for is_up in (False, True))
+    return start, stop + form.dtype.itemsize
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -96,7 +106,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view_of(base: Found, form: LeafForm) -> Found:
+def view_of(base: TensorOrArray, form: LeafForm) -> TensorOrArray:
     """A tensor or array of `form` over the memory of `base`, which is contiguous."""
     if isinstance(form.dtype, torch.dtype):
         if isinstance(base, np.ndarray):
@@ -107,43 +117,43 @@ def view_of(base: Found, form: LeafForm) -> Found:
     return np.ndarray(form.shape, form.dtype, raw.data, form.offset_bytes, steps)
 
 
-Wanted = tuple[Leaf, torch.dtype | None]
-"""A leaf that is to be made, and what it is converted to if it holds floating-point numbers."""
+WantedLeaf = tuple[Leaf, torch.dtype | None]
+"""A leaf to allocate, and the dtype to convert it to if it holds floating-point numbers."""
 
 
-def require_memory_for(layout: Layout, wanted: Sequence[Wanted], device: torch.device) -> None:
-    """Refuses to make tensors for which this host has clearly no memory.
+def require_memory_for(layout: Layout, wanted: Sequence[WantedLeaf], device: torch.device) -> None:
+    """Checks that this host may have the memory for the tensors to allocate.
 
     Raises:
-        NoSpaceError: with both sizes.
+        NoSpaceError: it clearly has not; the message has both sizes.
     """
     numbers = {leaf.index for leaf, _ in wanted}
     specs = [layout.tensors[number] for number in numbers]
     needed_bytes = sum(spec.size_bytes for spec in specs if device == _CPU or is_array(spec.dtype))
     for leaf, dtype in wanted:
-        if dtype is not None and leaf.kind == "view":  # overlapping strides: the copy in another dtype may be larger than its base
+        if dtype is not None and leaf.kind == "view":  # with overlapping strides, the converted copy may be larger than the base
             needed_bytes += prod(extent for extent, step in zip(leaf.node[3], leaf.node[4], strict=True) if step) * dtype.itemsize
-    advice = "restore less of it (select=), into tensors that are there (into=), or open it and read tensors one by one (open_snapshot)"
+    advice = "restore less of it (select=), into existing tensors (into=), or read tensors one by one (open_snapshot)"
     require_memory(needed_bytes, f"to make {len(numbers):,} tensors", advice)
 
 
 class TensorAllocator:
-    """Allocates what is wanted; `targets` then take the bytes, and `get` gives the tensors."""
+    """Allocates tensors; the caller fills `targets` with bytes, and `get` then returns the tensors."""
 
-    def __init__(self, layout: Layout, wanted: Iterable[Wanted], device: torch.device) -> None:
-        """`device` is that of torch tensors; arrays, and what shares memory with them when it is read, are on the CPU."""
+    def __init__(self, layout: Layout, wanted: Iterable[WantedLeaf], device: torch.device) -> None:
+        """`device` is for torch tensors; arrays, and tensors that share memory with arrays, are read on the CPU."""
         self._layout = layout
         self._device = device
         self._forms: dict[str, LeafForm] = {}
-        """Path -> form, of what is not simply a stored tensor."""
+        """Path -> form, of leaves that are views, converted, or in a shared storage."""
         self._converted: dict[str, torch.dtype] = {}
-        """Path -> the dtype that `get` converts to, where the base is read as it is stored."""
-        self._bases: dict[int, Found] = {}
-        self._made: dict[tuple[int, int, torch.dtype | None], Found] = {}
+        """Path -> the dtype that `get` converts to, for leaves whose base is read in its stored dtype."""
+        self._bases: dict[int, TensorOrArray] = {}
+        self._made: dict[tuple[int, int, torch.dtype | None], TensorOrArray] = {}
         self.targets: dict[int, ByteSink] = {}
         placed = {number for storage in layout.storages for number in storage.tensors}
-        shared: defaultdict[int, list[Wanted]] = defaultdict(list)
-        alone: dict[int, Wanted] = {}
+        shared: defaultdict[int, list[WantedLeaf]] = defaultdict(list)
+        alone: dict[int, WantedLeaf] = {}
         for want in wanted:
             leaf = want[0]
             if leaf.kind == "view" or want[1] is not None or leaf.index in placed:
@@ -162,8 +172,8 @@ class TensorAllocator:
         for number, wants in plain.items():
             self._add_plain(number, wants)
 
-    def _add_converted(self, number: int, wants: list[Wanted]) -> bool:
-        """Makes a base in the wanted dtype, if all its leaves agree; bytes are then converted as they arrive."""
+    def _add_converted(self, number: int, wants: list[WantedLeaf]) -> bool:
+        """Allocates a base in the wanted dtype if all its leaves agree on it; bytes are then converted as they arrive."""
         spec = self._layout.tensors[number]
         stored = dtype_of(spec.dtype, spec.item_bytes)
         for leaf, dtype in wants:
@@ -181,24 +191,24 @@ class TensorAllocator:
             del self._converted[leaf.path]
         return True
 
-    def _add_storage(self, storage: SharedStorage, plain: dict[int, list[Wanted]]) -> None:
-        """Makes those bases that lie in one storage, in as much of it as they need, and takes them out of `plain`."""
-        places = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
-        if len(places) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in places.values()):
+    def _add_storage(self, storage: SharedStorage, plain: dict[int, list[WantedLeaf]]) -> None:
+        """Allocates the needed bases of one storage, in no more of it than they need, and removes them from `plain`."""
+        offsets = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
+        if len(offsets) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in offsets.values()):
             return
-        specs = {number: self._layout.tensors[number] for number in places}
-        start = min(places.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        size = max(offset + specs[number].size_bytes for number, offset in places.items()) - start
+        specs = {number: self._layout.tensors[number] for number in offsets}
+        start = min(offsets.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        size = max(offset + specs[number].size_bytes for number, offset in offsets.items()) - start
         if size > ALIGNMENT_BYTES + sum(self._layout.tensors[number].size_bytes + MAX_GAP_BYTES for number in storage.tensors):
             first = specs[min(specs)].name
-            raise CorruptObjectError(f"the storage of tensor {first!r} is larger than what it holds; run `tsck fsck`", object_id=first)
-        on_cpu = any(self._has_array(number, plain[number]) for number in places)
+            raise CorruptObjectError(f"the storage of tensor {first!r} is larger than its tensors; run `tsck fsck`", object_id=first)
+        on_cpu = any(self._has_array(number, plain[number]) for number in offsets)
         memory = new_tensor((size,), torch.uint8, _CPU if on_cpu else self._device)
-        for number, offset in places.items():
+        for number, offset in offsets.items():
             self._add(number, _whole(specs[number], memory, offset - start))
             del plain[number]
 
-    def _add_plain(self, number: int, wants: Sequence[Wanted]) -> None:
+    def _add_plain(self, number: int, wants: Sequence[WantedLeaf]) -> None:
         spec = self._layout.tensors[number]
         dtype = dtype_of(spec.dtype, spec.item_bytes)
         forms = [self._forms[leaf.path].dtype for leaf, _ in wants]
@@ -210,17 +220,17 @@ class TensorAllocator:
         else:
             self._add(number, new_array(spec.shape, dtype))
 
-    def _has_array(self, number: int, wants: Sequence[Wanted]) -> bool:
+    def _has_array(self, number: int, wants: Sequence[WantedLeaf]) -> bool:
         dtypes = [self._forms[leaf.path].dtype for leaf, _ in wants]
         return is_array(self._layout.tensors[number].dtype) or not all(isinstance(dtype, torch.dtype) for dtype in dtypes)
 
-    def _add(self, number: int, base: Found, stored: torch.dtype | None = None) -> None:
+    def _add(self, number: int, base: TensorOrArray, stored: torch.dtype | None = None) -> None:
         self._bases[number] = base
         if base.nbytes:
             self.targets[number] = target_of(base, stored)
 
-    def get(self, leaf: Leaf) -> Found:
-        """The tensor or array of a wanted leaf; valid when the bytes have arrived. One stored tensor is one object."""
+    def get(self, leaf: Leaf) -> TensorOrArray:
+        """The tensor or array of a wanted leaf; valid once the targets are filled. One stored tensor is one object."""
         found = self._bases[leaf.index]
         if type(leaf.node) is int and not self._converted and isinstance(found, torch.Tensor) and found.device == self._device:
             return found  # nearly always
@@ -242,7 +252,7 @@ class TensorAllocator:
 
 
 def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """`tensor`, with gradient and as a Parameter, if the leaf says so."""
+    """`tensor` with the leaf's flags: requires_grad, and as a Parameter."""
     flags = leaf.flags
     if flags and flags & REQUIRES_GRAD and not (tensor.is_floating_point() or tensor.is_complex()):
         raise CorruptObjectError(f"{leaf.path!r} is stored as an integer tensor with a gradient; run `tsck fsck`", object_id=leaf.path)
@@ -251,14 +261,14 @@ def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     return tensor.requires_grad_() if flags else tensor
 
 
-def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> Found:
+def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> TensorOrArray:
     dtype = dtype_of(spec.dtype, spec.item_bytes)
     if isinstance(dtype, torch.dtype) and offset % dtype.itemsize:
-        raise CorruptObjectError(f"tensor {spec.name!r} lies at an impossible place; run `tsck fsck`", object_id=spec.name)
+        raise CorruptObjectError(f"tensor {spec.name!r} is misaligned in its storage; run `tsck fsck`", object_id=spec.name)
     return view_of(memory, LeafForm(dtype, spec.shape, contiguous_strides(spec.shape), offset))
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in another dtype; what is repeated by strides of 0 stays repeated."""
+    """A copy in another dtype; elements that are repeated by strides of 0 stay repeated."""
     compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
     return compact.to(dtype).expand(tensor.shape)

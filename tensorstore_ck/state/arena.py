@@ -1,8 +1,8 @@
-"""Host memory for captures, under a hard limit: taken from the system once, and reused from one capture to the next.
+"""Host memory for captures, under a hard limit: allocated once, and reused from one capture to the next.
 
-Knows nothing of states: what is copied into a slot is `buffers`' business; when to capture, and what to do when all is in use, the
-caller's. The pages come straight from the system, exactly as many as are asked for, and go back as soon as nobody uses them (torch's
-allocator of pinned memory rounds up to a power of two and keeps what is freed, so no limit could be held with it).
+`capture_copy` copies states into its slots; the caller decides when to capture, and what to do when all memory is in use. Pages come
+directly from the system in the requested size, and are returned as soon as they are unused: torch's allocator of pinned memory rounds
+up to a power of two and keeps freed memory, so it could not hold the limit.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from tensorstore_ck.state.byte_sources import Array, address_of
 from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopies, SideStreams
 
 GRAIN_BYTES: Final = 2 << 20
-"""Memory is taken in whole huge pages, so that a state that grew a little still fits."""
+"""Memory is allocated in whole huge pages, so that a state that grew a little still fits."""
 _MADV_WIPEONFORK: Final = 18
 _REGISTER_PORTABLE: Final = 1
-"""Pinned for every device, not only for the current one."""
+"""Pinned for every device, not only the current one."""
 
 
 class Arena:
     """Host memory that captures are copied into: allocated once, reused, never more than `limit_bytes`. Thread-safe."""
 
     def __init__(self, limit_bytes: int, *, pinned: bool = False) -> None:
-        """`pinned`: CUDA devices copy into it while the caller computes. Without CUDA it changes nothing."""
+        """`pinned`: CUDA devices copy into it while the caller computes. Without CUDA it has no effect."""
         self.limit_bytes = limit_bytes
         self.device_copies: DeviceCopies = SideStreams()
-        """How tensors of devices get into it."""
+        """Copies tensors from devices into it."""
         self._is_pinned = pinned and torch.cuda.is_available()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -41,21 +41,15 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """What it holds, in use or not."""
+        """The memory that it holds, in use or not."""
         with self._lock:
             return self._in_use_bytes + self._free_bytes()
 
-    @property
-    def in_use_bytes(self) -> int:
-        """What slots hold that were not released."""
-        with self._lock:
-            return self._in_use_bytes
-
     def take(self, size_bytes: int) -> "Slot | None":
-        """Memory for a capture; None when it does not fit now. Never waits.
+        """Memory for a capture; None if it does not fit now. Never waits.
 
         Raises:
-            NoSpaceError: the system does not give what the limit allows.
+            NoSpaceError: the system refuses memory that the limit allows.
         """
         with self._lock:
             memory = self._find(size_bytes)
@@ -65,13 +59,13 @@ class Arena:
             return Slot(self, size_bytes, memory)
 
     def close(self) -> None:
-        """Frees what is not in use now, and the rest when it is released."""
+        """Frees unused memory now, and the rest when it is released."""
         with self._lock:
             self._is_closed = True
             self._free.clear()
 
     def take_back(self, slot: "Slot") -> None:
-        """For `Slot.release`."""
+        """Takes a slot's memory back; only `Slot.release` calls it."""
         with self._lock:
             memory, slot.memory = slot.memory, None
             if memory is not None:
@@ -88,7 +82,7 @@ class Arena:
         self._free.sort(key=lambda memory: memory.nbytes)
         best = next((number for number, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
         has_room = wanted <= left - self._free_bytes()
-        if best is not None and (self._free[best].nbytes <= 2 * wanted or not has_room):  # else it is left for a larger capture
+        if best is not None and (self._free[best].nbytes <= 2 * wanted or not has_room):  # else it is kept for a larger capture
             return self._free.pop(best)
         while wanted > left - self._free_bytes():
             del self._free[0]
@@ -99,19 +93,18 @@ class Arena:
 
 
 class Slot:
-    """Memory of one capture."""
+    """Memory of one capture, made by `Arena.take`."""
 
     def __init__(self, arena: Arena, size_bytes: int, memory: Array) -> None:
-        """For `Arena.take`."""
         self.arena = arena
         self.size_bytes = size_bytes
         self.memory: Array | None = memory
-        """None: it was released."""
+        """None after the release."""
         self.arrivals: list[DeviceArrival] = []
-        """Of copies from devices into it, which may still be under way."""
+        """Copies from devices into it that may still be under way."""
 
     def release(self) -> None:
-        """Gives the memory back for other captures: nobody may read what was copied into it any more. Idempotent."""
+        """Returns the memory for other captures; its content must not be read any more. Idempotent."""
         try:
             for arrival in self.arrivals:
                 arrival.wait()
@@ -126,7 +119,7 @@ def _new_pages(size_bytes: int, *, pinned: bool) -> Array:
         raise _refused(size_bytes, "allocate", str(exc)) from exc
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(pages, mmap.MADV_HUGEPAGE)
-        # Else the next capture after a fork would copy every page, and the old ones would stay as long as the child.
+        # Without it the next capture after a fork would copy every page, and the old ones would live as long as the child.
         _advise(pages, _MADV_WIPEONFORK)
     array: Array = np.frombuffer(pages, np.uint8)
     if pinned:
@@ -139,18 +132,18 @@ def _new_pages(size_bytes: int, *, pinned: bool) -> Array:
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
-    with contextlib.suppress(OSError):  # an older kernel: that costs time only
+    with contextlib.suppress(OSError):  # an older kernel: slower, but correct
         pages.madvise(advice)
 
 
 def _unpin(address: int, pages: mmap.mmap) -> None:
-    """Takes the pages as well: they must not go before."""
+    """`pages` is an argument only to keep them mapped until now."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _refused(size_bytes: int, what: str, why: str) -> NoSpaceError:
     return NoSpaceError(
-        f"the system would not {what} {size_bytes / (1 << 20):,.0f} MiB of host memory to capture a state ({why}): lower "
+        f"the system refused to {what} {size_bytes / (1 << 20):,.0f} MiB of host memory to capture a state ({why}): lower "
         "host_memory_bytes, or free memory on this host",
         object_id="host_memory_bytes",
     )

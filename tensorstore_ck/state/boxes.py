@@ -1,7 +1,4 @@
-"""Boxes of a tensor that lie on this rank: `Box`, `Boxes` for several of one tensor, and torch's `CheckpointableTensor`.
-
-Here alone a `Box` is one with its memory; everywhere else `sharding.Box` says only where it lies.
-"""
+"""Boxes of a tensor on this rank, with their memory: `Box`, `Boxes` for several boxes of one tensor, torch's `CheckpointableTensor`."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -22,13 +19,13 @@ _PROTOCOL: Final = ("global_shape", "global_offsets", "local_offsets", "local_si
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
-    """What this rank holds of a tensor that is spread over ranks in any way, such as what Megatron's ``ShardedTensor`` describes.
+    """One box of a tensor that is spread over ranks in any way, such as Megatron's ``ShardedTensor`` describes.
 
-    `local` is the box of its own shape that begins at `offsets` of the tensor of shape `global_shape`; its strides may be any. A rank
-    that holds nothing of the tensor passes an empty one, such as ``local[:0]``; one that holds several boxes, `Boxes`.
+    `local` holds the elements of its own shape at `offsets` of the tensor of shape `global_shape`; it may have any strides. A rank
+    without elements of the tensor passes an empty box, such as ``local[:0]``; a rank with several boxes passes `Boxes`.
 
     Raises:
-        InvalidOptionError: `local` is no plain dense tensor, or does not lie within the whole.
+        InvalidOptionError: `local` is not a plain dense tensor, or does not lie within the whole tensor.
     """
 
     local: torch.Tensor
@@ -49,7 +46,7 @@ class Box:
             raise InvalidOptionError(f"Box: global_shape and offsets must be whole numbers: {exc}", object_id="global_shape") from exc
         if not len(shape) == len(offsets) == local.ndim:
             raise InvalidOptionError(
-                f"Box: local has {local.ndim} dims, global_shape {len(shape)}, offsets {len(offsets)}: they must have as many; give local"
+                f"Box: local has {local.ndim} dims, global_shape {len(shape)}, offsets {len(offsets)}: they must be equal; give local"
                 " the dims of size 1 that it lacks, e.g. local.unsqueeze(0)",
                 object_id="global_shape",
             )
@@ -65,10 +62,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Several boxes of one tensor on one rank. A list would be several tensors.
+    """Several boxes of one tensor on one rank. (A list of `Box` means several tensors.)
 
     Raises:
-        InvalidOptionError: there are none, or they are not of one tensor.
+        InvalidOptionError: there are no boxes, or they are not of one tensor.
     """
 
     boxes: Sequence[Box]
@@ -88,32 +85,32 @@ class Boxes:
 
 
 class HeldBoxes(NamedTuple):
-    """What lies here of a tensor."""
+    """This rank's boxes of a tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's shape."""
     dtype: torch.dtype
     pieces: tuple[LocalPiece, ...]
-    """None is empty."""
+    """Without empty boxes."""
     requires_grad: bool
     is_parameter: bool
 
 
 def is_checkpointable(value: object) -> bool:
-    """Whether it is a plain tensor that tells which boxes of a larger one it holds, as torch 2.15 has it (``CheckpointableTensor``)."""
+    """Whether it is a plain tensor with torch 2.15's ``CheckpointableTensor`` protocol, which names its boxes of a larger tensor."""
     return (
-        hasattr(value, "global_shape")  # most have not, and there are tens of thousands
+        hasattr(value, "global_shape")  # first, as most of tens of thousands of tensors lack it
         and isinstance(value, torch.Tensor)
-        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # another might have no memory of its own
+        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # else it may have no memory of its own
         and all(hasattr(value, name) for name in _PROTOCOL)
     )
 
 
 def held_boxes(value: Any, path: str = "") -> HeldBoxes | None:
-    """What of a tensor lies in a `Box`, in `Boxes` or in a `CheckpointableTensor`; None for anything else.
+    """The boxes of a `Box`, `Boxes` or `CheckpointableTensor`; None for anything else.
 
     Raises:
-        UnsupportedValueError: what a `CheckpointableTensor` at `path` tells of itself is impossible.
+        UnsupportedValueError: the boxes of a `CheckpointableTensor` are impossible; the message has its `path`.
     """
     if is_checkpointable(value):
         return _held_of_checkpointable(value, path)
@@ -138,7 +135,7 @@ def _held_of_checkpointable(tensor: Any, path: str) -> HeldBoxes:
             pieces.append((box.local, box.offsets))
     except (TypeError, ValueError, InvalidOptionError) as exc:
         raise UnsupportedValueError(
-            f"{path or 'the state'} is a tensor that tells of boxes which it cannot hold (torch's CheckpointableTensor): {exc}; correct its"
+            f"{path or 'the state'} is a tensor that names boxes which it cannot hold (torch's CheckpointableTensor): {exc}; correct its"
             f" {', '.join(_PROTOCOL[:-1])} or {_PROTOCOL[-1]}, or delete them if it is an ordinary tensor",
             object_id=path,
         ) from exc
@@ -149,8 +146,8 @@ def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[Local
     return tuple(LocalPiece(sharding.BoxBounds(offsets, tuple(local.shape)), local) for local, offsets in held if 0 not in local.shape)
 
 
-def fault_of(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) -> str:
-    """Why boxes, none of them empty, are not all of a tensor, each element once; empty when they are."""
+def coverage_error(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) -> str:
+    """Why boxes, none of them empty, do not cover each element of a tensor once; empty if they do."""
     if not all(len(box.offsets) == len(box.sizes) == len(shape) and _lies_within(*box, shape) for box in boxes):
         return "a piece lies outside"
     missing = prod(shape) - sum(prod(box.sizes) for box in boxes)

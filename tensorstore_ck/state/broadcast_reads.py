@@ -1,7 +1,7 @@
-"""Tensors that all ranks of a group want whole are read by one rank each, and sent to the others by the group's own broadcast.
+"""Reads each tensor that all ranks of a group want whole on one rank only, and distributes it by the group's broadcast.
 
-Before the first broadcast the ranks agree on these tensors, and that they were read: a rank that fails leaves no other rank waiting in a
-collective.
+Before the first broadcast, the ranks agree on these tensors and on the success of the reads: a failing rank leaves no other rank waiting
+in a collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +15,14 @@ from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, Wanted
 from tensorstore_ck.engine.read.block_reader import BufferTarget, deliver
 
 PIECE_BYTES: Final = 256 << 20
-"""Broadcast at a time."""
+"""Bytes in one broadcast."""
 
 Agree = Callable[[bytes, Callable[[bytes], None]], None]
-"""Called by all ranks with a bit for each tensor and a function; calls the function with the bits that all ranks have set."""
+"""All ranks call it with a bit per tensor and a function, which it calls with the bits that are set on all ranks."""
 
 
 class BroadcastContent:
-    """`SnapshotContent` that reads tensors once that all ranks read in full."""
+    """`SnapshotContent` that reads each tensor that all ranks want whole only once."""
 
     def __init__(self, content: SnapshotContent, group: "dist.ProcessGroup", agree: Agree) -> None:
         self._content = content
@@ -80,7 +80,7 @@ class BroadcastContent:
 
 
 def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
-    """Tensor -> the rank that reads it; the same on all ranks, each about as many bytes."""
+    """Tensor -> the rank that reads it; equal on all ranks, with about the same number of bytes for each."""
     load = [0] * ranks
     owners = {}
     for number, size_bytes in sorted(sizes, key=lambda item: (-item[1], item[0])):
@@ -91,5 +91,5 @@ def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
 
 
 def _device(group: "dist.ProcessGroup") -> torch.device:
-    """The device of the group's collectives: this process's GPU with nccl."""
+    """The device of the group's collectives: this process's GPU with nccl, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")

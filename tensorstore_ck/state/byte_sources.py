@@ -1,7 +1,7 @@
-"""Bytes of tensors and arrays: where they lie, how they are read (`ByteSource`), how they are filled (`ByteTarget`).
+"""Reads the bytes of tensors and arrays (`ByteSource`), and fills them with bytes (`ByteTarget`).
 
-Knows nothing of states and trees. CPU memory that is contiguous is read and written in place, through its address, which works for every
-dtype. Everything else goes range by range, so that a large tensor never exists a second time.
+Contiguous CPU memory is read and written in place, by its address, which works for every dtype. Anything else is copied range by range,
+so that no large tensor exists twice. With `CopyTarget` a restore converts dtypes as the bytes arrive. Knows no states or trees.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.state.plain_memory import require_reachable
 
 Array = npt.NDArray[Any]
@@ -25,7 +26,7 @@ _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 HUGE_FROM_BYTES: Final = 4 << 20
-"""Allocations from this size on ask for huge pages: filling 64 MiB of fresh memory then ran at 6 GB/s instead of 2.5."""
+"""Allocations of at least this size request huge pages: filling 64 MiB of fresh memory then ran at 6 GB/s instead of 2.5."""
 _MADV_HUGEPAGE: Final = 14
 _PAGE_BYTES: Final = 4096
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
@@ -34,7 +35,7 @@ if _madvise is not None:
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """The `size` bytes at `address`, writable. Valid while their owner lives."""
+    """The `size` bytes at `address`, writable. Valid as long as their owner lives."""
     if size == 0:
         return memoryview(bytearray())
     view: memoryview = _memory_view(address, size, _WRITABLE)
@@ -52,7 +53,7 @@ class MemorySource:
         self._owner = owner
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The memory itself; valid while this source lives."""
+        """The memory itself; valid as long as this source lives."""
         return memory_at(self.address + start, stop - start)
 
 
@@ -119,12 +120,12 @@ class MemoryTarget:
 
 
 class CopyTarget:
-    """`ByteTarget` over any other tensor or array: another device, another dtype, or strided. What it takes is whole elements."""
+    """`ByteTarget` over any other tensor or array: on a device, of another dtype, or strided. Takes whole elements."""
 
     __slots__ = ("_dtype", "_item_bytes", "_shape", "_tensor")
 
     def __init__(self, tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -> None:
-        """`stored` is the dtype of the bytes, where that is not the tensor's."""
+        """`stored` is the dtype of the bytes; None: the tensor's own."""
         if isinstance(tensor, torch.Tensor):
             tensor = tensor.detach()
             self._dtype = stored or tensor.dtype
@@ -136,7 +137,7 @@ class CopyTarget:
         self._shape = tuple(tensor.shape)
 
     def memory(self) -> None:
-        """None: bytes come through `write`."""
+        """None: bytes must come through `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Copies, converts and moves `data`, which begins and ends with an element."""
@@ -158,7 +159,11 @@ ByteSink = MemoryTarget | CopyTarget
 
 
 def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -> ByteSink:
-    """The target that fills `tensor` with bytes of the dtype `stored` (None: its own): in place where that is possible."""
+    """The target that fills `tensor` with bytes of the dtype `stored` (None: its own), in place if possible.
+
+    Raises:
+        UnsupportedValueError: `tensor` is not a plain strided tensor with its memory.
+    """
     if isinstance(tensor, torch.Tensor):
         require_reachable(tensor)
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -171,40 +176,23 @@ def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -
 
 
 def pieces(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, int]]:
-    """Covers elements [start, stop) of a row-major tensor by boxes: indexes for `tensor[...]`, in order, and their elements."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), 1
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        for index, count in pieces(shape[1:], start - last * row, stop - last * row):
-            yield (last, *index), count
-        return
-    if start < first * row:
-        for index, count in pieces(shape[1:], start - (first - 1) * row, row):
-            yield (first - 1, *index), count
-    if first < last:
-        yield (slice(first, last),), (last - first) * row
-    if last * row < stop:
-        for index, count in pieces(shape[1:], 0, stop - last * row):
-            yield (last, *index), count
+    """Covers elements [start, stop) of a row-major tensor by boxes, in order: an index for `tensor[...]`, and its number of elements."""
+    for offsets, sizes in row_boxes(shape, start, stop):
+        yield tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)), prod(sizes)
 
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size, where that is possible: torch cannot copy every dtype."""
+    """The same memory as integers of the same size, if possible: torch cannot copy every dtype."""
     if tensor.is_conj() or tensor.is_neg() or tensor.dtype.itemsize not in _BITS:
         return tensor
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 def address_of(array: Array) -> int:
-    """The address of its first element."""
+    """The address of an array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -215,7 +203,7 @@ def _frombuffer(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A fresh, unfilled, contiguous tensor."""
+    """A new, uninitialized, contiguous tensor."""
     tensor = _empty(shape, dtype, device)
     if tensor.nbytes >= HUGE_FROM_BYTES and tensor.is_cpu:
         _ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
@@ -229,7 +217,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A fresh, unfilled, contiguous array."""
+    """A new, uninitialized, contiguous array."""
     array = np.empty(shape, dtype)
     if array.nbytes >= HUGE_FROM_BYTES:
         _ask_for_huge_pages(address_of(array), array.nbytes)
@@ -239,12 +227,12 @@ def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 def _ask_for_huge_pages(address: int, size: int) -> None:
     if _madvise is not None:
         start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
-        _madvise(start, (address + size) // _PAGE_BYTES * _PAGE_BYTES - start, _MADV_HUGEPAGE)  # advice: failure costs time only
+        _madvise(start, (address + size) // _PAGE_BYTES * _PAGE_BYTES - start, _MADV_HUGEPAGE)  # only advice: failure is harmless
 
 
 def strided(base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset_bytes: int) -> torch.Tensor:
-    """A tensor of its own over the memory of `base`, which begins at its storage's offset. Bounds are the caller's to check."""
+    """A new tensor over the memory of `base`, which begins at its storage's offset. The caller checks bounds."""
     start = base.storage_offset() * base.itemsize + offset_bytes
     if start % dtype.itemsize:
-        raise CorruptObjectError(f"a stored view of {dtype} begins at byte {start} of its storage, where none can; run `tsck fsck`")
+        raise CorruptObjectError(f"a stored view of {dtype} begins at the misaligned byte {start} of its storage; run `tsck fsck`")
     return _empty((0,), dtype, base.device).set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)

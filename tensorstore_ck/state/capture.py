@@ -1,7 +1,7 @@
-"""Takes a state apart: containers become a tree, tensors become bytes where they lie, everything else becomes values.
+"""Takes a state apart: containers become a tree, tensors become sources of bytes, everything else becomes values.
 
-Nothing is copied or read here. What cannot be stored is refused with its path, never dropped and never pickled. Leaves are numbered and
-named depth-first, as `tree.parse` does it. Which of them share memory is settled at the end, by address.
+Nothing is copied or read here. A value that cannot be stored is refused with its path, never dropped and never pickled. Leaves are
+numbered and named depth-first, as in `tree.parse`. At the end, addresses decide which leaves share memory.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -14,20 +14,20 @@ import torch
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import sharding
-from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
+from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
 from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, LeafNames
-from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
-from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_sharing, find_suspects
-from tensorstore_ck.state.boxes import Box, Boxes, fault_of, is_checkpointable
+from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, move_to_blobs, numpy_dtype_name, pack_numbers
+from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
+from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare, share_of, source_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber
-from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, spread_of
-from tensorstore_ck.state.tensor_table import Specs, TensorKind, TensorTable, flags_of
+from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
+from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable, flags_of
 from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, RankShare})
@@ -42,11 +42,11 @@ def capture(state: object, describer: SpreadDescriber | None = None) -> Captured
     """Takes `state` apart. Its tensors must neither move nor change until the result has been stored.
 
     Args:
-        state: The state, or this rank's side of it.
-        describer: Tells how tensors are spread over the ranks that put together.
+        state: The state, or this rank's part of it.
+        describer: Describes how tensors are spread over the ranks of the group.
 
     Raises:
-        UnsupportedValueError: something in it cannot be stored; the message has its path and what to do.
+        UnsupportedValueError: a value cannot be stored; the message has its path and advice.
     """
     walk = CaptureWalk(describer=describer)
     walk.visit(state)
@@ -54,83 +54,83 @@ def capture(state: object, describer: SpreadDescriber | None = None) -> Captured
 
 
 class CaptureWalk:
-    """One walk over a state. With `refuse`, it goes on after what cannot be stored."""
+    """One walk over a state. With `refuse`, it continues after values that cannot be stored."""
 
     def __init__(self, refuse: Refuse | None = None, describer: SpreadDescriber | None = None) -> None:
         self._describer = describer
         self._spreads: dict[int, Spread] = {}
         self._meshes: dict[Mesh, int] = {}
         self._explicit: dict[int, tuple[sharding.BoxBounds, ...]] = {}
-        self._apart: dict[int, tuple[torch.Tensor, UnwrappedShards | None]] = {}
+        self._unwrapped: dict[int, tuple[torch.Tensor, UnwrappedShards | None]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
         self._names = LeafNames()
         self._refuse = refuse
         self._root: list[Node] = [None]
-        self._columns = TensorTable()
-        # Where tensors hang, should it turn out that some are views.
-        self._hole_nodes: list[list[Any]] = []
-        self._hole_positions: list[int] = []
+        self._table = TensorTable()
+        # The nodes of tensors, to be replaced if some turn out to be views.
+        self._tensor_nodes: list[list[Any]] = []
+        self._tensor_positions: list[int] = []
 
     def visit(self, state: object) -> None:
         """Walks the whole state."""
         self._visit(state, "", self._root, 0, 0)
 
     def finish(self) -> CapturedState:
-        """Settles which tensors share memory."""
-        columns = self._columns
-        suspects = find_suspects(columns.areas)
-        sharing = find_sharing({leaf: extent_of(columns.objects[leaf]) for leaf in suspects})
-        names, forms, sources = columns.names, columns.forms, columns.sources()
+        """Decides which tensors share memory, and returns the result."""
+        table = self._table
+        suspects = find_alias_candidates(table.areas)
+        aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in suspects})
+        names, forms, sources = table.names, table.forms, table.sources()
         own: Sequence[int] = range(len(names))
         number_of: Sequence[int] | dict[int, int] = own
-        if sharing.views:
-            own = [leaf for leaf in own if leaf not in sharing.views]
-            names = [names[leaf] for leaf in own] + [self._names.name(f"{names[extra.first]}.__storage__") for extra in sharing.extras]
-            forms = [forms[leaf] for leaf in own] + [_form_of(extra) for extra in sharing.extras]
-            sources = sources.pick(own, [_source_of(extra, columns.objects[extra.first]) for extra in sharing.extras])
-            own += [-1 - position for position in range(len(sharing.extras))]
+        if aliases.views:
+            own = [leaf for leaf in own if leaf not in aliases.views]
+            names = [names[leaf] for leaf in own] + [self._names.name(f"{names[extra.first]}.__storage__") for extra in aliases.extras]
+            forms = [forms[leaf] for leaf in own] + [_form_of(extra) for extra in aliases.extras]
+            sources = sources.pick(own, [_source_of(extra, table.objects[extra.first]) for extra in aliases.extras])
+            own += [-1 - position for position in range(len(aliases.extras))]
             number_of = {leaf: number for number, leaf in enumerate(own)}
         storages = []
-        for storage in sharing.storages:
-            for base, _ in storage.places:
+        for storage in aliases.storages:
+            for base, _ in storage.offsets:
                 self._check_addressable(base)
-            members = sorted((number_of[base], offset) for base, offset in storage.places)
+            members = sorted((number_of[base], offset) for base, offset in storage.offsets)
             storages.append(SharedStorage(storage.size_bytes, tuple(m for m, _ in members), tuple(offset for _, offset in members)))
-        if sharing.views:
-            for nodes, position in zip(self._hole_nodes, self._hole_positions, strict=True):
+        if aliases.views:
+            for nodes, position in zip(self._tensor_nodes, self._tensor_positions, strict=True):
                 node = nodes[position]
                 leaf = node if type(node) is int else node[1]
-                place = sharing.views.get(leaf)
-                nodes[position] = self._view_node(leaf, place, number_of) if place else self._node(leaf, number_of[leaf])
+                view = aliases.views.get(leaf)
+                nodes[position] = self._view_node(leaf, view, number_of) if view else self._node(leaf, number_of[leaf])
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
-        explicit = [Explicit(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
-        layout = Layout(Specs(names, forms), self._root[0], storages, list(self._meshes), spreads)
+        explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
+        layout = Layout(TensorSpecs(names, forms), self._root[0], storages, list(self._meshes), spreads)
         return CapturedState(layout, self._values, self._blobs, sources, explicit)
 
     def _node(self, leaf: int, number: int) -> Node:
-        flags = self._columns.flags.get(leaf)
+        flags = self._table.flags.get(leaf)
         return ["t", number, flags] if flags else number
 
-    def _view_node(self, leaf: int, place: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
+    def _view_node(self, leaf: int, view: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
         self._check_addressable(leaf)
-        form, found = self._columns.forms[leaf], self._columns.objects[leaf]
+        form, found = self._table.forms[leaf], self._table.objects[leaf]
         strides = found.stride() if isinstance(found, torch.Tensor) else tuple(step // found.itemsize for step in found.strides)
-        flags = self._columns.flags.get(leaf, 0)
-        return ["w", number_of[place.base], form.dtype, list(form.shape), list(strides), place.offset_bytes, flags]
+        flags = self._table.flags.get(leaf, 0)
+        return ["w", number_of[view.base], form.dtype, list(form.shape), list(strides), view.offset_bytes, flags]
 
     def _check_addressable(self, leaf: int) -> None:
-        """What shares memory must be reachable by strides when it comes back."""
+        """Checks that strides can describe a leaf that shares memory."""
         if leaf < 0:
             return
-        found = self._columns.objects[leaf]
+        found = self._table.objects[leaf]
         if isinstance(found, torch.Tensor):
             is_addressable = not (found.is_conj() or found.is_neg() or found.data_ptr() % found.itemsize)
         else:
             is_addressable = not any(step % found.itemsize for step in found.strides)
         if not is_addressable:
-            what = "it shares memory with another tensor in a way that strides cannot tell"
-            self._fail(self._columns.names[leaf], what, "store a copy of it (.clone() or .copy())")
+            what = "it shares memory with another tensor in a way that strides cannot describe"
+            self._fail(self._table.names[leaf], what, "store a copy of it (.clone() or .copy())")
 
     # --- containers ---------------------------------------------------------------------------------------------------
 
@@ -149,9 +149,9 @@ class CaptureWalk:
         elif kind is np.ndarray or kind is np.memmap:
             self._visit_array(value, path, nodes, position)
         elif kind in _CONTAINERS:
-            if kind in (list, tuple) and (array := packed(value)) is not None:
+            if kind in (list, tuple) and (array := pack_numbers(value)) is not None:
                 self._names.name(path[:-1] if path else ROOT)
-                self._values.append(split_large(array, path[:-1], self._blobs))
+                self._values.append(move_to_blobs(array, path[:-1], self._blobs))
             else:
                 self._visit_container(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
@@ -164,7 +164,7 @@ class CaptureWalk:
             self._visit_value(value, path)
 
     def _visit_subclass(self, value: torch.Tensor, path: str, nodes: list[Any], position: int, depth: int) -> None:
-        """Any tensor that is not plain."""
+        """Visits a tensor that is not plain."""
         registered = registered_class(type(value))
         if registered is not None:
             self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
@@ -173,12 +173,12 @@ class CaptureWalk:
             self._fail(path[:-1], what, advice)
         else:
             try:
-                if id(value) not in self._apart:  # the inner tensors of one object are one object each
-                    self._apart[id(value)] = value, spread_of(self._describer, value, path[:-1])
+                if id(value) not in self._unwrapped:  # the inner tensors of one object are one object each
+                    self._unwrapped[id(value)] = value, unwrap_shards(self._describer, value, path[:-1])
             except UnsupportedValueError as exc:
                 self._refused(exc)
             else:
-                if (apart := self._apart[id(value)][1]) is None:
+                if (apart := self._unwrapped[id(value)][1]) is None:
                     self._visit_spread(value, path, nodes, position)
                 else:
                     self._visit_registered(apart.registered.name, apart.state, path, nodes, (position, depth))
@@ -192,7 +192,7 @@ class CaptureWalk:
     def _visit_value(self, value: object, path: str) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
         try:
-            self._values.append(split_large(encode(value, name, encode_torch), name, self._blobs))
+            self._values.append(move_to_blobs(encode(value, name, encode_torch), name, self._blobs))
         except UnsupportedValueError as exc:
             self._refused(exc)
 
@@ -264,23 +264,23 @@ class CaptureWalk:
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
-        """Ordinary tensors, many at once; tells where they end."""
-        columns, first = self._columns, len(self._columns.objects)
-        stop = columns.add_run(items, start)
-        columns.names += self._names.names(paths[start:stop])
-        numbers = range(first, len(columns.objects))
-        nodes[start:stop] = map(self._node, numbers, numbers) if columns.flags else numbers
-        self._hole_nodes += [nodes] * len(numbers)
-        self._hole_positions += range(start, stop)
+        """Adds consecutive ordinary tensors at once; returns where they end."""
+        table, first = self._table, len(self._table.objects)
+        stop = table.add_run(items, start)
+        table.names += self._names.names(paths[start:stop])
+        numbers = range(first, len(table.objects))
+        nodes[start:stop] = map(self._node, numbers, numbers) if table.flags else numbers
+        self._tensor_nodes += [nodes] * len(numbers)
+        self._tensor_positions += range(start, stop)
         return stop
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._columns.number_of.get(id(tensor))
+        number = self._table.number_of.get(id(tensor))
         if number is None:
             try:
                 spec = TensorSpec(name, require_dense(tensor, name), tensor.itemsize, tuple(tensor.shape))
-                number = self._columns.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
+                number = self._table.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
@@ -291,13 +291,13 @@ class CaptureWalk:
 
     def _place(self, number: int, nodes: list[Any], position: int) -> None:
         nodes[position] = self._node(number, number)
-        self._hole_nodes.append(nodes)
-        self._hole_positions.append(position)
+        self._tensor_nodes.append(nodes)
+        self._tensor_positions.append(position)
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
-        """A tensor of which this rank holds a share."""
+        """Visits a tensor of which this rank holds a share."""
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._columns.number_of.get(id(value))
+        number = self._table.number_of.get(id(value))
         if number is None:
             try:
                 share = share_of(self._describer, value, name)
@@ -308,16 +308,16 @@ class CaptureWalk:
                 for piece in share.pieces:
                     require_dense(piece.tensor, name)
                 boxes = tuple(piece.box for piece in share.pieces)
-                if self._describer is None and (fault := fault_of(share.shape, boxes)):
-                    what = f"its boxes are not all of a tensor of shape {list(share.shape)} ({fault}), and there are no other ranks"
-                    raise UnsupportedValueError(f"cannot store {name}: {what}; pass group=, so that all ranks put theirs", object_id=name)
+                if self._describer is None and (fault := coverage_error(share.shape, boxes)):
+                    what = f"its boxes do not cover a tensor of shape {list(share.shape)} ({fault}), and there are no other ranks"
+                    raise UnsupportedValueError(f"cannot store {name}: {what}; pass group=, so that all ranks save theirs", object_id=name)
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
             flags = REQUIRES_GRAD if share.requires_grad else 0
             flags |= PARAMETER if share.is_parameter else 0
             spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape)
-            number = self._columns.add(value, spec, share.source(), None, flags)
+            number = self._table.add(value, spec, share.source(), None, flags)
             if share.mesh is not None:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
             else:
@@ -327,7 +327,7 @@ class CaptureWalk:
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._columns.number_of.get(id(array))
+        number = self._table.number_of.get(id(array))
         if number is None:
             dtype = numpy_dtype_name(array.dtype)
             if dtype is None or not 0 < array.itemsize <= MAX_ITEM_BYTES:
@@ -335,7 +335,7 @@ class CaptureWalk:
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
             source = MemorySource(address_of(array), array, array.nbytes) if array.flags.c_contiguous else CopySource(array)
-            number = self._columns.add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), source, area_of(array))
+            number = self._table.add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), source, area_of(array))
         self._place(number, nodes, position)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
     """The stored name of a tensor's dtype.
 
     Raises:
-        UnsupportedValueError: it is not a dense tensor that has its memory.
+        UnsupportedValueError: it is not a dense tensor with its memory.
     """
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None or not is_plain(tensor) or tensor.is_meta:

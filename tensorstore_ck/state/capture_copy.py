@@ -1,7 +1,7 @@
-"""Copies a captured state into reused host memory, at the speed of memory, so that its owner may change it at once.
+"""Copies a captured state into reused host memory, at memory speed, so that its owner may change it at once.
 
-Large tensors are cut so that every thread has work, small ones go many at a time. The memory then holds one tensor after another, in the
-order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who reads, others decide.
+Large tensors are cut so that every thread has work; small ones are copied many at a time. The slot then holds the tensors in the order
+of the layout, each at a multiple of `ALIGN_BYTES`.
 """
 
 import ctypes
@@ -23,15 +23,15 @@ from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopy, is_on_devi
 from tensorstore_ck.state.rank_shares import ChainedSource
 from tensorstore_ck.state.tensor_table import ByteSources, LazySources
 
-__all__ = ["Arena", "Slot", "copied_bytes", "copy_captured"]
+__all__ = ["Arena", "Slot", "copy_captured", "slot_bytes"]
 
 ALIGN_BYTES: Final = 64
 PIECE_BYTES: Final = 4 << 20
-"""What a thread copies at a time, at the least."""
+"""The smallest unit of a thread's work."""
 MAX_PIECE_BYTES: Final = 256 << 20
-"""A memcpy of hundreds of MiB goes round the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
+"""A memcpy of hundreds of MiB bypasses the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
 SMALL_BYTES: Final = 16 << 10
-"""Smaller moves keep the GIL: two threads that handed it to and fro took three times as long for 20,000 of 256 bytes."""
+"""Smaller copies keep the GIL: two threads that exchanged it took three times as long for 20,000 copies of 256 bytes."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -45,10 +45,10 @@ for _function in (_memcmp, _memcmp_with_gil):
     _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
-def place_of(source: ByteSource) -> tuple[object, ...]:
-    """Names the memory that a source reads, as long as the source lives."""
+def memory_key(source: ByteSource) -> tuple[object, ...]:
+    """Identifies the memory that a source reads, as long as the source lives."""
     if isinstance(source, ChainedSource):
-        return tuple(place for part in source.sources for place in place_of(part))
+        return tuple(key for part in source.sources for key in memory_key(part))
     if isinstance(source, MemorySource):
         return source.address, source.size_bytes
     if isinstance(source, CopySource):
@@ -59,9 +59,9 @@ def place_of(source: ByteSource) -> tuple[object, ...]:
     return (id(source),)
 
 
-def copied_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
-    """What `copy_captured` takes of a slot."""
-    return int(_places(_sizes(captured, skip))[-1])
+def slot_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
+    """The slot size in bytes that `copy_captured` needs."""
+    return int(_offsets(_sizes(captured, skip))[-1])
 
 
 def copy_captured(
@@ -73,49 +73,48 @@ def copy_captured(
     start_bytes: int = 0,
     sampling: Sampling = NOT_VERIFIED,
 ) -> CapturedState:
-    """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
+    """Copies a state into a slot: its tensors, except those in `skip`, may be changed as soon as this returns.
 
-    A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
+    A tensor on a CUDA device may be changed by work queued on the current stream afterwards; readers of its copy wait for it.
 
     Args:
         captured: The state.
-        slot: Of `copied_bytes` or more. What is returned is valid until it is released.
-        skip: The numbers of tensors that are left where they are.
-        threads: How many copy.
+        slot: A slot of at least `slot_bytes`. The result is valid until it is released.
+        skip: The numbers of tensors that are not copied.
+        threads: The number of copying threads.
         start_bytes: Where in the slot to begin.
-        sampling: What of it is compared with its copy in the end; of a tensor on a CUDA device nothing is, since the order of its stream
-            protects it.
+        sampling: Which bytes are compared with their copy at the end; none of a tensor on a CUDA device, which its stream's order protects.
 
     Raises:
         InvalidOptionError: the slot is too small, or was released.
-        CaptureChangedError: a tensor has other bytes than its copy.
+        CaptureChangedError: a tensor differs from its copy.
     """
     sizes = _sizes(captured, skip)
-    places = _places(sizes) + start_bytes
+    offsets = _offsets(sizes) + start_bytes
     memory = slot.memory
-    if memory is None or places[-1] > slot.size_bytes:
+    if memory is None or offsets[-1] > slot.size_bytes:
         what = "was released" if memory is None else f"has {slot.size_bytes}"
-        raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
+        raise InvalidOptionError(f"a capture needs {offsets[-1]} bytes of a slot, and this one {what}: take one of slot_bytes()")
     addresses = ByteSources.of(captured.sources).addresses
-    rest = _Rest(memory)
+    rest = _OtherSources(memory)
     arriving = [
         number
         for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
-        if rest.add(captured.sources[number], int(places[number]), int(sizes[number]))
+        if rest.add(captured.sources[number], int(offsets[number]), int(sizes[number]))
     ]
-    copies = _CopiedSources(slot, places, sizes, {number: captured.sources[number] for number in skip})
+    copies = _CopiedSources(slot, offsets, sizes, {number: captured.sources[number] for number in skip})
     if arriving:
         arrival = slot.arena.device_copies.start(rest.device_copies)
         slot.arrivals.append(arrival)
         copies.arrivals = dict.fromkeys(arriving, arrival)
-    moves = np.stack((places[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
+    moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
     rest.copy_strided()
     if sampling.verify_share:
         sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
         own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
-        changed = _changed(addresses, address_of(memory) + places[:-1], sizes, sampling)
+        changed = _changed(addresses, address_of(memory) + offsets[:-1], sizes, sampling)
         require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
     return captured._replace(sources=copies)
 
@@ -136,7 +135,7 @@ def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sam
 
 
 def _changed_rest(captured: CapturedState, copies: "_CopiedSources", numbers: Sequence[int], sampling: Sampling) -> set[int]:
-    """Likewise, of tensors that are not one piece of CPU memory."""
+    """Like `_changed`, for tensors that are not contiguous CPU memory."""
     changed = set()
     for number in numbers:
         source, copy = captured.sources[number], copies.at(number)
@@ -148,28 +147,28 @@ def _changed_rest(captured: CapturedState, copies: "_CopiedSources", numbers: Se
 
 
 def _sizes(captured: CapturedState, skip: Collection[int]) -> Numbers:
-    """How much of each tensor is copied."""
+    """How many bytes of each tensor are copied."""
     sizes = ByteSources.of(captured.sources).sizes.copy()
     sizes[list(skip)] = 0
     return sizes
 
 
-def _places(sizes: Numbers) -> Numbers:
-    """Where in a slot each copy begins, and where the last one ends."""
+def _offsets(sizes: Numbers) -> Numbers:
+    """The offset of each copy in a slot, and the end of the last one."""
     return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
 
 
 class _CopiedSources(LazySources):
     """Sources over a slot."""
 
-    def __init__(self, slot: Slot, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
+    def __init__(self, slot: Slot, offsets: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
         self._slot = slot
-        self._places = places
+        self._offsets = offsets
         self._sizes = sizes
         self._others = others
-        """Those that are left where they are."""
+        """Tensors that were not copied."""
         self.arrivals: dict[int, DeviceArrival] = {}
-        """Of those that may still be under way from a device."""
+        """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
@@ -177,8 +176,8 @@ class _CopiedSources(LazySources):
             return self._others[number]
         memory = self._slot.memory
         if memory is None:
-            raise InvalidOptionError("a captured state was read after its slot had been released", object_id="slot")
-        source = MemorySource(address_of(memory) + int(self._places[number]), memory, int(self._sizes[number]))
+            raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
+        source = MemorySource(address_of(memory) + int(self._offsets[number]), memory, int(self._sizes[number]))
         return source if number not in self.arrivals else _ArrivingSource(source, self.arrivals[number])
 
     def __len__(self) -> int:
@@ -186,7 +185,7 @@ class _CopiedSources(LazySources):
 
 
 class _ArrivingSource:
-    """`ByteSource` of what may still be under way from a device."""
+    """`ByteSource` of a copy from a device that may still be under way."""
 
     def __init__(self, source: ByteSource, arrival: DeviceArrival) -> None:
         self._source = source
@@ -194,61 +193,61 @@ class _ArrivingSource:
         self.size_bytes = source.size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes, when they are there."""
+        """Waits for the copy, then returns its bytes."""
         self._arrival.wait()
         return self._source.read(start, stop)
 
 
-class _Rest:
-    """What goes into a slot, but for tensors that are one piece of CPU memory."""
+class _OtherSources:
+    """Collects the copies of tensors that are not contiguous CPU memory."""
 
     def __init__(self, memory: Array) -> None:
         self._memory = memory
         self._bytes = torch.from_numpy(memory)
         self._moves: list[tuple[int, int, int]] = []
         self._kept: list[object] = []
-        """Owners of what is moved."""
+        """Keeps the sources of `_moves` alive."""
         self._strided: list[tuple[torch.Tensor | Array, int]] = []
         self.device_copies: list[DeviceCopy] = []
 
-    def add(self, source: ByteSource, place: int, size: int) -> bool:
-        """Adds what goes to a place in the slot; tells whether it comes from a device."""
+    def add(self, source: ByteSource, offset: int, size: int) -> bool:
+        """Adds a copy at `offset` of the slot; returns whether it comes from a device."""
         if isinstance(source, ChainedSource):
             arrives = False
             for part in source.sources:
-                arrives |= self.add(part, place, part.size_bytes)
-                place += part.size_bytes
+                arrives |= self.add(part, offset, part.size_bytes)
+                offset += part.size_bytes
             return arrives
         if isinstance(source, CopySource):
             if is_on_device(source.tensor):
-                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(place, source.tensor)))
+                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(offset, source.tensor)))
                 return True
-            self._strided.append((source.tensor, place))
+            self._strided.append((source.tensor, offset))
             return False
         if size:
             data = np.frombuffer(source.read(0, size), np.uint8)
             self._kept.append(data)
-            self._moves.append((address_of(self._memory) + place, address_of(data), data.nbytes))
+            self._moves.append((address_of(self._memory) + offset, address_of(data), data.nbytes))
         return False
 
     def moves(self) -> Numbers:
-        """Contiguous memory that is to be copied."""
+        """The contiguous copies: rows of target, source, size."""
         return np.array(self._moves, np.int64).reshape(-1, 3)
 
     def copy_strided(self) -> None:
-        """Copies what is not contiguous: torch does so with threads of its own, and faster than in parts."""
-        for found, place in self._strided:
+        """Copies what is not contiguous: torch uses threads of its own, and is faster than copying in parts."""
+        for found, offset in self._strided:
             if isinstance(found, torch.Tensor):
-                self._tensor(place, found).copy_(found)
+                self._tensor(offset, found).copy_(found)
             else:
-                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, place), found)
+                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, offset), found)
 
-    def _tensor(self, place: int, like: torch.Tensor) -> torch.Tensor:
-        return self._bytes[place : place + like.nbytes].view(like.dtype).view(like.shape)
+    def _tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        return self._bytes[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _jobs(moves: Numbers, threads: int) -> list[Numbers]:
-    """What one thread does at a time, the largest first, so that all end together: rows of where to, where from, how many bytes."""
+    """Units of work for threads, the largest first, so that all threads end together: rows of target, source, size."""
     sizes = moves[:, 2]
     piece_bytes = int(sizes.sum()) // (2 * threads)
     piece_bytes = min(max(piece_bytes, PIECE_BYTES), MAX_PIECE_BYTES)

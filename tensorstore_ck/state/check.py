@@ -1,4 +1,4 @@
-"""What putting a state would do, told before the first step: all that cannot be stored, how large it is, how long it takes."""
+"""The dry run of a save: all values that cannot be stored, the size of the state, and the expected time."""
 
 import time
 from collections.abc import Sequence
@@ -23,44 +23,41 @@ class StateProblem:
 
     path: str
     message: str
-    """What it is, and what to do."""
+    """What it is, and advice."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateCheck:
-    """What `Store.check` found."""
+    """The result of `Store.check`."""
 
     problems: tuple[StateProblem, ...]
-    """With ``group=``: of this rank; and what another one has, or why the ranks' states cannot be one snapshot."""
+    """With ``group=``: this rank's problems, and those of another rank, or why the ranks' states cannot form one snapshot."""
     tensor_count: int
     tensor_bytes: int
-    """With ``group=``: of all ranks together, but where there are problems, of this one."""
+    """With ``group=``: of all ranks together; if there are problems, of this rank."""
     value_bytes: int
-    """Everything that is not a tensor."""
+    """Bytes of everything that is not a tensor."""
     free_bytes: int | None
-    """What the store can still take; None where nobody can tell."""
+    """Free space of the store; None if unknown."""
     seconds: float
-    """How long the first put should take, at the speed that a trial write had just now. Later ones store only what changed."""
+    """The expected time of the first save, at the speed of a trial write. Later saves store only what changed."""
 
     @property
     def ok(self) -> bool:
-        """Whether a put would succeed."""
+        """Whether a save would succeed."""
         return not self.problems and (self.free_bytes is None or self.tensor_bytes + self.value_bytes < self.free_bytes)
 
 
-def problems(state: object) -> list[StateProblem]:
-    """All things in `state` that cannot be stored, in its order."""
-    return look_at(state)[0]
-
-
 def check_state(state: object, backend: Backend) -> StateCheck:
-    """Checks `state`, and writes and deletes a sample of it to see how long a put would take."""
-    found, captured = look_at(state)
-    return checked(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
+    """Checks `state`, and writes and deletes a sample of it to estimate the time of a save."""
+    found, captured = inspect_state(state)
+    return build_check(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
 
 
-def checked(found: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1) -> StateCheck:
-    """What is told of a state that was looked at: `tensor_bytes` in all, written by so many `writers` together."""
+def build_check(
+    found: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1
+) -> StateCheck:
+    """The result for an inspected state, of which `writers` processes write `tensor_bytes` together."""
     space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
     return StateCheck(
@@ -73,8 +70,8 @@ def checked(found: Sequence[StateProblem], captured: CapturedState, backend: Bac
     )
 
 
-def look_at(state: object, describer: SpreadDescriber | None = None) -> tuple[list[StateProblem], CapturedState]:
-    """All things in `state` that cannot be stored, in its order; and the rest of it, taken apart."""
+def inspect_state(state: object, describer: SpreadDescriber | None = None) -> tuple[list[StateProblem], CapturedState]:
+    """All values in `state` that cannot be stored, in order; and the rest of it, captured."""
     errors: list[UnsupportedValueError] = []
     walk = CaptureWalk(errors.append, describer)
     walk.visit(state)

@@ -1,7 +1,7 @@
-"""Copies from CUDA devices into host memory that go on while the caller computes. Knows tensors and streams; no state, no slot.
+"""Copies from CUDA devices into host memory while the caller computes. Knows tensors and streams; no state, no slot.
 
-Order makes them safe, not waiting: the side stream waits for what the caller has queued, so that it copies finished values, and what the
-caller queues next waits for the side stream, so that nothing overwrites them too early. Only who reads the copies waits on the CPU.
+Stream order makes the copies safe: the side stream waits for the work that the caller has queued, so that it copies finished values; work
+that the caller queues next waits for the side stream, so that it does not overwrite them. Only readers of the copies wait on the CPU.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class DeviceCopy(NamedTuple):
 
 
 class DeviceArrival(Protocol):
-    """Copies that were started."""
+    """Copies under way."""
 
     def wait(self) -> None:
-        """Returns when all are there. Thread-safe, and cheap when they are."""
+        """Returns when all copies are complete. Thread-safe, and cheap once they are."""
 
 
 class DeviceCopies(Protocol):
@@ -40,7 +40,7 @@ class DeviceCopies(Protocol):
 
 
 class SideStreams:
-    """`DeviceCopies` of CUDA: a stream of its own for each device, kept, since torch caches memory by stream."""
+    """`DeviceCopies` of CUDA, with one stream per device, which is kept since torch caches memory by stream."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -53,7 +53,7 @@ class SideStreams:
         try:
             return _Events([self._start(device, several) for device, several in of_device.items()])
         except BaseException:
-            for stream in self._streams.values():  # nothing may still be written to memory that the caller takes back
+            for stream in self._streams.values():  # the caller reuses the memory, so no copy may still write to it
                 stream.synchronize()
             raise
 
@@ -63,7 +63,7 @@ class SideStreams:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for tensor, target in copies:
-                # A lazy conjugate or negative would be resolved on the CPU, before its bytes are there.
+                # A lazy conjugate or negative would be resolved on the CPU, before its bytes have arrived.
                 target.copy_(tensor.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
                 tensor.record_stream(stream)
         event: torch.cuda.Event = stream.record_event()

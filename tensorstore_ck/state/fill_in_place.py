@@ -1,6 +1,6 @@
-"""Fills tensors that are there with stored bytes: directly where that is possible, each byte read once.
+"""Fills existing tensors with stored bytes: in place if possible, and reading each byte once.
 
-Tensors of the target that share memory as they did are filled together. Others that come from one stored tensor are copied from the one
+Targets that share memory as the stored tensors do are filled together. Other targets of one stored tensor are copied from the target
 that was filled, or from one temporary tensor at a time.
 """
 
@@ -13,17 +13,17 @@ import torch
 
 from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent
 from tensorstore_ck.format.tree import Leaf
-from tensorstore_ck.state.aliasing import Extent, MemoryAreas, find_suspects, overlapping
+from tensorstore_ck.state.aliasing import Extent, MemoryAreas, find_alias_candidates, group_overlapping
 from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, view_of
 from tensorstore_ck.state.byte_sources import MemoryTarget, bits_of, target_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 
 COMPARED_BYTES: Final = 64 << 20
-"""At a time, before anything is filled."""
+"""Bytes compared at a time, before anything is filled."""
 
 
 class FillTask(NamedTuple):
-    """A tensor or array to fill, and with what."""
+    """A tensor or array to fill, and the stored leaf to fill it with."""
 
     target: Any
     leaf: Leaf
@@ -32,15 +32,15 @@ class FillTask(NamedTuple):
 
 
 def find_conflicts(fills: list[FillTask]) -> dict[str, str]:
-    """Names of targets whose memory is also another's, though they are stored apart: name -> the one that is filled instead."""
+    """Targets that share memory although they are stored separately: name -> the name of the target that is filled instead."""
     conflicts: dict[str, str] = {}
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     extents: dict[int, Extent] = {}
-    for number in find_suspects(MemoryAreas(area_of(fill.target) for fill in fills)):
+    for number in find_alias_candidates(MemoryAreas(area_of(fill.target) for fill in fills)):
         extent = extents[number] = extent_of(fills[number].target)
         by_device[extent.device].append((extent.start, extent.stop, number))
     for intervals in by_device.values():
-        for run in overlapping(intervals):
+        for run in group_overlapping(intervals):
             solid = sorted(number for number in run if _is_solid(extents[number]))
             for number in solid[1:]:
                 if _origin(fills[number], extents[number]) != _origin(fills[solid[0]], extents[solid[0]]):
@@ -48,10 +48,8 @@ def find_conflicts(fills: list[FillTask]) -> dict[str, str]:
     return conflicts
 
 
-def is_one(content: SnapshotContent, fill: FillTask, other: FillTask) -> bool:
-    """Whether two targets are one memory, and what is stored for them is the same: tensors that are tied here and were not, as FSDP2
-    unties them.
-    """
+def is_same_tensor(content: SnapshotContent, fill: FillTask, other: FillTask) -> bool:
+    """Whether two targets are one tensor and their stored bytes are equal: tied tensors, which FSDP2 had untied when they were saved."""
     if fill.leaf.kind != "tensor" or other.leaf.kind != "tensor" or fill.form != other.form:
         return False
     a, b = extent_of(fill.target), extent_of(other.target)
@@ -72,7 +70,7 @@ def _is_solid(extent: Extent) -> bool:
 
 
 def _origin(fill: FillTask, extent: Extent) -> tuple[object, ...]:
-    """What is equal for targets that lie relative to each other as they are stored."""
+    """A key that is equal for targets whose relative positions are those of the stored leaves."""
     form = fill.form
     if _strides(fill.target) == _normal(form.strides, form.shape):
         return fill.leaf.index, extent.address - form.offset_bytes // form.dtype.itemsize * fill.target.itemsize
@@ -80,7 +78,7 @@ def _origin(fill: FillTask, extent: Extent) -> tuple[object, ...]:
 
 
 def read_in_place(content: SnapshotContent, fills: list[FillTask]) -> None:
-    """Reads what is stored into all targets."""
+    """Reads the stored bytes into all targets."""
     by_tensor: defaultdict[int, list[FillTask]] = defaultdict(list)
     for fill in fills:
         if fill.target.nbytes:
@@ -111,7 +109,7 @@ def read_in_place(content: SnapshotContent, fills: list[FillTask]) -> None:
 
 
 def _choose(members: list[FillTask]) -> tuple[FillTask, ByteTarget, list[FillTask]] | None:
-    """The fill that takes the bytes of a stored tensor, and those to copy from it afterwards; None if none can take them."""
+    """The task that receives the bytes of a stored tensor, and those to copy from it afterwards; None if none can receive them."""
     targets = [(fill, _target(fill)) for fill in members if fill.leaf.kind == "tensor"]
     plain = [(fill, target) for fill, target in targets if isinstance(target, MemoryTarget)]
     for first, target in (plain or targets)[:1]:
@@ -122,7 +120,7 @@ def _choose(members: list[FillTask]) -> tuple[FillTask, ByteTarget, list[FillTas
 
 
 def _can_be_viewed(first: FillTask, other: FillTask) -> bool:
-    """Whether torch can address `other` inside of `first`, which may begin at any byte of its storage."""
+    """Whether torch can address `other` inside `first`, which may begin at any byte of its storage."""
     if not isinstance(first.target, torch.Tensor) or not isinstance(other.form.dtype, torch.dtype):
         return True
     start = first.target.storage_offset() * first.target.itemsize + other.form.offset_bytes
@@ -135,7 +133,7 @@ def _target(fill: FillTask) -> ByteTarget:
 
 
 def _is_alias(first: FillTask, other: FillTask) -> bool:
-    """Whether filling `first` has filled `other`, because it lies there just as it is stored."""
+    """Whether filling `first` also fills `other`, because their relative position is that of the stored leaves."""
     a, b = extent_of(first.target), extent_of(other.target)
     if a.device != b.device or b.address != a.address + other.form.offset_bytes:
         return False
@@ -147,13 +145,12 @@ def _is_alias(first: FillTask, other: FillTask) -> bool:
 
 
 def _strides(found: Any) -> tuple[int, ...]:
-    """In elements."""
+    """The strides in elements; 0 for dims of one element."""
     steps = found.stride() if isinstance(found, torch.Tensor) else [step // found.itemsize for step in found.strides]
     return _normal(steps, found.shape)
 
 
 def _normal(strides: Iterable[int], shape: Iterable[int]) -> tuple[int, ...]:
-    """0 where a stride does not matter."""
     return tuple(step if extent > 1 else 0 for step, extent in zip(strides, shape, strict=True))
 
 

@@ -13,7 +13,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.format.tree import Leaf, leaves, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.state.allocate import LeafForm, form_of, view_of
+from tensorstore_ck.state.allocate import LeafForm, byte_range, form_of, view_of
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.registered_types import decode_torch
 
@@ -27,7 +27,7 @@ class NoSuchTensorError(NotFoundError, KeyError):
 
 
 class BadIndexError(InvalidOptionError, IndexError):
-    """An index does not fit a tensor."""
+    """An index that does not fit a tensor."""
 
 
 class LazyTensor:
@@ -86,7 +86,7 @@ class LazyTensor:
             raise BadIndexError(f"{index!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
 
     def _narrow(self, items: list[Any]) -> tuple[LeafForm, list[Any]]:
-        """The box that must be read, and the index that is left to apply to it."""
+        """The box to read, and the rest of the index, to apply to it."""
         form = self._form
         while items and form.shape:
             first = items[0]
@@ -106,25 +106,22 @@ class LazyTensor:
                     raise BadIndexError(f"{first!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
                 start, stop = (min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1) if rows else (0, 0)
                 form = LeafForm(form.dtype, (stop - start, *form.shape[1:]), form.strides, form.offset_bytes + start * step_bytes)
-                items[0] = slice(None, None, rows.step)  # numpy takes a negative step, torch refuses it
+                items[0] = slice(None, None, rows.step)  # numpy accepts a negative step, torch does not
             break
         return form, items
 
     def _read(self, form: LeafForm) -> Any:
-        """Reads the bytes between the first and the last element, and looks at them through the strides."""
-        item_bytes = form.dtype.itemsize
+        """Reads the bytes between the first and the last element, and views them with the form's strides."""
         if 0 in form.shape:
             dtype, cpu = form.dtype, torch.device("cpu")
             return new_tensor(form.shape, dtype, cpu) if isinstance(dtype, torch.dtype) else np.empty(form.shape, dtype)
-        reaches = [(extent - 1) * step * item_bytes for extent, step in zip(form.shape, form.strides, strict=True)]
-        start = form.offset_bytes + sum(reach for reach in reaches if reach < 0)
-        stop = form.offset_bytes + sum(reach for reach in reaches if reach > 0) + item_bytes
+        start, stop = byte_range(form)
         data = self._content.read_range(self._leaf.index, start, stop)
         return view_of(torch.frombuffer(data, dtype=torch.uint8), form._replace(offset_bytes=form.offset_bytes - start))
 
 
 class LazySnapshot(Mapping[str, LazyTensor]):
-    """The tensors of a snapshot by name; nothing of them is read until one is indexed."""
+    """The tensors of a snapshot by name; a tensor is read when it is indexed."""
 
     def __init__(self, content: SnapshotContent) -> None:
         self._content = content
@@ -150,7 +147,7 @@ class LazySnapshot(Mapping[str, LazyTensor]):
 
     @cached_property
     def state_values(self) -> dict[str, Any]:
-        """Path -> value, for everything that is no tensor."""
+        """Path -> value, for everything that is not a tensor."""
         content = self._content
         return {
             path: decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=path)

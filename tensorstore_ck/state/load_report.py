@@ -1,4 +1,4 @@
-"""How a restore tells what did not fit: as an error, in a report, or as a warning."""
+"""Reports what did not fit at a restore: as an error, in a `LoadReport`, or as a warning."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,24 +12,24 @@ from tensorstore_ck.state.select import listed
 
 
 class LoadWarning(UserWarning):
-    """A restore with ``strict=False`` left something out; or tensors that are one here are several in the snapshot, and not equal."""
+    """A restore with ``strict=False`` left something out, or tensors that are tied here have different values in the snapshot."""
 
 
 @dataclass
 class LoadReport:
-    """What did not fit. Pass one as ``report=`` to have it filled."""
+    """What did not fit. A restore fills the one passed as ``report=``."""
 
     missing: list[str] = field(default_factory=list)
-    """Names in `into` that the snapshot does not have; they stay as they were."""
+    """Names in `into` that the snapshot lacks; they are unchanged."""
     unexpected: list[str] = field(default_factory=list)
-    """Names in the snapshot that `into` does not have."""
+    """Names in the snapshot that `into` lacks."""
     mismatched: list[str] = field(default_factory=list)
-    """Names of another shape or dtype, and why; they stay as they were."""
+    """Names of another shape or dtype, and why; they are unchanged."""
 
-    def settle(self, *, strict: bool, report: "LoadReport | None", others: bool = False) -> None:
-        """Fills `report`; then raises if `strict`, or warns if nobody asked for a report.
+    def deliver(self, *, strict: bool, report: "LoadReport | None", others: bool = False) -> None:
+        """Fills `report`; then raises if `strict`, or warns if there is no `report`.
 
-        `others`: what is unexpected here may have its place on other ranks, see `UnclaimedNames`.
+        `others`: names that are unexpected here may be expected on other ranks, see `UnclaimedNames`.
 
         Raises:
             MismatchError: something did not fit, and `strict`.
@@ -56,30 +56,30 @@ class LoadReport:
 
 
 class UnclaimedNames:
-    """What of a snapshot has no place in the `into` of this rank. When that is so on all ranks of a group, nobody expected it."""
+    """Names in a snapshot that this rank's `into` lacks. They are an error if the `into` of every rank of the group lacks them."""
 
     def __init__(self) -> None:
         self._paths: list[str] = []
-        self._places: bytes = b""
+        self._bits: bytes = b""
 
     def note(self, every: Iterable[str], unclaimed: Sequence[str]) -> None:
-        """`every`: the paths of all that the snapshot holds, in its order."""
+        """`every`: all paths of the snapshot, in its order."""
         if unclaimed:
             self._paths = list(every)
             missing = set(unclaimed)
-            self._places = np.packbits(np.array([path in missing for path in self._paths])).tobytes()
+            self._bits = np.packbits(np.array([path in missing for path in self._paths])).tobytes()
 
     def record(self) -> bytes:
-        """What other ranks are told: nothing, or a bit for each path."""
-        return self._places
+        """The message to other ranks: empty, or a bit for each path."""
+        return self._bits
 
     def require_claimed(self, records: Sequence[bytes]) -> None:
         """Compares the records of all ranks.
 
         Raises:
-            MismatchError: something has no place on any rank.
+            MismatchError: a name is unclaimed on all ranks.
         """
-        if not self._places or any(len(record) != len(self._places) for record in records):
+        if not self._bits or any(len(record) != len(self._bits) for record in records):
             return
         nowhere = np.bitwise_and.reduce(np.array([np.frombuffer(record, np.uint8) for record in records]), axis=0)
         names = [self._paths[at] for at in np.flatnonzero(np.unpackbits(nowhere)).tolist()]

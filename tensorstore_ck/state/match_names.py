@@ -1,4 +1,4 @@
-"""What a restore looks up: stored names by prefix, leaves and containers, what a target holds."""
+"""Compares stored leaves with the target of a restore: names by prefix, containers, shapes and dtypes."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ import torch
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.layout import TensorSpec
-from tensorstore_ck.format.tree import Branch, Leaf, Tree
+from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm, contiguous_strides
 from tensorstore_ck.state.boxes import Box, Boxes
@@ -33,19 +33,19 @@ class NamesByPrefix:
 
 
 def roots_of(path: str, stored: Mapping[str, str]) -> set[str | None]:
-    """The containers below which all that a target has below `path` is stored; None among them: it is stored in another way.
+    """The stored containers that hold what the target has below `path`; with None if some of it has another relative path.
 
     `stored`: name in the target -> path in the snapshot.
     """
     roots: set[str | None] = set()
-    for name, place in stored.items():
+    for name, stored_path in stored.items():
         tail = name[len(path) - 1 :]
-        roots.add(place[: -len(tail)] if place.endswith(tail) else "" if place == tail[1:] else None)
+        roots.add(stored_path[: -len(tail)] if stored_path.endswith(tail) else "" if stored_path == tail[1:] else None)
     return roots
 
 
-def unknown_value(leaf: Leaf, content: SnapshotContent) -> str | None:
-    """Why the snapshot cannot tell a value."""
+def value_conflict(leaf: Leaf, content: SnapshotContent) -> str | None:
+    """The message if ranks saved different values of a leaf, else None."""
     try:
         if leaf.kind == "value":
             content.values[leaf.index]
@@ -55,7 +55,7 @@ def unknown_value(leaf: Leaf, content: SnapshotContent) -> str | None:
 
 
 def own_leaves(tree: Tree) -> Iterable[Leaf]:
-    """Leaves, without those of OrderedDicts' attributes, which follow their dict."""
+    """All leaves except those of OrderedDicts' attributes, which are restored with their dict."""
     if isinstance(tree, Leaf):
         if tree.index >= 0:
             yield tree
@@ -64,16 +64,16 @@ def own_leaves(tree: Tree) -> Iterable[Leaf]:
         yield from own_leaves(child)
 
 
-def branches(tree: Tree) -> Iterable[Branch]:
+def containers(tree: Tree) -> Iterable[Container]:
     """Every container, depth-first."""
-    if isinstance(tree, Branch):
+    if isinstance(tree, Container):
         yield tree
         for child in tree.children:
-            yield from branches(child)
+            yield from containers(child)
 
 
 def has_tensors(target: Any, depth: int) -> bool:
-    """Whether a target has tensors or arrays."""
+    """Whether a target contains tensors or arrays."""
     if isinstance(target, torch.Tensor | np.ndarray | FlatShard | Box | Boxes):
         return True
     if depth > MAX_NESTING:
@@ -89,26 +89,26 @@ def dtype_text(dtype: Any) -> str:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of it share a place."""
+    """Whether some of its elements share memory by a stride of 0."""
     return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_whole(form: LeafForm, base: TensorSpec) -> bool:
-    """Whether a view is all of its base as that is, as tied weights are."""
+    """Whether a view is identical to its base, as tied weights are."""
     return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, contiguous_strides(base.shape), 0)
 
 
-def misfit(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
-    """Why a stored tensor of that form is another one than that of a target, or None. `converted`: the dtype to convert to."""
+def describe_mismatch(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
+    """Why a stored tensor's form does not fit a target's shape and dtype, or None. `converted`: the dtype to convert to."""
     if form.shape != shape:
         return f"shape {list(shape)} here, {list(form.shape)} in the snapshot"
     converts = converted is not None and dtype == converted and form.dtype in CONVERTIBLE
     return None if form.dtype == dtype or converts else f"{dtype_text(dtype)} here, {dtype_text(form.dtype)} in the snapshot"
 
 
-def misfit_of(target: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
-    """Why a stored tensor of that form does not fit the tensor or array `target`, or None."""
-    problem = misfit(tuple(target.shape), target.dtype, form, converted)
+def describe_target_mismatch(target: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
+    """Why a stored tensor's form does not fit the tensor or array `target`, or None."""
+    problem = describe_mismatch(tuple(target.shape), target.dtype, form, converted)
     if problem is not None:
         return problem
     if isinstance(target, np.ndarray):

@@ -1,25 +1,17 @@
-"""Where tensors and arrays lie: addresses for `sharing`."""
+"""The addresses of tensors and arrays, for `aliasing`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tensorstore_ck.state.aliasing import Area, Extent
-from tensorstore_ck.state.byte_sources import address_of
-
-Array = npt.NDArray[Any]
-
-
-def span_of(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
-    return int(sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+from tensorstore_ck.state.byte_sources import Array, address_of
+from tensorstore_ck.state.plain_memory import span_of
 
 
 def area_of(found: torch.Tensor | Array) -> Area:
-    """Its allocation; None for what has no bytes."""
+    """The allocation of a tensor or array; None if it has no bytes."""
     if not found.nbytes:
         return None
     if isinstance(found, np.ndarray):
@@ -32,7 +24,7 @@ def area_of(found: torch.Tensor | Array) -> Area:
 
 
 def extent_of(found: torch.Tensor | Array) -> Extent:
-    """Where `found`, which is not empty, and its allocation lie."""
+    """The addresses of `found`, which is not empty, and of its allocation."""
     if isinstance(found, torch.Tensor):
         start = found.data_ptr()
         device, area, area_stop, repeats = area_of(found) or (None, 0, 0, False)
@@ -49,7 +41,7 @@ def extent_of(found: torch.Tensor | Array) -> Extent:
 
 
 def _repeats(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
-    """Whether elements of `unit` may share a place: some stride does not step over all that smaller ones reach."""
+    """Whether elements of size `unit` may overlap: a stride is smaller than the range that the smaller strides cover."""
     reach = unit
     for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
         if step < reach:
@@ -59,7 +51,7 @@ def _repeats(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
 
 
 def _bounds(array: Array) -> tuple[int, int, int]:
-    """Its first element, its lowest byte, and the end of its highest."""
+    """The addresses of an array's first element, its lowest byte, and the end of its highest byte."""
     address = start = stop = address_of(array)
     for extent, step in zip(array.shape, array.strides, strict=True):
         if step < 0:

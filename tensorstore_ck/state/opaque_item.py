@@ -1,6 +1,6 @@
-"""Takes apart a state that has no place in a layout of its own: what another system hands over as one opaque item.
+"""Captures a value that another system passes as one opaque item, such as DCP: it becomes a subtree without a layout of its own.
 
-Like `capture`, but for tensors and arrays, which become values, too: there are few of them, and they are small.
+Like `capture`, but tensors and arrays, which are few and small here, become values.
 """
 
 from collections.abc import Sequence
@@ -10,35 +10,36 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import Node
-from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, ROOT, SUBTREE
-from tensorstore_ck.format.values import numpy_dtype_name, split_large
+from tensorstore_ck.format.tree import ROOT, SUBTREE_TAG
+from tensorstore_ck.format.values import move_to_blobs, numpy_dtype_name
 from tensorstore_ck.state.byte_sources import Array
 from tensorstore_ck.state.capture import CaptureWalk, require_dense
 from tensorstore_ck.state.rank_shares import source_of
+from tensorstore_ck.state.tensor_table import flags_of
 
 MAX_TENSOR_BYTES: Final = 128 << 20
 
 
 class OpaqueItem(NamedTuple):
-    """A value, whatever it is: msgpack-able."""
+    """A captured value, msgpack-able."""
 
     node: Node
     values: list[Any]
     blobs: list[bytes]
 
     def hole(self, blobs: list[bytes]) -> Any:
-        """What fills a hole with it. Its large values are appended to `blobs`."""
+        """The encoded value for a hole. Its large values are appended to `blobs`."""
         first = len(blobs)
         blobs += self.blobs
         values = [["b", value[1], first + value[2]] if type(value) is list and value[0] == "b" else value for value in self.values]
-        return values[0] if self.node is None else [SUBTREE, self.node, values]
+        return values[0] if self.node is None else [SUBTREE_TAG, self.node, values]
 
 
 def capture_value(value: object, name: str) -> OpaqueItem:
-    """Takes a value apart that hangs at `name` of a state.
+    """Captures the value at `name` of a state.
 
     Raises:
-        UnsupportedValueError: something in it cannot be stored; the message has its path.
+        UnsupportedValueError: a part of it cannot be stored; the message has its path.
     """
     walk = _ValueWalk()
     walk.visit_at(value, name)
@@ -62,7 +63,7 @@ class _ValueWalk(CaptureWalk):
             self._refused(exc)
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
-        self._fail(path[:-1], "a tensor that lies in boxes within one value", "flatten the state, so that it is one of its own")
+        self._fail(path[:-1], "a tensor in boxes within one value", "flatten the state, so that it is an item of its own")
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         dtype = numpy_dtype_name(array.dtype)
@@ -73,11 +74,10 @@ class _ValueWalk(CaptureWalk):
 
     def _add_bytes(self, dtype: str, found: torch.Tensor | Array, path: str) -> None:
         if found.nbytes > MAX_TENSOR_BYTES:
-            self._fail(path[:-1], f"a tensor of {found.nbytes} bytes within one value", "flatten the state, so that it is one of its own")
+            advice = "flatten the state, so that it is an item of its own"
+            self._fail(path[:-1], f"a tensor of {found.nbytes} bytes within one value", advice)
             return
-        flags = 0
-        if isinstance(found, torch.Tensor):
-            flags = (REQUIRES_GRAD if found.requires_grad else 0) | (PARAMETER if isinstance(found, torch.nn.Parameter) else 0)
+        flags = flags_of(found) if isinstance(found, torch.Tensor) else 0
         data = bytes(source_of(found).read(0, found.nbytes)) if isinstance(found, torch.Tensor) else found.tobytes()
         name = self._names.name(path[:-1] if path else ROOT)
-        self._values.append(split_large(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))
+        self._values.append(move_to_blobs(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))

@@ -1,4 +1,4 @@
-"""What one rank has of a tensor that is spread over ranks, as bytes to store, or as memory to fill."""
+"""One rank's share of a tensor that is spread over ranks, as bytes to store or as memory to fill."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,7 +12,7 @@ from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import CopySource, MemorySource, target_of
 from tensorstore_ck.state.plain_memory import require_plain, require_reachable
-from tensorstore_ck.state.sharded_tensors import FlatShard, LocalPiece, SpreadDescriber, group_ranks
+from tensorstore_ck.state.sharded_tensors import FlatShard, LocalPiece, SpreadDescriber, group_ranks, narrowed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,10 +22,10 @@ class RankShare(NamedTuple):
     """A rank's share of one tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's shape."""
     dtype: torch.dtype
     mesh: Mesh | None
-    """None: the ranks know no more than their own pieces."""
+    """None: each rank knows only its own pieces."""
     placements: tuple[Placement, ...]
     is_flat: bool
     """The boxes of the pieces are intervals of the flattened tensor."""
@@ -33,14 +33,14 @@ class RankShare(NamedTuple):
     requires_grad: bool
     is_parameter: bool
     by_blocks: bool = False
-    """It may be stored in another shape: what counts is the order of its elements."""
+    """It may be stored in another shape with the same order of elements."""
 
     def source(self) -> ByteSource:
-        """The pieces, one after another."""
-        return chain_of([piece.tensor for piece in self.pieces])
+        """The bytes of the pieces, concatenated."""
+        return concatenate_sources([piece.tensor for piece in self.pieces])
 
     def wanted(self, tensor: int, stored: torch.dtype) -> list[WantedBox]:
-        """What fills the pieces with the stored tensor of that number and dtype."""
+        """The boxes to read into the pieces, of the stored tensor with that number and dtype."""
         if not self.is_flat:
             return [WantedBox(tensor, box, target_of(local, stored)) for box, local in self.pieces]
         found = []
@@ -53,25 +53,22 @@ class RankShare(NamedTuple):
         return found
 
     def fill(self, whole: torch.Tensor) -> None:
-        """Copies what the pieces have of a whole tensor that was read."""
+        """Fills the pieces from a whole tensor that was read."""
         with torch.no_grad():
             for (offsets, sizes), local in self.pieces:
-                found = whole.flatten() if self.is_flat else whole
-                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                    found = found.narrow(dim, offset, size)
-                local.copy_(found)
+                local.copy_(narrowed(whole.flatten() if self.is_flat else whole, offsets, sizes))
 
 
 def describer_of(group: "ProcessGroup") -> SpreadDescriber:
-    """Describes tensors in terms of the ranks of a group."""
+    """A describer in terms of a group's ranks."""
     return SpreadDescriber(group_ranks(group), group.rank())
 
 
 def share_of(describer: SpreadDescriber | None, value: object, path: str) -> RankShare | None:
-    """The share that is a `FlatShard`, `BoxBounds`, `Boxes`, `CheckpointableTensor` or one already; with `describer`, a `DTensor` or such.
+    """The share in a `FlatShard`, `Box`, `Boxes`, `CheckpointableTensor` or `RankShare`; with `describer` also in a `DTensor` or such.
 
     Raises:
-        UnsupportedValueError: what it holds cannot be told.
+        UnsupportedValueError: the elements that it holds cannot be determined.
     """
     if isinstance(value, RankShare):
         return value
@@ -96,7 +93,7 @@ def source_of(tensor: torch.Tensor) -> ByteSource:
     """The bytes of a tensor.
 
     Raises:
-        UnsupportedValueError: it is not a plain strided one.
+        UnsupportedValueError: it is not a plain strided tensor.
     """
     require_reachable(tensor)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
@@ -104,21 +101,21 @@ def source_of(tensor: torch.Tensor) -> ByteSource:
     return CopySource(tensor)
 
 
-def chain_of(tensors: Sequence[torch.Tensor]) -> ByteSource:
-    """The bytes of several tensors, one after another."""
+def concatenate_sources(tensors: Sequence[torch.Tensor]) -> ByteSource:
+    """The concatenated bytes of several tensors."""
     sources = [source_of(tensor) for tensor in tensors]
     return sources[0] if len(sources) == 1 else ChainedSource(sources)
 
 
 class ChainedSource:
-    """`ByteSource` over several, one after another."""
+    """`ByteSource` over concatenated sources."""
 
     def __init__(self, sources: Sequence[ByteSource]) -> None:
         self.sources = sources
         self.size_bytes = sum(source.size_bytes for source in sources)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """What one of them gives, where it lies in one, as a block does; else a copy."""
+        """The bytes of one source, if they lie in one, as those of a block do; else a copy."""
         found: list[memoryview] = []
         for source in self.sources:
             if max(start, 0) < min(stop, source.size_bytes):

@@ -1,4 +1,4 @@
-"""Makes containers and values of a parsed tree. Imports nothing and calls nothing that stored data names (see `types`)."""
+"""Rebuilds containers and values from a parsed tree. Imports and calls nothing that stored data names (see `registered_types`)."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -8,36 +8,36 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.tree import Branch, Leaf, Tree
-from tensorstore_ck.format.values import decode, require_unlike
+from tensorstore_ck.format.tree import Container, Leaf, Tree
+from tensorstore_ck.format.values import decode, reject_hash_collisions
 from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name
 
-NOTHING: Final = Leaf("", "value", -1, None)
-"""Stands for an element of a list or tuple that was not selected; is built as None."""
+UNSELECTED: Final = Leaf("", "value", -1, None)
+"""An element of a list or tuple that was not selected; it is rebuilt as None."""
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
     """The state that `tree` describes; `tensor_of` gives its tensors."""
-    if isinstance(tree, Branch):
-        return _container(tree, [build(child, content, tensor_of) for child in tree.children], content, tensor_of)
+    if isinstance(tree, Container):
+        return _build_container(tree, [build(child, content, tensor_of) for child in tree.children], content, tensor_of)
     if tree.kind != "value":
         return tensor_of(tree)
-    if tree is NOTHING:
+    if tree is UNSELECTED:
         return None
     encoded = content.values[tree.index]
     return encoded if type(encoded) in _PLAIN else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
 
 
 def require_buildable(tree: Tree, content: SnapshotContent) -> None:
-    """Checks that every type in the tree can be made and every value told, so that nothing is read in vain.
+    """Checks that every type and value in the tree can be rebuilt, before tensors are read.
 
     Raises:
         UnsupportedValueError: a type is not loaded or not registered in this process.
-        MismatchError: the ranks that put it did not agree on a value.
+        MismatchError: the ranks saved different values of a leaf.
     """
     if isinstance(tree, Leaf):
-        if tree.kind == "value" and tree is not NOTHING:
+        if tree.kind == "value" and tree is not UNSELECTED:
             content.values[tree.index]
         return
     if tree.node[0] == "n":
@@ -48,8 +48,8 @@ def require_buildable(tree: Tree, content: SnapshotContent) -> None:
         require_buildable(child, content)
 
 
-def wanted_of(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, torch.dtype | None]]:
-    """The tensors of a tree, and what each is converted to: what is inside of a wrapper subclass keeps its dtype."""
+def wanted_leaves(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, torch.dtype | None]]:
+    """The tensors of a tree with the dtype to convert each to: inner tensors of a wrapper subclass keep their dtype."""
     if isinstance(tree, Leaf):
         if tree.kind != "value":
             yield tree, dtype
@@ -57,43 +57,43 @@ def wanted_of(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, tor
     if tree.node[0] == "r" and registered_name(tree.node[1]).wraps:
         dtype = None
     for child in tree.children if tree.attributes is None else (*tree.children, tree.attributes):
-        yield from wanted_of(child, dtype)
+        yield from wanted_leaves(child, dtype)
 
 
-def _container(branch: Branch, items: list[Any], content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
-    tag = branch.node[0]
+def _build_container(container: Container, items: list[Any], content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
+    tag = container.node[0]
     if tag == "l":
         return items
     if tag == "u":
         return tuple(items)
     if tag == "n":
-        return tuple.__new__(namedtuple_class(branch.node[1], list(branch.keys)), items)
+        return tuple.__new__(namedtuple_class(container.node[1], list(container.keys)), items)
     if tag == "r":
-        return registered_name(branch.node[1]).from_state(items[0])
+        return registered_name(container.node[1]).from_state(items[0])
     made: dict[Any, Any]
     if tag == "d":
         made = {}
     elif tag == "o":
         made = OrderedDict()
-        if branch.attributes is not None:
-            made._metadata = build(branch.attributes, content, tensor_of)  # type: ignore[attr-defined]
+        if container.attributes is not None:
+            made._metadata = build(container.attributes, content, tensor_of)  # type: ignore[attr-defined]
     elif tag == "c":
         made = Counter()
     else:
-        factory = branch.node[1]
+        factory = container.node[1]
         if factory is not None and factory not in FACTORIES:
-            raise CorruptObjectError(f"{branch.path!r} is a defaultdict of {factory!r}, which is not in the format", object_id=branch.path)
+            path = container.path
+            raise CorruptObjectError(f"{path!r} is a defaultdict of {factory!r}, which is not in the format", object_id=path)
         made = defaultdict(None if factory is None else FACTORIES[factory])
+    where = container.path or "the state"
     try:
-        keys = [
-            key if type(key) is str else decode(key, decode_other=decode_torch, name=f"a key of {branch.path!r}") for key in branch.keys
-        ]
-        require_unlike(keys)
+        name = f"a key of {where!r}"
+        keys = [key if type(key) is str else decode(key, decode_other=decode_torch, name=name) for key in container.keys]
+        reject_hash_collisions(keys)
         for key, item in zip(keys, items, strict=True):
             made[key] = item
     except (TypeError, ValueError) as exc:
-        where = branch.path or "the state"
         raise CorruptObjectError(f"{where!r} has a key that cannot be one ({exc}); run `tsck fsck`", object_id=where) from exc
     if len(made) != len(items):
-        raise CorruptObjectError(f"{branch.path!r} has a key twice; run `tsck fsck`", object_id=branch.path)
+        raise CorruptObjectError(f"{where!r} has a key twice; run `tsck fsck`", object_id=where)
     return made

@@ -1,7 +1,7 @@
 """The Python types that a state may hold besides plain ones: torch's, namedtuples, a user's own.
 
-The registry of `register_type` is the one thing in this package that is process-wide: a name in a store must mean one type wherever
-it is read. Reading never imports a module and never calls what stored data names, except through this registry.
+The registry of `register_type` is process-wide, the only such state in this package: a name in a store must mean one type in a process.
+Reading never imports a module, and calls what stored data names only through this registry.
 """
 
 import sys
@@ -25,18 +25,16 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
-"""Every dtype of this torch that can be stored. Quantized ones carry scales that are no part of their bytes."""
+"""Every dtype of this torch that can be stored. Quantized dtypes have scales that are not part of their bytes."""
 DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALL_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 FACTORIES: Final[dict[str, Callable[[], Any]]] = {
     factory.__name__: factory for factory in (bool, int, float, complex, str, bytes, list, tuple, dict, set, OrderedDict)
 }
-"""What a defaultdict may make its values with, by name."""
-
+"""The factories that a defaultdict may have, by name."""
 
 T = TypeVar("T")
-
 
 _registered_classes: dict[type[Any], RegisteredType] = {}
 _registered_names: dict[str, RegisteredType] = {}
@@ -48,11 +46,11 @@ def register_type(
     """Lets states hold instances of exactly `cls`, in this process.
 
     Args:
-        cls: The type. A subclass of tensors with ``__tensor_flatten__`` and ``__tensor_unflatten__`` needs no more than a name: its inner
-            tensors and what torch calls its context are stored.
-        name: What the store calls it. Keep it for ever, or register the old name, too.
-        to_state: Makes a state of an instance: dicts, lists, tensors, plain values, other registered types.
-        from_state: Makes an instance of such a state. What it gets comes from a store: it must not execute it.
+        cls: The type. A tensor subclass with ``__tensor_flatten__`` and ``__tensor_unflatten__`` needs only a name: its inner tensors and
+            its context (torch's term) are stored.
+        name: The type's name in stores. Never change it, or register the old name, too.
+        to_state: Turns an instance into a state: dicts, lists, tensors, plain values, other registered types.
+        from_state: Turns such a state into an instance. Its argument comes from a store: do not execute it.
 
     Raises:
         InvalidOptionError: `name` already stands for another type, or one of the two functions is missing and needed.
@@ -75,7 +73,7 @@ def register_type(
 
 
 def registered_class(cls: type[Any]) -> RegisteredType | None:
-    """The registration of exactly `cls`: a user's, or that of a class of torchao."""
+    """The registration of exactly `cls`: a user's, or that of a torchao class."""
     return _registered_classes.get(cls) or known_class(cls)
 
 
@@ -94,7 +92,7 @@ def registered_name(name: str) -> RegisteredType:
 
 
 def namedtuple_name(cls: type[Any]) -> str | None:
-    """``module:qualname`` of a namedtuple class; None when it could not be found again by that."""
+    """``module:qualname`` of a namedtuple class; None if that name does not lead to it."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     return name if _find_class(name) is cls else None
 
@@ -119,7 +117,7 @@ def namedtuple_class(name: str, fields: list[str]) -> type[tuple[Any, ...]]:
 
 
 def _find_class(name: str) -> type[Any] | None:
-    """By the dicts of loaded modules and classes only: attribute access could run code."""
+    """Looks only in the dicts of loaded modules and classes: attribute access could run code."""
     module, _, qualname = name.partition(":")
     found: object = sys.modules.get(module)
     for part in qualname.split("."):
@@ -158,7 +156,7 @@ def decode_torch(tag: str, rest: list[Any]) -> object:
 
 
 def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> torch.Tensor | np.ndarray[Any, np.dtype[Any]]:
-    """A tensor or array that stands among the values: see `state.subtree`."""
+    """A tensor or array among the values: see `opaque_item`."""
     if (
         type(dtype) is not str
         or type(data) is not bytes
@@ -187,8 +185,8 @@ def torch_dtype(name: str, item_bytes: int | None) -> torch.dtype:
     """The torch dtype of a tensor.
 
     Raises:
-        UnsupportedValueError: this torch does not have it.
-        CorruptObjectError: its items have another size.
+        UnsupportedValueError: this torch lacks it.
+        CorruptObjectError: its items have another size than `item_bytes`.
     """
     dtype = DTYPES.get(name)
     if dtype is None:

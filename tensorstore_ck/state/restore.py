@@ -1,6 +1,6 @@
-"""Restores a stored state: as a new one, or into an existing one.
+"""Restores a stored state: as a new one, or into an existing one. Checks everything possible before it reads any tensor.
 
-Everything that can be checked is checked before any tensor's bytes are read.
+This file only validates and dispatches; `byte_sources` and `allocate` convert dtypes.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from tensorstore_ck.format.tree import parse
 from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, require_memory_for
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.rank_shares import describer_of
-from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
-from tensorstore_ck.state.restore_into import fill
-from tensorstore_ck.state.select import Rename, Selection, renamer
+from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
+from tensorstore_ck.state.restore_into import RestorePlan, restore_into
+from tensorstore_ck.state.select import Rename, Selection
 
 
 def restore(
@@ -31,17 +31,18 @@ def restore(
     group: Any = None,
     unclaimed: UnclaimedNames | None = None,
 ) -> Any:
-    """The state that `content` holds; see `Store.checkout` for the options. `unclaimed` collects names that another rank may expect.
+    """The state that `content` holds; see `Store.checkout` for the options. `unclaimed` collects names that another rank may claim.
 
-    With `into`, stored values replace those of `into`, lists and dicts in place. Tensors on the meta device and empty dicts are filled
-    with new tensors. When reading fails, the contents of its tensors are undefined, and the error says so.
+    With `into`, stored values replace those of `into`, in lists and dicts in place. Tensors on the meta device are replaced by new ones;
+    empty dicts are filled. If reading fails, the contents of its tensors are undefined, and the error says so.
 
     Raises:
+        InvalidOptionError: an option is invalid, or does not fit the others.
         MismatchError: a glob matches nothing, or the snapshot does not fit `into`.
-        UnsupportedValueError: a type or dtype in it cannot be made here.
-        DamageError: stored data is damaged.
+        UnsupportedValueError: this process cannot make a type or dtype in it.
+        DamageError: the stored data is damaged.
     """
-    place = _device(device)
+    target_device = _device(device)
     if dtype is not None and dtype not in CONVERTIBLE:
         options = ", ".join(sorted(str(option).removeprefix("torch.") for option in CONVERTIBLE))
         raise InvalidOptionError(f"dtype must be a floating-point torch.dtype ({options}), not {dtype!r}", object_id="dtype")
@@ -53,33 +54,23 @@ def restore(
         selection.require_used(stored)
         tree = selection.prune(stored) or stored
     if into is not None:
-        return fill(
-            into,
-            content,
-            tree,
-            selection=selection,
-            rename=renamer(rename),
-            dtype=dtype,
-            device=place,
-            strict=strict,
-            report=report,
-            describer=None if group is None else describer_of(group),
-            unclaimed=unclaimed,
-        )
+        describer = None if group is None else describer_of(group)
+        plan = RestorePlan(content, tree, selection, rename, dtype, describer=describer)
+        return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
     require_buildable(tree, content)
-    wanted = list(wanted_of(tree, dtype))
-    require_memory_for(content.layout, wanted, place)
-    fresh = TensorAllocator(content.layout, wanted, place)
+    wanted = list(wanted_leaves(tree, dtype))
+    require_memory_for(content.layout, wanted, target_device)
+    fresh = TensorAllocator(content.layout, wanted, target_device)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)
 
 
 def _device(device: str | torch.device) -> torch.device:
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        target_device = torch.device(device)
+        torch.empty(0, device=target_device)
     except (RuntimeError, TypeError, AssertionError) as exc:
         raise InvalidOptionError(f"device={device!r} cannot be used here: {exc}", object_id="device") from exc
-    if place.type == "meta":
+    if target_device.type == "meta":
         raise InvalidOptionError("device='meta' holds no data; use open_snapshot to look at shapes", object_id="device")
-    return place
+    return target_device

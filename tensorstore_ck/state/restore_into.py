@@ -1,7 +1,7 @@
-"""Restores into a state that is there: matches names, checks everything, reads, and only then changes values.
+"""Restores into an existing state: matches names, checks everything, reads, and only then changes values.
 
-Three steps that never mix: `_RestorePlan` walks the target and decides, `read_in_place` brings tensors' bytes to where they belong, and the
-functions that the plan left behind (`Finish`) put values and new containers in place.
+Three separate steps: `RestorePlan` walks the target and decides, `read_in_place` fills tensors, and the plan's `Finish` functions put
+values and new containers in place.
 """
 
 from collections import Counter, OrderedDict
@@ -14,55 +14,44 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
-from tensorstore_ck.format.tree import ROOT, Branch, Leaf, LeafNames, Tree, leaves, parse
+from tensorstore_ck.format.tree import ROOT, Container, Leaf, LeafNames, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
-from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, Wanted, form_of, require_memory_for
-from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_one, read_in_place
+from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, WantedLeaf, form_of, require_memory_for
+from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same_tensor, read_in_place
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.match_names import (
     NamesByPrefix,
-    branches,
+    containers,
+    describe_mismatch,
+    describe_target_mismatch,
     has_tensors,
     is_expanded,
     is_whole,
-    misfit,
-    misfit_of,
     own_leaves,
     roots_of,
-    unknown_value,
+    value_conflict,
 )
 from tensorstore_ck.state.plain_memory import require_plain
 from tensorstore_ck.state.rank_shares import RankShare, share_of
-from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
+from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
-from tensorstore_ck.state.select import Selection
+from tensorstore_ck.state.select import Rename, Selection, renamer
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
-from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, spread_of
+from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.unsupported_types import advice_for
-from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, equal_about, flattened
+from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
 
 Finish = Callable[[], Any]
-"""Puts what was restored in its place, and gives the object that now stands there."""
+"""Puts restored values in place, and returns the object at this position."""
 
 
-def fill(
-    into: object,
-    content: SnapshotContent,
-    tree: Tree,
-    *,
-    selection: Selection | None,
-    rename: Callable[[str], str | None],
-    dtype: torch.dtype | None,
-    device: torch.device,
-    strict: bool,
-    report: LoadReport | None,
-    describer: SpreadDescriber | None,
-    unclaimed: UnclaimedNames | None,
+def restore_into(
+    into: object, plan: "RestorePlan", device: torch.device, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None
 ) -> Any:
-    """Restores `tree` into `into`, and returns it (or what replaces it, where it cannot be changed in place)."""
-    plan = _RestorePlan(content, tree, selection, rename, dtype, describer=describer)
+    """Restores into `into`, and returns it (or its replacement, if it cannot be changed in place). See `restore` for the options."""
+    content = plan.content
     finish = plan.visit(into, "", 0)
-    plan.settle(strict=strict, report=report, unclaimed=unclaimed)
+    plan.check(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
         require_buildable(adopted, content)
     require_memory_for(content.layout, plan.wanted, device)
@@ -80,13 +69,15 @@ def fill(
     return finish()
 
 
-class _RestorePlan:
+class RestorePlan:
+    """How the tree of a snapshot is restored into a target."""
+
     def __init__(
         self,
         content: SnapshotContent,
         tree: Tree,
         selection: Selection | None,
-        rename: Callable[[str], str | None],
+        rename: Rename | None,
         dtype: torch.dtype | None,
         *,
         describer: SpreadDescriber | None,
@@ -94,11 +85,11 @@ class _RestorePlan:
         self._describer = describer
         self.fills: list[FillTask] = []
         self.boxes: list[WantedBox] = []
-        """For tensors of which this rank has a share."""
-        self.wanted: list[Wanted] = []
+        """Boxes of tensors of which this rank has a share."""
+        self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
         self.tensor_of: Callable[[Leaf], Any]
-        self._content = content
+        self.content = content
         self._tree = tree
         self._selection = selection
         self._dtype = dtype
@@ -106,11 +97,12 @@ class _RestorePlan:
         self._names = LeafNames()
         self._used: set[str] = set()
         self._made: dict[tuple[int, int, LeafForm], torch.Tensor] = {}
-        """What replaces a meta tensor."""
+        """Replacements of meta tensors."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
+        new_name = renamer(rename)
         for leaf in own_leaves(tree):
-            name = rename(leaf.path)
+            name = new_name(leaf.path)
             if name is None:
                 continue
             if not isinstance(name, str):
@@ -120,20 +112,20 @@ class _RestorePlan:
                 raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
             self._stored[name] = leaf
         self._below = NamesByPrefix(self._stored)
-        self._branches = {branch.path: branch for branch in reversed(list(branches(tree)))}
+        self._containers = {container.path: container for container in reversed(list(containers(tree)))}
 
-    def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
-        """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
+    def check(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
+        """Checks that everything fits. `unclaimed` collects names that this rank does not expect, but another one may."""
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
-            if not is_one(self._content, fill_of[name], fill_of[other]):
+            if not is_same_tensor(self.content, fill_of[name], fill_of[other]):
                 self._report.mismatched.append(f"{name}: shares memory with {other} here; the snapshot has different values of the two")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
-        self._report.settle(strict=strict, report=report, others=unclaimed is not None)
+        self._report.deliver(strict=strict, report=report, others=unclaimed is not None)
         if unclaimed is not None and strict:
-            every = parse(self._content.layout, len(self._content.values))  # also what is not selected here
+            every = parse(self.content.layout, len(self.content.values))  # with the names that are not selected here
             unclaimed.note((leaf.path for leaf in leaves(every)), [self._stored[name].path for name in self._report.unexpected])
 
     # --- the walk -----------------------------------------------------------------------------------------------------
@@ -147,7 +139,7 @@ class _RestorePlan:
         registered = registered_class(kind)
         if registered is not None and registered.wraps:
             return self._visit_wrapped(target, UnwrappedShards(registered, flattened(target)), path, depth)
-        if self._describer is not None and (apart := spread_of(self._describer, target, path[:-1])) is not None:
+        if self._describer is not None and (apart := unwrap_shards(self._describer, target, path[:-1])) is not None:
             return self._visit_wrapped(target, apart, path, depth)
         if registered is not None:
             inner = self.visit(registered.to_state(target), path, depth + 1)
@@ -166,25 +158,22 @@ class _RestorePlan:
         return self._visit_value(target, path)
 
     def _visit_wrapped(self, target: Any, apart: UnwrappedShards, path: str, depth: int) -> Finish:
-        """A wrapper subclass: its inner tensors are filled, and all else must be as it is."""
+        """Plans for a wrapper subclass: its inner tensors are filled, and all else must be equal."""
         registered, state = apart
         stored = self._stored_at(path)
-        if not isinstance(stored, Branch) or stored.node[0] != "r":
-            if stored is None:
-                self._miss(path[:-1] or ROOT)
-            else:
-                self._mismatch(path, f"a {registered.name} here, something else in the snapshot")
-            return lambda: target
+        if stored is None:
+            return self._miss(path[:-1] or ROOT, target)
+        if not isinstance(stored, Container) or stored.node[0] != "r":
+            return self._mismatch_below(path, f"a {registered.name} here, something else in the snapshot", target)
         if stored.node[1] != registered.name:
-            self._mismatch(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot")
-            return lambda: target
-        told = self._stored_at(f"{path}{ABOUT}.")
-        self._used.update(self._below.names(f"{path}{ABOUT}."))
-        if told is None or not equal_about(registered.cls, state[ABOUT], self._about(told)):
-            self._mismatch(path, f"a {registered.name} of the form {state[ABOUT]} here, {told and self._about(told)} in the snapshot")
-            return lambda: target
+            return self._mismatch_below(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot", target)
+        outer = self._stored_at(f"{path}{OUTER_KEY}.")
+        self._used.update(self._below.names(f"{path}{OUTER_KEY}."))
+        own, other = state[OUTER_KEY], outer and self._outer_form(outer)
+        if outer is None or not is_same_form(registered.cls, own, other):
+            return self._mismatch_below(path, f"a {registered.name} of the form {own} here, {other} in the snapshot", target)
         flat = FLAT.get(registered.cls.__name__, ())
-        inner = {name: tensor for name, tensor in state.items() if name != ABOUT}
+        inner = {name: tensor for name, tensor in state.items() if name != OUTER_KEY}
         children = {name: self._in_stored_shape(tensor, f"{path}{name}") if name in flat else tensor for name, tensor in inner.items()}
         finishes = {name: (child, self.visit(child, f"{path}{name}.", depth + 1)) for name, child in children.items()}
 
@@ -192,33 +181,39 @@ class _RestorePlan:
             restored = {name: (child, child_finish()) for name, (child, child_finish) in finishes.items()}
             if all(new is child for child, new in restored.values()):
                 return target
-            return registered.from_state({name: new for name, (_, new) in restored.items()} | {ABOUT: state[ABOUT]})  # it was on meta
+            return registered.from_state(
+                {name: new for name, (_, new) in restored.items()} | {OUTER_KEY: state[OUTER_KEY]}
+            )  # it was on meta
 
         return finish
 
-    def _about(self, told: Tree) -> Any:
-        """What is stored of a wrapper subclass besides its inner tensors: no tensors."""
-        require_buildable(told, self._content)
-        return build(told, self._content, lambda leaf: leaf.path)
+    def _outer_form(self, tree: Tree) -> Any:
+        """The stored `OUTER_KEY` entry of a wrapper subclass, which has no tensors."""
+        require_buildable(tree, self.content)
+        return build(tree, self.content, lambda leaf: leaf.path)
 
     def _in_stored_shape(self, tensor: Any, name: str) -> Any:
-        """An inner tensor that may be stored with the dims of the whole."""
+        """An inner tensor in its stored shape, which may have the dims of the whole tensor."""
         leaf = self._stored.get(name)
         if leaf is None or leaf.kind != "tensor":
             return tensor
-        shape = form_of(self._content.layout, leaf).shape
+        shape = form_of(self.content.layout, leaf).shape
         if shape == tuple(tensor.shape) or prod(shape) != prod(tensor.shape):
             return tensor
         if isinstance(tensor, RankShare):
             return regrouped(tensor, shape) if tensor.by_blocks else tensor
         return tensor.view(shape)
 
-    def _mismatch(self, path: str, what: str) -> None:
-        """Notes what does not fit at `path`, of which nothing else is to be said then."""
-        name = path[:-1] or ROOT
-        self._used.update(self._below.names(path) if path else self._stored)
+    def _mismatch(self, name: str, what: str, target: Any) -> Finish:
+        """Notes that `name` does not fit; `target` stays."""
         self._used.add(name)
         self._report.mismatched.append(f"{name}: {what}")
+        return lambda: target
+
+    def _mismatch_below(self, path: str, what: str, target: Any) -> Finish:
+        """Notes that `path` does not fit, and nothing else about the names below it; `target` stays."""
+        self._used.update(self._below.names(path) if path else self._stored)
+        return self._mismatch(path[:-1] or ROOT, what, target)
 
     def _visit_dict(self, target: dict[Any, Any], path: str, depth: int) -> Finish:
         if not target:
@@ -228,7 +223,7 @@ class _RestorePlan:
             text = key if type(key) is str and key.isascii() else key_text(encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch))
             children.append((key, child, self.visit(child, f"{path}{text}.", depth + 1)))
         stored = self._stored_at(path) if isinstance(target, OrderedDict) else None
-        attributes = stored.attributes if isinstance(stored, Branch) else None
+        attributes = stored.attributes if isinstance(stored, Container) else None
         if attributes is not None:
             self._want(attributes)
 
@@ -245,7 +240,7 @@ class _RestorePlan:
 
     def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, depth: int) -> Finish:
         stored = self._stored_at(path)
-        is_same_length = isinstance(stored, Branch) and len(stored.children) == len(target)
+        is_same_length = isinstance(stored, Container) and len(stored.children) == len(target)
         if stored is not None and not is_same_length and not has_tensors(target, depth):
             adopted = self._adopt(target, path)
             if adopted is not None:
@@ -267,15 +262,9 @@ class _RestorePlan:
     def _visit_value(self, target: object, path: str) -> Finish:
         name = self._name(path)
         leaf = self._stored.get(name)
-        if leaf is not None and (problem := unknown_value(leaf, self._content)) is not None:
-            self._used.add(name)
-            self._report.mismatched.append(f"{name}: {problem}")
-            return lambda: target
-        adopted = self._adopt(target, path, name)
-        if adopted is None:
-            self._miss(name)
-            return lambda: target
-        return adopted
+        if leaf is not None and (problem := value_conflict(leaf, self.content)) is not None:
+            return self._mismatch(name, problem, target)
+        return self._adopt(target, path, name) or self._miss(name, target)
 
     def _visit_tensor(self, target: Any, name: str) -> Finish:
         is_plain = type(target) is np.ndarray or type(target) is np.memmap or (isinstance(target, torch.Tensor) and target.is_meta)
@@ -283,17 +272,14 @@ class _RestorePlan:
             raise UnsupportedValueError(f"cannot restore into {name}: {advice[0]}; {advice[1]}", object_id=name)
         leaf = self._stored.get(name)
         if leaf is None:
-            self._miss(name)
-            return lambda: target
-        self._used.add(name)
+            return self._miss(name, target)
         if leaf.kind == "value":
-            self._report.mismatched.append(f"{name}: a tensor here, a plain value in the snapshot")
-            return lambda: target
-        form = form_of(self._content.layout, leaf)
-        problem = misfit_of(target, form, self._dtype)
+            return self._mismatch(name, "a tensor here, a plain value in the snapshot", target)
+        self._used.add(name)
+        form = form_of(self.content.layout, leaf)
+        problem = describe_target_mismatch(target, form, self._dtype)
         if problem is not None:
-            self._report.mismatched.append(f"{name}: {problem}")
-            return lambda: target
+            return self._mismatch(name, problem, target)
         if not isinstance(target, torch.Tensor) or not target.is_meta:
             if isinstance(target, torch.Tensor):
                 require_plain(target, name, "the tensor to restore into")
@@ -303,7 +289,7 @@ class _RestorePlan:
         made = self._made
 
         def finish() -> Any:
-            """One object in the target, one object again, if it is one stored tensor, too."""
+            """One meta tensor becomes one tensor, if it is also one stored tensor."""
             key = id(target), leaf.index, form
             if key not in made:
                 fresh = self.tensor_of(leaf).detach()
@@ -317,35 +303,32 @@ class _RestorePlan:
     def _visit_share(self, target: Any, share: RankShare, name: str) -> Finish:
         leaf = self._stored.get(name)
         if leaf is None:
-            self._miss(name)
-            return lambda: target
-        self._used.add(name)
+            return self._miss(name, target)
         if leaf.kind == "value":
-            self._report.mismatched.append(f"{name}: spread over ranks here, a plain value in the snapshot")
-            return lambda: target
-        form = form_of(self._content.layout, leaf)
-        problem = misfit(share.shape, share.dtype, form, self._dtype)
+            return self._mismatch(name, "spread over ranks here, a plain value in the snapshot", target)
+        self._used.add(name)
+        form = form_of(self.content.layout, leaf)
+        problem = describe_mismatch(share.shape, share.dtype, form, self._dtype)
         if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
             problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
         if problem is not None:
-            self._report.mismatched.append(f"{name}: {problem}")
-        elif leaf.kind == "view" and not is_whole(form, self._content.layout.tensors[leaf.index]):
+            return self._mismatch(name, problem, target)
+        if leaf.kind == "view" and not is_whole(form, self.content.layout.tensors[leaf.index]):
             self.wanted.append((leaf, None))
             return lambda: share.fill(self.tensor_of(leaf)) or target
-        else:
-            assert isinstance(form.dtype, torch.dtype)
-            self.boxes += share.wanted(leaf.index, form.dtype)
+        assert isinstance(form.dtype, torch.dtype)
+        self.boxes += share.wanted(leaf.index, form.dtype)
         return lambda: target
 
     # --- stored subtrees ----------------------------------------------------------------------------------------------
 
     def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
-        """Plans to put whatever is stored at `path` in the place of `target`, which has no tensors; None if nothing is."""
+        """Plans to replace `target`, which has no tensors, by the stored tree at `path`; None if there is none."""
         found: Tree | None = self._stored.get(name) if name is not None else None
         found = found or self._stored_at(path)
         if found is None:
             return None
-        self._used.update(self._below.names(path) if isinstance(found, Branch) else [name or (path[:-1] if path else ROOT)])
+        self._used.update(self._below.names(path) if isinstance(found, Container) else [name or (path[:-1] if path else ROOT)])
         self._want(found)
 
         def finish() -> Any:
@@ -365,7 +348,7 @@ class _RestorePlan:
         return finish
 
     def _stored_at(self, path: str) -> Tree | None:
-        """What is stored under the target's `path`: a leaf, or the container of all that is below."""
+        """The stored tree for the target's `path`: a leaf, or the container of all names below it."""
         if not path:
             return self._tree
         leaf = self._stored.get(path[:-1])
@@ -373,24 +356,25 @@ class _RestorePlan:
             return leaf
         roots = roots_of(path, {name: self._stored[name].path for name in self._below.names(path)})
         if not roots:
-            return self._branches.get(path[:-1])
+            return self._containers.get(path[:-1])
         root = roots.pop() if len(roots) == 1 else None
-        return self._tree if root == "" else self._branches.get(root) if root else None
+        return self._tree if root == "" else self._containers.get(root) if root else None
 
     def _want(self, tree: Tree) -> None:
         self.adopted.append(tree)
-        self.wanted += wanted_of(tree, self._dtype)
+        self.wanted += wanted_leaves(tree, self._dtype)
 
     def _build(self, tree: Tree) -> Any:
-        return build(tree, self._content, self.tensor_of)
+        return build(tree, self.content, self.tensor_of)
 
     def _name(self, path: str) -> str:
         return self._names.name(path[:-1] if path else ROOT)
 
-    def _miss(self, name: str) -> None:
+    def _miss(self, name: str, target: Any) -> Finish:
+        """Notes that the snapshot lacks `name`; `target` stays."""
         wrapped = self._stored_at(f"{name}.")
-        if isinstance(wrapped, Branch) and wrapped.node[0] == "r" and self._below.names(f"{name}.{ABOUT}."):
-            self._mismatch(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot")
-            return
+        if isinstance(wrapped, Container) and wrapped.node[0] == "r" and self._below.names(f"{name}.{OUTER_KEY}."):
+            return self._mismatch_below(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot", target)
         if self._selection is None or self._selection.fits(name):
             self._report.missing.append(name)
+        return lambda: target

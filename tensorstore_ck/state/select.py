@@ -1,18 +1,18 @@
-"""Which leaves of a stored state are restored, and under which names. Pure: trees and names in, trees and names out."""
+"""The options ``select=`` and ``rename=``: which leaves are restored, and under which names. Pure: trees and names in and out."""
 
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves
-from tensorstore_ck.state.rebuild_tree import NOTHING
+from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
+from tensorstore_ck.state.rebuild_tree import UNSELECTED
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
 class Selection:
-    """Globs over leaf paths. ``*`` crosses dots; a glob that fits a container's path selects all of it."""
+    """Globs over leaf paths. ``*`` matches dots, too; a glob that matches a container's path selects all of it."""
 
     def __init__(self, select: Sequence[str] | str) -> None:
         globs = [select] if isinstance(select, str) else list(select)
@@ -21,14 +21,14 @@ class Selection:
         self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in globs}
 
     def fits(self, path: str) -> bool:
-        """Whether any glob fits."""
+        """Whether any glob matches."""
         return any(pattern.match(path) for pattern in self._patterns.values())
 
     def require_used(self, tree: Tree) -> None:
-        """Checks that each glob fits some leaf.
+        """Checks that each glob matches a leaf.
 
         Raises:
-            MismatchError: it names the globs that do not, and what there is.
+            MismatchError: some do not; the message names them, and the names in the snapshot.
         """
         names = [leaf.path for leaf in leaves(tree)]
         unused = [glob for glob, pattern in self._patterns.items() if not any(map(pattern.match, names))]
@@ -39,9 +39,9 @@ class Selection:
             )
 
     def prune(self, tree: Tree) -> Tree | None:
-        """What is selected: dict entries vanish, elements of lists and tuples become None; None if nothing is left.
+        """The selected tree: other dict entries are dropped, other elements of lists and tuples become None; None if nothing is left.
 
-        A registered type is kept whole, and so is the attribute of an OrderedDict.
+        A registered type is kept or dropped as a whole, and so are an OrderedDict's attributes.
         """
         if isinstance(tree, Leaf):
             return tree if self.fits(tree.path) else None
@@ -54,15 +54,15 @@ class Selection:
         if not any(kept):
             return None
         if tag in ("l", "u", "n"):
-            return Branch(tree.node, tree.path, tree.keys, [child or NOTHING for child in kept], None)
+            return Container(tree.node, tree.path, tree.keys, [child or UNSELECTED for child in kept], None)
         keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-        return Branch(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+        return Container(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str | None]:
-    """A function from stored names to names in the target; None: leave it out.
+    """A function from stored names to names in the target (None: leave it out).
 
-    In a mapping the longest prefix wins, and a prefix ends at a dot: ``{"module": "model"}`` leaves ``module_ema.w`` alone.
+    In a mapping the longest prefix wins, and a prefix ends at a dot: ``{"module": "model"}`` does not change ``module_ema.w``.
     """
     if rename is None:
         return str
@@ -85,5 +85,5 @@ def renamer(rename: Rename | None) -> Callable[[str], str | None]:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """At most `most` names, and how many more there are."""
+    """Text of at most `most` names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,8 +1,8 @@
-"""Tensors of which a rank holds a share: `DTensor`, torch's ShardedTensor, and `FlatShard` for everything flattened.
+"""Tensors of which a rank holds a share: `DTensor`, torch's ShardedTensor, and `FlatShard` for flattened tensors.
 
-Reads the whole tensor's shape, how it is spread, and which local memory holds which box of it. Knows nothing of states, trees and
-stores, and communicates with nobody. torch.distributed is imported by whoever made such a tensor, never by this module, so that it
-also works where torch has none. What torch's metadata cannot be trusted to describe is refused.
+Reads the whole tensor's shape, how it is spread, and which local memory holds which box of it. Knows no states, trees or stores, and
+does not communicate. It never imports torch.distributed, which torch may lack: the creator of such a tensor has imported it. Tensors
+that torch's metadata may describe wrongly are refused.
 """
 
 import operator
@@ -30,18 +30,18 @@ class LocalPiece(NamedTuple):
 
     box: BoxBounds
     tensor: torch.Tensor
-    """Of the box's sizes; detached, and not necessarily contiguous."""
+    """Has the box's sizes; detached, not necessarily contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpread:
-    """How a tensor is spread, and what of it lies here."""
+    """How a tensor is spread, and this rank's pieces."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's shape."""
     dtype: torch.dtype
     mesh: Mesh | None
-    """None: each rank knows no more than its own pieces (ShardedTensor)."""
+    """None: each rank knows only its own pieces (ShardedTensor)."""
     placements: tuple[Placement, ...]
     pieces: tuple[LocalPiece, ...]
 
@@ -53,7 +53,7 @@ class FlatShard:
     `local` holds elements [start, start + local.numel()) of the tensor of shape `shape`, row-major.
 
     Raises:
-        InvalidOptionError: `local` is no plain contiguous tensor, or does not lie within the whole.
+        InvalidOptionError: `local` is not a plain contiguous tensor, or does not lie within the whole.
     """
 
     local: torch.Tensor
@@ -84,24 +84,24 @@ class FlatShard:
 
 
 def group_ranks(group: "ProcessGroup | None") -> dict[int, int]:
-    """Global rank -> rank in `group` (None: the default group), of all its members."""
+    """Global rank -> rank in `group` (None: the default group), for all members."""
     return {rank: position for position, rank in enumerate(torch.distributed.get_process_group_ranks(group))}
 
 
 class SpreadDescriber:
-    """Describes tensors in terms of one group's ranks. Remembers the meshes it has met: a model has few of them, but many tensors."""
+    """Describes tensors in terms of one group's ranks. Caches meshes: a model has few of them, but many tensors."""
 
     def __init__(self, ranks: Mapping[int, int], rank: int) -> None:
-        """`ranks`: global rank -> rank in the group, as `group_ranks` gives it; `rank`: this process's own in the group."""
+        """`ranks`: global rank -> rank in the group, from `group_ranks`; `rank`: this process's rank in the group."""
         self._ranks = ranks
         self._rank = rank
         self._meshes: dict[DeviceMesh, Mesh] = {}
 
     def describe(self, tensor: object, path: str = "") -> TensorSpread | None:
-        """How `tensor`, which lies at `path` of the state, is spread; None if it is no DTensor or ShardedTensor.
+        """How `tensor`, at `path` of the state, is spread; None if it is not a DTensor or ShardedTensor.
 
         Raises:
-            UnsupportedValueError: it is one, but what it holds cannot be told; the message says why and what to do.
+            UnsupportedValueError: the elements that it holds cannot be determined; the message has the reason and advice.
         """
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
             return None
@@ -113,7 +113,7 @@ class SpreadDescriber:
 
     def _dtensor(self, tensor: "DTensor", path: str) -> TensorSpread:
         shape = tuple(tensor.shape)
-        mesh, placements, coordinate = self.place(tensor, path)
+        mesh, placements, coordinate = self.placement_of(tensor, path)
         local = local_of(tensor)
         require_plain(local, path, "the local tensor of a DTensor")
         if coordinate is None:
@@ -123,16 +123,20 @@ class SpreadDescriber:
         pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
         return TensorSpread(shape, tensor.dtype, mesh, placements, tuple(pieces))
 
-    def place(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
-        """On which mesh a DTensor lies, how, and where on it this rank stands."""
+    def placement_of(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
+        """A DTensor's mesh, its placements, and this rank's coordinate in the mesh (None: not in it)."""
         mesh = self._mesh(tensor.device_mesh, path)
         # Not device_mesh.get_coordinate(): torch reuses equal meshes, also those of an earlier group where this process had another rank.
         return mesh, _placements(tensor, mesh, path), mesh.coordinate(self._rank)
 
     def require_local(self, tensor: "DTensor", local: torch.Tensor, path: str) -> None:
-        """Checks that the local tensor is what the placements say."""
+        """Checks that the local tensor has the shape and dtype that the placements give.
+
+        Raises:
+            UnsupportedValueError: it has not.
+        """
         shape = tuple(tensor.shape)
-        mesh, placements, coordinate = self.place(tensor, path)
+        mesh, placements, coordinate = self.placement_of(tensor, path)
         assert coordinate is not None
         expected = local_shape(intervals(shape, mesh.shape, placements, coordinate))
         if tuple(local.shape) != expected or local.dtype != tensor.dtype:
@@ -151,7 +155,7 @@ class SpreadDescriber:
             if outside:
                 refuse(
                     path,
-                    f"is a DTensor on a mesh with global ranks {_some(outside)}, which are not in the group that stores or restores it",
+                    f"is a DTensor on a mesh with global ranks {_some(outside)}, which are not in the group that saves or restores it",
                     "pass a group= that has all ranks of the mesh",
                 )
             mesh = Mesh(tuple(device_mesh.mesh.shape), tuple(self._ranks[rank] for rank in globally))
@@ -184,16 +188,16 @@ def _placements(tensor: "DTensor", mesh: Mesh, path: str) -> tuple[Placement, ..
 
 
 def _check_order(tensor: "DTensor", mesh: Mesh, placements: list[Placement], path: str) -> None:
-    """Refuses what was not, or may not have been, split as its placements say: by one mesh dim after the other, from left to right."""
+    """Refuses a DTensor that may not have been split in the order of its mesh dims, as its placements say."""
     order = getattr(tensor._spec, "shard_order", None)  # torch 2.10 and newer
     if order is not None and any(tuple(entry.mesh_dims) != tuple(sorted(entry.mesh_dims)) for entry in order):
         refuse(path, f"is a DTensor with the shard order {order}, not the mesh's own", "redistribute it without a shard order first")
     for number, placement in enumerate(placements):
         if placement is None or placement.split_factor == 1 or tensor.shape[placement.dim] % placement.split_factor == 0:
             continue
-        # FSDP2 over TP and EP says _StridedShard(split_factor=tp * ep), but has really split by one and then by the other. When that is
-        # uneven, other elements may lie here than the placements say, and the local size does not always tell. (With TP alone, either
-        # they are the same, or the size of some rank's local tensor differs.)
+        # FSDP2 over TP and EP has _StridedShard(split_factor=tp * ep), but splits by one and then by the other. If that is uneven, this
+        # rank may hold other elements than the placements say, and the local size does not always show it. (With TP alone, either the
+        # elements are the same, or the local size of some rank differs.)
         later = [dim for dim in range(number + 1, len(placements)) if _dim_of(placements[dim]) == placement.dim and mesh.shape[dim] > 1]
         if len(later) > 1:
             refuse(
@@ -209,16 +213,16 @@ def _dim_of(placement: Placement) -> int | None:
 
 
 def local_of(tensor: "DTensor") -> torch.Tensor:
-    """What this rank holds of it, detached if it is plain; waits for a collective that still fills it."""
+    """The local tensor, detached if it is plain, after any collective that still fills it."""
     with torch.no_grad():
         local = tensor.to_local()
-    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: a collective still fills it
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor has it
     local = local if wait is None else wait()
     return local.detach() if type(local) in PLAIN else local  # a subclass may make copies of its inner tensors to detach itself
 
 
 def _sharded_tensor(tensor: "ShardedTensor", path: str) -> TensorSpread:
-    metadata = tensor.metadata()  # its attributes of the same meaning warn of deprecation
+    metadata = tensor.metadata()  # the tensor's own attributes are deprecated
     shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
     pieces = []
     for shard in tensor.local_shards():
@@ -233,7 +237,7 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> TensorSpread:
                 path,
                 f"is a ShardedTensor of shape {shape} and {dtype} whose metadata has a local shard of sizes {box.sizes} at"
                 f" {box.offsets}, but the shard has shape {tuple(local.shape)} and {local.dtype}",
-                "build it anew from its local shards",
+                "rebuild it from its local shards",
             )
         if 0 not in box.sizes:
             pieces.append(LocalPiece(box, local))
@@ -254,7 +258,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def _is(tensor: torch.Tensor, module: str, name: str) -> bool:
-    """Whether it is an instance of a class that nobody may have imported yet: then it is not."""
+    """Whether it is an instance of a class whose module may not be imported (then it is not)."""
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and isinstance(tensor, found)
 

@@ -1,8 +1,8 @@
-"""DTensors whose local tensor is a wrapper subclass: how each inner tensor is spread follows from the outer one, by a rule of the class.
+"""DTensors over wrapper subclasses: the spread of each inner tensor follows from the outer tensor, by a rule of the class.
 
-An inner tensor has an element for each of the outer's, or for each box of them, or for so many of the flattened whole, or is the same on
-all ranks. What is stored is what the whole tensor would have; so another layout, or one process, makes the same of it. Blocks that were
-formed on one rank and lie across what others hold of the whole are stored for the same layout only.
+An inner tensor has one element for each outer element, for each box of them, or for a block of the flattened whole, or is equal on all
+ranks. Stored are the inner tensors that the whole tensor would have, so another layout, or one process, restores the same. Blocks that
+do not align with the ranks' shares of the whole are stored for the same layout only.
 """
 
 from functools import lru_cache
@@ -18,23 +18,19 @@ from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.registered_types import registered_class
 from tensorstore_ck.state.sharded_tensors import LocalPiece, SpreadDescriber, is_dtensor, local_of, narrowed, refuse
 from tensorstore_ck.state.torchao_types import RegisteredType
-from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, about, tensor_parts
+from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, describe_outer, tensor_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _WHOLE: Final = {"OptimState8bit": ("qmap",), "OptimState4bit": ("qmap",)}
-"""Class -> inner tensors that are the same on all ranks."""
-_BOXED: Final = {
-    "Int8Tensor": ("scale", "zero_point"),
-    "Float8Tensor": ("scale",),
-    "IntxUnpackedToInt8Tensor": ("scale", "zero_point"),
-}
+"""Class -> inner tensors that are equal on all ranks."""
+_BOXED: Final = {"Int8Tensor": ("scale", "zero_point"), "Float8Tensor": ("scale",), "IntxUnpackedToInt8Tensor": ("scale", "zero_point")}
 """Class -> inner tensors that have an element for each box of ``block_size`` elements."""
 
 
-class _Outer(NamedTuple):
-    """The whole tensor, and what this rank has of it."""
+class _OuterTensor(NamedTuple):
+    """The whole tensor, and this rank's part of it."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
@@ -56,14 +52,14 @@ class UnwrappedShards(NamedTuple):
 
     registered: RegisteredType
     state: dict[str, Any]
-    """As `wrapped.flattened` makes it of the whole tensor, with a `RankShare` for each inner tensor."""
+    """What `wrapper_subclasses.flattened` returns for the whole tensor, with a `RankShare` for each inner tensor."""
 
 
-def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> UnwrappedShards | None:
-    """The state of a DTensor whose local tensor is a wrapper subclass that is known; None for anything else.
+def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> UnwrappedShards | None:
+    """The state of a DTensor whose local tensor is a registered wrapper subclass; None for anything else.
 
     Raises:
-        UnsupportedValueError: how its inner tensors are spread cannot be told.
+        UnsupportedValueError: the spread of its inner tensors cannot be determined.
     """
     if not is_dtensor(tensor):
         return None
@@ -72,11 +68,11 @@ def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> Unwrappe
     registered = registered_class(type(local))
     if registered is None or not registered.wraps:
         return None
-    mesh, placements, coordinate = describer.place(found, path)
+    mesh, placements, coordinate = describer.placement_of(found, path)
     if coordinate is None:
         refuse(path, "is a DTensor on a mesh that does not have this rank", "leave it out here")
     describer.require_local(found, local, path)
-    outer = _Outer(tuple(found.shape), tuple(local.shape), mesh, placements, coordinate, path)
+    outer = _OuterTensor(tuple(found.shape), tuple(local.shape), mesh, placements, coordinate, path)
     inner, context = tensor_parts(local)
     name = registered.cls.__name__
     state: dict[str, Any] = {}
@@ -100,17 +96,17 @@ def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> Unwrappe
             refuse(
                 path,
                 f"is a DTensor of {registered.cls.__qualname__}s placed as {found.placements}, and how its inner tensor {key!r} of shape"
-                f" {tuple(part.shape)} is spread cannot be told",
+                f" {tuple(part.shape)} is spread cannot be determined",
                 "redistribute it to Replicate first",
             )
-    told = about(found, _global_context(name, context, outer))
+    form = describe_outer(found, _global_context(name, context, outer))
     if bound:
-        told["bound"] = {"mesh": list(mesh.shape), "placements": [None if each is None else list(each) for each in placements]}
-    return UnwrappedShards(registered, state | {ABOUT: told})
+        form["bound"] = {"mesh": list(mesh.shape), "placements": [None if each is None else list(each) for each in placements]}
+    return UnwrappedShards(registered, state | {OUTER_KEY: form})
 
 
-def _global_context(name: str, context: Any, outer: _Outer) -> Any:
-    """What the context of the whole tensor would be."""
+def _global_context(name: str, context: Any, outer: _OuterTensor) -> Any:
+    """The context that the whole tensor would have."""
     if name == "OptimState4bit":
         return [context[0], torch.Size(outer.shape), *context[2:]]
     if name in _BOXED:
@@ -119,14 +115,14 @@ def _global_context(name: str, context: Any, outer: _Outer) -> Any:
     return context
 
 
-def _box_extent(outer: _Outer, dim: int, extent: int) -> int:
-    """The extent of a box of the whole tensor: one that spans all that a rank has, of several, spans all there is."""
+def _box_extent(outer: _OuterTensor, dim: int, extent: int) -> int:
+    """The extent of a box of the whole tensor: a box of more than one element that spans this rank's extent spans the whole dim."""
     spans = extent > 1 and extent == outer.local[dim]
     return outer.shape[dim] if spans else extent
 
 
-def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> RankShare:
-    """An element for each box; the same on all ranks along dims that one box spans."""
+def _boxed(outer: _OuterTensor, part: torch.Tensor, block_size: Any, key: str) -> RankShare:
+    """The share of an inner tensor with one element per box; along dims that one box spans, it is equal on all ranks."""
     if part.numel() == 1 and part.dim() != len(outer.local):
         return _share(outer, part, tuple(part.shape), (None,) * len(outer.placements))
     extents = [_box_extent(outer, dim, extent) for dim, extent in enumerate(block_size)]
@@ -140,14 +136,16 @@ def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> Rank
         refuse(
             outer.path,
             f"is a DTensor in boxes of {list(block_size)} elements, placed as {list(outer.placements)} on a mesh of shape"
-            f" {outer.mesh.shape}: a box lies on several ranks",
+            f" {outer.mesh.shape}: a box spans several ranks",
             "shard it along another dim",
         )
     return _share(outer, part, shape, placements)
 
 
-def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> RankShare | None:
-    """An element for so many of the flattened whole: in the whole's shape with its last dims merged, as far as must be."""
+def _blocks(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankShare | None:
+    """The share of an inner tensor with one element per block of the flattened whole, in the whole's shape with as few of the last dims
+    merged as possible; None if blocks do not align with the ranks' shares.
+    """
     if not part.numel() or prod(outer.local) % part.numel() or part.dim() != 1:
         refuse(outer.path, f"is a DTensor whose inner tensor {key!r} has no element for each block", "redistribute it to Replicate first")
     length = prod(outer.local) // part.numel()
@@ -163,8 +161,8 @@ def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> RankShare | None:
     return None
 
 
-def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> RankShare:
-    """One rank's after another, for those with the same placements alone."""
+def _in_rank_order(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankShare:
+    """The share of an inner tensor that concatenates those of all ranks; only for restores with the same placements."""
     counts = {
         prod(local_shape(intervals(outer.shape, outer.mesh.shape, outer.placements, coordinate)))
         for coordinate in product(*map(range, outer.mesh.shape))
@@ -173,7 +171,7 @@ def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> RankShare:
         refuse(
             outer.path,
             f"is a DTensor of shape {outer.shape} placed as {list(outer.placements)} on a mesh of shape {outer.mesh.shape}, and the"
-            f" blocks of its inner tensor {key!r} lie across what the ranks hold, of which they have unequal shares",
+            f" blocks of its inner tensor {key!r} do not align with the ranks' shares, which are unequal",
             "shard it along its first dim, or evenly",
         )
     shards = [extent for extent, each in zip(outer.mesh.shape, outer.placements, strict=True) if each is not None]
@@ -184,13 +182,13 @@ def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> RankShare:
 def _follows(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, length: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> bool:
-    """Whether on all ranks the runs of `inner` along its dim are those of the whole, `length` elements (from `dim` on) for each."""
+    """Whether on all ranks the runs of the inner tensor along `dim` are those of the whole, with `length` elements for each of its own."""
     shape, inner = shapes
     row = prod(shape[dim + 1 :]) if len(inner) == dim + 1 else 1
     inner_placements = tuple(each if each is not None and each.dim < len(inner) else None for each in placements)
     for coordinate in product(*map(range, mesh_shape)):
         if any(position and (each is None or each.dim != dim) for position, each in zip(coordinate, placements, strict=True)):
-            continue  # it has no say in this dim
+            continue  # this mesh dim does not shard `dim`
         outer_runs = intervals(shape, mesh_shape, placements, coordinate)[dim] if shape else []
         inner_runs = intervals(inner, mesh_shape, inner_placements, coordinate)[dim]
         if not shape:
@@ -202,9 +200,9 @@ def _follows(
 
 
 def _share(
-    outer: _Outer, part: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], *, by_blocks: bool = False
+    outer: _OuterTensor, part: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], *, by_blocks: bool = False
 ) -> RankShare:
-    """An inner tensor of that global shape, of which this rank holds what the placements say."""
+    """The share of an inner tensor of the global shape `shape`, checked against the placements."""
     expected = local_shape(intervals(shape, outer.mesh.shape, placements, outer.coordinate))
     if tuple(part.shape) != expected:
         refuse(
@@ -218,7 +216,7 @@ def _share(
 
 
 def regrouped(share: RankShare, shape: tuple[int, ...]) -> RankShare:
-    """The same elements of a tensor that is stored in another shape: as intervals of the flattened one."""
+    """The same share of a tensor that is stored in another shape: as intervals of the flattened tensor."""
     pieces = []
     for (offsets, sizes), tensor in share.pieces:
         dim = max((at for at, size in enumerate(sizes) if size != share.shape[at]), default=0)

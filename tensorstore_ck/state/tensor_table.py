@@ -1,8 +1,7 @@
-"""The tensors and arrays of a state, by number, as columns: torch is asked once for what a put needs to know of each.
+"""The tensors and arrays of a state, by number, as columns.
 
-A state has tens of thousands of them, and its owner waits meanwhile. So most leave nothing behind but entries in lists: an object for each
-would cost more than the questions, in garbage collection. What must be described, `Specs`, and what is read, `ByteSources`, is made when
-the put needs it. Knows no tree.
+The caller waits while tens of thousands of tensors are captured, so most become only entries in lists: an object for each would cost
+more, in garbage collection, than the queries to torch. The save makes `TensorSpecs` and `ByteSources` from the lists when it needs them.
 """
 
 from abc import abstractmethod
@@ -27,18 +26,18 @@ Numbers = npt.NDArray[np.int64]
 
 
 class TensorKind(NamedTuple):
-    """What tensors of one dtype and shape have in common."""
+    """Common to all tensors of one dtype and shape."""
 
     dtype: str
     item_bytes: int
     shape: tuple[int, ...]
     size_bytes: int
-    """On this rank."""
+    """Bytes on this rank."""
     is_complex: bool = False
 
 
-class Specs(Sequence[TensorSpec]):
-    """Tensors, as a layout tells of them."""
+class TensorSpecs(Sequence[TensorSpec]):
+    """The `TensorSpec` of each tensor, made on first use."""
 
     def __init__(self, names: Sequence[str], forms: Sequence[TensorKind]) -> None:
         self._names = names
@@ -65,11 +64,11 @@ class Specs(Sequence[TensorSpec]):
 
 
 class LazySources(Sequence[ByteSource]):
-    """Sources of which each is made when it is asked for: 20,000 objects would cost as much as what they hold."""
+    """Sources that are made on use: 20,000 objects would cost as much as their content."""
 
     @abstractmethod
     def at(self, number: int) -> ByteSource:
-        """The source of that number, which is in range."""
+        """The source of a number that is in range."""
 
     @overload
     def __getitem__(self, number: int) -> ByteSource: ...
@@ -84,16 +83,16 @@ class ByteSources(LazySources):
     """The bytes of tensors."""
 
     def __init__(self, addresses: Numbers, sizes: Numbers, owners: Sequence[object], made: dict[int, ByteSource]) -> None:
-        """`owners` keep the memory alive; a tensor is one that is to be copied. `made`: what is not to be made any more."""
+        """`owners` keep the memory alive; one that is a tensor must be copied. `made`: sources that exist already."""
         self.addresses = addresses
-        """0 for what is not one piece of host memory."""
+        """0 for tensors that are not contiguous host memory."""
         self.sizes = sizes
         self._owners = owners
         self._made = made
 
     @classmethod
     def of(cls, sources: Sequence[ByteSource]) -> "ByteSources":
-        """Any others, as columns."""
+        """Other sources, as columns."""
         if isinstance(sources, ByteSources):
             return sources
         addresses = np.array([_address_of(source) for source in sources], np.int64)
@@ -101,14 +100,14 @@ class ByteSources(LazySources):
         return cls(addresses, sizes, [None] * len(sizes), dict(enumerate(sources)))
 
     def pick(self, numbers: Sequence[int], more: Sequence[ByteSource]) -> "ByteSources":
-        """Some of them, and more."""
-        places, found = list(numbers), ByteSources.of(more)
-        made = {position: self._made[number] for position, number in enumerate(places) if number in self._made}
+        """The sources with these numbers, followed by `more`."""
+        chosen, found = list(numbers), ByteSources.of(more)
+        made = {position: self._made[number] for position, number in enumerate(chosen) if number in self._made}
         return ByteSources(
-            np.concatenate((self.addresses[places], found.addresses)),
-            np.concatenate((self.sizes[places], found.sizes)),
-            [*(self._owners[number] for number in places), *found._owners],
-            made | dict(enumerate(more, len(places))),
+            np.concatenate((self.addresses[chosen], found.addresses)),
+            np.concatenate((self.sizes[chosen], found.sizes)),
+            [*(self._owners[number] for number in chosen), *found._owners],
+            made | dict(enumerate(more, len(chosen))),
         )
 
     def at(self, number: int) -> ByteSource:
@@ -125,17 +124,17 @@ class ByteSources(LazySources):
 
 
 class TensorTable:
-    """Tensors and arrays. Their numbers follow each other."""
+    """Tensors and arrays, numbered from 0."""
 
     def __init__(self) -> None:
         self.number_of: dict[int, int] = {}
-        """By id: one object comes back as one object."""
+        """id(object) -> number: one object is restored as one object."""
         self.objects: list[torch.Tensor | Array] = []
-        """Keeps them alive, too: an id is only good that long."""
+        """Also keeps them alive, so that ids stay valid."""
         self.names: list[str] = []
         self.forms: list[TensorKind] = []
         self.flags: dict[int, int] = {}
-        """Of those that have some."""
+        """Number -> flags, if any."""
         self.areas = MemoryAreas()
         self._addresses: list[int] = []
         self._owners: list[object] = []
@@ -143,9 +142,9 @@ class TensorTable:
         self._known_forms: dict[tuple[torch.dtype, torch.Size], TensorKind] = {}
 
     def add_run(self, items: Sequence[Any], start: int) -> int:
-        """Adds items from `start` on, as long as they are new tensors, dense and in one piece; tells where that ends.
+        """Adds items from `start` on while they are new, dense, contiguous tensors; returns where that ends.
 
-        Their `names` are the caller's to add. Anything out of the ordinary ends a run, and is looked at by whoever can tell what it is.
+        The caller adds their `names`, and handles the item that ended the run.
         """
         objects, forms, owners, addresses = self.objects, self.forms, self._owners, self._addresses
         starts, stops, number_of, known_forms = self.areas.starts, self.areas.stops, self.number_of, self._known_forms
@@ -154,7 +153,7 @@ class TensorTable:
             for position in range(start, len(items)):
                 tensor = items[position]
                 kind, key = type(tensor), id(tensor)
-                # What is sparse, nested or otherwise opaque has no shape or no storage: then torch raises.
+                # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
                 if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or is_checkpointable(tensor):
                     return position
                 form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
@@ -183,7 +182,7 @@ class TensorTable:
         return len(items)
 
     def add(self, found: torch.Tensor | Array, spec: TensorSpec, source: ByteSource, area: Area, flags: int = 0) -> int:
-        """Adds what the caller knows all about, and tells its number."""
+        """Adds a described tensor or array, and returns its number."""
         number = self.number_of[id(found)] = len(self.objects)
         self.objects.append(found)
         self.names.append(spec.name)

@@ -1,6 +1,6 @@
-"""The classes of torchao that states hold, by the names that stores have for them; and what a registered type is.
+"""torchao's classes by their names in stores, and `RegisteredType`.
 
-A class is only looked up in a module that is loaded already: nothing here imports what stored data names.
+Classes are only looked up in loaded modules: nothing here imports what stored data names.
 """
 
 import dataclasses
@@ -44,18 +44,18 @@ _KNOWN: Final = {
         for name in ("PerTensor", "PerAxis", "PerGroup", "PerRow", "PerToken", "PerBlock")
     },
 }
-"""Name in stores -> the module whose class of the same name it is."""
+"""Name in stores -> the module that has the class."""
 
 
 class RegisteredType(NamedTuple):
-    """How a type is taken apart and made again."""
+    """How a type is taken apart and rebuilt."""
 
     cls: type[Any]
     name: str
     to_state: Callable[[Any], object]
     from_state: Callable[[Any], object]
     wraps: bool = False
-    """A traceable wrapper subclass of tensors, whose state is as `wrapped` has it."""
+    """A traceable wrapper subclass of tensors; `wrapper_subclasses` describes its state."""
 
 
 def wrapper_type(cls: type[Any], name: str) -> RegisteredType:
@@ -64,14 +64,14 @@ def wrapper_type(cls: type[Any], name: str) -> RegisteredType:
 
 
 def known_class(cls: Any) -> RegisteredType | None:
-    """The registration of a class of torchao."""
+    """The registration of a torchao class; None for any other class."""
     name = f"torchao.{cls.__name__}"
     found = _loaded(name) if name in _KNOWN else None
     return _registration(found, name) if found is not None and found is cls else None
 
 
 def known_name(name: str) -> RegisteredType | None:
-    """The registration that a store's name stands for, if it is one of these.
+    """The registration of a torchao class by its name in stores; None for any other name.
 
     Raises:
         UnsupportedValueError: its module is not loaded.

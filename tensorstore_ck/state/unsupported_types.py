@@ -1,4 +1,4 @@
-"""What to do about values that people often try to store, and that have no stored form."""
+"""Advice for values that people often try to store, and that have no stored form."""
 
 from typing import Final
 
@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 _ON_RANKS: Final = (
-    "pass group= (such as torch.distributed.group.WORLD) on all ranks that hold shares of it; in rank_state= nothing is shared, so put it "
+    "pass group= (such as torch.distributed.group.WORLD) on all ranks that hold shares of it; rank_state= cannot hold shares, so move it "
     "into the state"
 )
 
 
 def advice_for(value: object) -> tuple[str, str] | None:
-    """What `value` is and what to do, for what people often try to store."""
+    """What `value` is, and advice; None for a value that is not among these."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, torch.Tensor):

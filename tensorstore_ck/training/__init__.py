@@ -1,8 +1,28 @@
-"""The complete state of a training job: everything that the next step depends on, captured in one call and put back in one.
+"""The complete state of a training job: everything that the next step depends on, captured in one call and restored in one.
 
-Knows torch's models, optimizers, schedules and generators; uses a `Store` as any user does. Nothing here decides how states are stored.
-Invariants: a put changes nothing that training can see and copies no tensor; a restore
-changes nothing before all that one rank can tell was found to fit.
+training_state.py      TrainingState: puts and restores all of it
+models.py              states of models
+optimizers.py          states of optimizers, by parameter name
+parameter_names.py     parameter names, whatever wraps the model
+gradients.py           gradients in the middle of a step
+buffers.py             buffers that ranks may hold differently
+extras.py              objects and plain values that the user adds
+rng.py                 random number generators
+rank_own_state.py      what each rank has for itself: generators, loader positions, its own buffers and values
+rank_agreement.py      what ranks must know of each other before the first save
+rank_group.py          this process's rank and group
+stateful_parts.py      the arguments of TrainingState
+opaque_state.py        states that torch.distributed.checkpoint must not flatten
+find_resume_point.py   the snapshot that all ranks resume from
+environment.py         versions, devices and switches that change results
+compare_states.py      compares two states bit by bit
+verify_resume.py       checks that a job resumes bit for bit
+sample_cursor.py       SampleCursor: the order of samples, and the position in it
+progress_line.py       ProgressLine: saves in progress, on a terminal
+checkpointing/         when to save, and from which snapshot to resume
+
+Knows torch's models, optimizers, schedules and generators; uses a `Store` as any user does. Saving changes nothing that training can see
+and copies no tensor. A restore first checks all that one rank can check, then changes things.
 """
 
 from tensorstore_ck.training.compare_states import Difference

@@ -1,7 +1,7 @@
-"""Buffers of modules, which ranks may come to hold differently though nobody splits them: batch norm's statistics, histories, counters.
+"""Buffers of modules that are not sharded and may still differ between ranks: batch norm's statistics, histories, counters.
 
-What all ranks share has those of the first rank that holds them, so that one process, an export and inference get a sound state; each
-rank's own side has its own. Parameters and DTensors are never among them. Knows no store.
+The shared state has the buffers of the first rank that holds them, so that one process, an export and inference get a complete state;
+each rank's own state has its own. Excludes parameters and DTensors. Knows no store.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,13 @@ from tensorstore_ck.training.rank_agreement import Agreement
 
 State = dict[str, Any]
 BIG_BYTES: Final = 1 << 20
-"""Of a larger buffer that is equal on all ranks, such as a mask or rotary angles, copies would cost more than they are worth: as long as
-all ranks put it alike it is watched for drift, as parameters are."""
+"""A larger buffer that is equal on all ranks, such as a mask or rotary angles, is stored once and checked for drift like parameters."""
 
 
-def plain_in(module: nn.Module, *, of_model: bool) -> dict[str, torch.Tensor]:
-    """The buffers of a module's state of which this process holds a plain tensor, by their names there.
+def plain_buffers(module: nn.Module, *, of_model: bool) -> dict[str, torch.Tensor]:
+    """The persistent buffers of a module that are plain tensors, by name.
 
-    `of_model`: whether those are torch's names of a model, whatever wraps it, or what ``state_dict`` gives.
+    `of_model`: use torch's names of a model, whatever wraps it; else the names in ``state_dict``.
     """
     if of_model:
         modules = walk(module, "")
@@ -39,32 +38,32 @@ def plain_in(module: nn.Module, *, of_model: bool) -> dict[str, torch.Tensor]:
 
 
 def digest(buffer: torch.Tensor) -> bytes:
-    """Of the bytes of a big one; empty for another."""
+    """The hash of a big buffer's bytes; empty for a small one."""
     if buffer.nbytes <= BIG_BYTES:
         return b""
     memory = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return blake3(memory.data, max_threads=blake3.AUTO).digest(16)
 
 
-def shared(path: str, state: State, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
-    """The state of a module as this rank puts it, so that all ranks together put one. `path`: where it lies in the whole."""
+def shared_state(path: str, state: State, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
+    """The state of the module at `path` as this rank saves it: only one rank adds the bytes of a buffer that differs."""
     state = dict(state)
-    for name, buffer in own(path, found, agreement).items():
+    for name, buffer in rank_buffers(path, found, agreement).items():
         if name in state:
             flat = buffer.detach().contiguous().reshape(-1)
             state[name] = FlatShard(flat if f"{path}.{name}" in agreement.leads else flat[:0], tuple(buffer.shape), 0)
     return state
 
 
-def own(path: str, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
-    """What this rank keeps of it."""
+def rank_buffers(path: str, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
+    """The buffers that this rank stores as its own."""
     kept = agreement.leads | agreement.follows
     return {name: each for name, each in found.items() if f"{path}.{name}" in kept}
 
 
 @torch.no_grad()
-def put_back(found: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
-    """Fills those of which something is stored; others are as all share them."""
+def restore(found: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
+    """Fills the buffers that have a stored value; the others keep the shared one."""
     for name, buffer in found.items():
         if name in stored:
             buffer.copy_(stored[name])

@@ -1,4 +1,4 @@
-"""Two captured states compared bit by bit: payloads of NaNs and signs of zeros count. Knows no store and no job."""
+"""Compares two captured states bit by bit, including NaN payloads and signs of zeros. Knows no store and no job."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ Leaves = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that was not the same both times."""
+    """The first tensor or value that was not the same both times."""
 
     step: int
     """Steps after the snapshot: 0 when the restored states differ already."""
     name: str
     """The tensor or value, by its path in the state."""
     what: str
-    """In words: ``3 of 100 elements differ, by 1.2e-07 at most``."""
+    """For people: ``3 of 100 elements differ, by 1.2e-07 at most``."""
     differing: int = 0
     """Elements of a tensor."""
     elements: int = 0
     max_difference: float | None = None
-    """Of elements that are numbers both times."""
+    """Of the elements that are not NaN either time."""
 
 
 def leaves_of(state: object, path: str = "") -> Leaves:
-    """The tensors and values of a state, as they are."""
+    """The tensors and values of a state, not copied."""
     return dict(_flat(state, path))
 
 
 def copied(leaves: Leaves) -> Leaves:
-    """Of leaves: what `first_difference` expects, and what no later step changes."""
+    """A copy for `first_difference`, which later steps do not change."""
     return {path: _copied(leaf) for path, leaf in leaves.items()}
 
 
@@ -57,7 +57,6 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _copied(leaf: Any) -> Any:
-    """As it is now: what is a container still holds plain values only."""
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return _local(leaf).clone()
     return _bits(leaf)
@@ -73,7 +72,7 @@ def _local(leaf: Any) -> torch.Tensor:
 
 
 def _bits(value: object) -> object:
-    """What is equal for values that are, to the last bit."""
+    """Equal for two values only if they are bit-identical."""
     plain = tuple(value) if isinstance(value, list) else value
     try:
         return type(value).__name__, pack_body(encode(plain, "", encode_torch))
@@ -82,7 +81,7 @@ def _bits(value: object) -> object:
 
 
 def first_difference(step: int, expected: Leaves, found: Leaves) -> Difference | None:
-    """The first of `found` that is not as expected, by the order of the state; `expected` was `copied`."""
+    """The first difference, in the order of the state. `expected` comes from `copied`."""
     for name, leaf in found.items():
         if name not in expected:
             return Difference(step, name, "it is there the second time only")
@@ -111,7 +110,6 @@ def _compare(step: int, name: str, old: Any, new: Any) -> Difference | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A row of bytes for each element."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1, 1).view(torch.uint8)
 
 

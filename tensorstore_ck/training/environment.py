@@ -1,7 +1,7 @@
-"""What decides, besides the state, whether a job goes on bit for bit: versions, devices, switches, and how the job is laid out.
+"""What else decides whether a job resumes bit for bit: versions, devices, switches, and the job's layout.
 
-Plain values, by name; a name of which one side knows nothing says nothing. Reads a few environment variables, since they are what libraries
-obey. No host's name, no path and no user is read.
+Plain values, by name; a name that only one side has is ignored. Reads the few environment variables that libraries obey, but no host name,
+path or user.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorstore_ck.training.rng import has_cuda
 
 _KERNELS: Final = "kernels, and the order in which they add, differ between versions"
-_DEVICES: Final = "devices differ in their kernels, and in how many parts they cut a sum"
+_DEVICES: Final = "devices differ in their kernels, and in how they split a sum"
 _SWITCH: Final = "it decides which kernels are used"
 _ROUNDING: Final = "it decides how products are rounded"
-_THREADS: Final = "sums are cut into as many parts as there are threads"
+_THREADS: Final = "sums are split into as many parts as there are threads"
 _COMMUNICATION: Final = "gradients of ranks are added in another order"
 
 REASONS: Final[Mapping[str, str]] = {
-    "python": "hashes, and the module random, may differ",
+    "python": "hashes and the module random may differ",
     "numpy": "its generators and kernels may differ",
     "torch": _KERNELS,
     "cuda": _KERNELS,
@@ -39,7 +39,7 @@ REASONS: Final[Mapping[str, str]] = {
     "cpu_capability": _DEVICES,
     "deterministic_algorithms": _SWITCH,
     "cudnn_deterministic": _SWITCH,
-    "cudnn_benchmark": "kernels are chosen by their speed, which is never twice the same",
+    "cudnn_benchmark": "kernels are chosen by measured speed, which varies",
     "matmul_precision": _ROUNDING,
     "convolution_precision": _ROUNDING,
     "reduced_precision_sums": _ROUNDING,
@@ -50,21 +50,21 @@ REASONS: Final[Mapping[str, str]] = {
     "MKL_NUM_THREADS": _THREADS,
     "threads": _THREADS,
     "interop_threads": "operations run in another order",
-    "ranks": "gradients are averaged over other parts of a batch, in another order",
+    "ranks": "gradients are averaged over other shares of a batch, in another order",
     "hosts": _COMMUNICATION,
     "mesh": _COMMUNICATION,
 }
-"""What is captured -> how a change can matter."""
+"""Captured name -> why a change can matter."""
 _VARIABLES: Final = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _LOADED_ALREADY: Final = getattr(os, "RTLD_NOLOAD", None)
 
 
 class EnvironmentChangedWarning(UserWarning):
-    """A job goes on in another environment than it was put in, so perhaps not bit for bit."""
+    """A job resumes in an environment other than the saved one, so perhaps not bit for bit."""
 
 
 def describe(ranks: int, meshes: Iterable[DeviceMesh] = ()) -> dict[str, Any]:
-    """The environment of this process now. `meshes`: those that the model's parameters are on."""
+    """This process's environment. `meshes`: those of the model's parameters."""
     backends = torch.backends
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     has_gpu = has_cuda()
@@ -96,7 +96,7 @@ def describe(ranks: int, meshes: Iterable[DeviceMesh] = ()) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A line for each thing that both tell, and tell differently: ``torch 2.12.0 -> 2.13.0 (...)``."""
+    """A line for each name whose values differ: ``torch 2.12.0 -> 2.13.0 (...)``."""
     return [
         f"{name.replace('_', ' ') if name.islower() else name} {_text(old[name])} -> {_text(new[name])} ({reason})"
         for name, reason in REASONS.items()
@@ -134,7 +134,6 @@ def _nccl_version() -> str | None:
 
 @cache
 def _cublas_version() -> str | None:
-    """Of the library that torch has loaded."""
     if _LOADED_ALREADY is None or not torch.version.cuda:
         return None
     try:

@@ -1,6 +1,6 @@
-"""What a user adds to the state: objects with a state of their own, and plain values, which are put back into the dict they came in.
+"""What a user adds to the state: stateful objects, and plain values, which are restored into the user's dict.
 
-Knows no store. Generators among them are a rank's own, see `generators`.
+Knows no store. Generators among them are a rank's own; see `rng`.
 """
 
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, lo
 
 
 def get_state(_: str, found: Any) -> Any:
-    """Of one of them."""
+    """The state of an object, or the value itself."""
     return found.state_dict() if is_stateful(found) else found
 
 
 def get_target(_: str, found: Any) -> Any:
-    """What it is restored into: tensors that stay where they are; None for what comes anew with the snapshot."""
+    """What a snapshot is restored into: existing tensors; None for what the snapshot replaces."""
     if isinstance(found, nn.Module):
         return found.state_dict()
     return found if not is_stateful(found) and _has_tensors(found) else None
 
 
 def put_back(extra: dict[str, Any], part: StatefulPart, state: Mapping[str, Any]) -> None:
-    """Gives each its state. A dict or list stays the same object, so that whoever else holds it sees what was restored."""
-    for path, found, stored in part.found(state):
+    """Restores each. Dicts and lists stay the same objects, so that other references to them see the restored values."""
+    for path, found, stored in part.with_states(state):
         if is_stateful(found):
             load(path, found.load_state_dict, stored)
         else:
@@ -35,7 +35,7 @@ def put_back(extra: dict[str, Any], part: StatefulPart, state: Mapping[str, Any]
 
 
 def _filled(found: Any, stored: Any) -> Any:
-    """What now stands in the place of `found`: itself, where it can hold what is stored."""
+    """`found`, filled with `stored` where its type allows that; else `stored`."""
     if found is stored:  # it was filled in place
         return found
     if isinstance(found, torch.Tensor) and isinstance(stored, torch.Tensor) and (found.shape, found.dtype) == (stored.shape, stored.dtype):

@@ -1,4 +1,4 @@
-"""Which snapshot a job resumes from: all ranks find the same one, or all find none. Knows no states."""
+"""The snapshot that a job resumes from: all ranks find the same one, or none. Knows no states."""
 
 import re
 from typing import TYPE_CHECKING, Final
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _REF: Final = re.compile(r"(?![0-9a-f]{8,64}$)[^@~]+")
-"""An address that names a branch or tag, and nothing in its past: a job that begins has none yet."""
+"""A branch or tag without a step or ancestor: at the first start of a job it does not exist yet."""
 
 
-def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
-    """The snapshot at `address`: what the first rank of `group` finds. None where there is no such ref yet.
+def find_resume_point(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
+    """The snapshot that the first rank of `group` finds at `address`; None if there is no such ref yet.
 
     Raises:
-        NotFoundError: a step, an ancestor or a root that is not there.
+        NotFoundError: the step, ancestor or root does not exist.
     """
     if group is None:
         return _at(store, address)
@@ -31,18 +31,18 @@ def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeo
 
     def compare(proposals: list[Body]) -> Body:
         require_same(proposals, ("address",), own.in_job)
-        found = _at(store, address)
-        return {"root": found.root if found is not None else ""}
+        snapshot = _at(store, address)
+        return {"root": snapshot.root if snapshot is not None else ""}
 
-    told: list[Snapshot | None] = []
+    found: list[Snapshot | None] = []
 
     def execute(go: Body) -> Body:
         root = take(go, "root", str)
-        told.append(store.resolve(root) if root else None)
+        found.append(store.resolve(root) if root else None)
         return {}
 
     attempt.run(Participant(lambda: {"address": address}, execute, None, compare, lambda _: {}))
-    return told[0]
+    return found[0]
 
 
 def _at(store: ReadOnlyStore, address: str) -> Snapshot | None:

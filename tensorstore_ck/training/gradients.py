@@ -1,6 +1,7 @@
-"""Gradients of a batch that is half done, for a put between two of its micro-batches. Knows no store.
+"""Gradients in the middle of a step, for a save between two micro-batches. Knows no store.
 
-Those of sharded parameters are sums over ranks already, and shared; those of plain ones are this rank's alone (under DDP's `no_sync`, say).
+Gradients of sharded parameters are already summed over ranks, so they are shared; those of plain parameters are the rank's own (for
+example under DDP's `no_sync`).
 """
 
 from collections.abc import Iterable
@@ -18,16 +19,16 @@ Gradients = dict[str, torch.Tensor]
 
 
 def get_gradients(names: ParameterNames, models: Iterable[nn.Module]) -> tuple[Gradients, Gradients]:
-    """By name: those that all ranks share, and those of this rank. The tensors themselves.
+    """The shared gradients and this rank's own, by parameter name; not copied.
 
     Raises:
-        UnsupportedValueError: FSDP holds gradients that it has not summed over ranks yet, where nobody reaches them.
+        UnsupportedValueError: FSDP holds gradients that it has not summed over ranks yet.
     """
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule) and _holds_unreduced(module):
                 raise UnsupportedValueError(
-                    "FSDP holds gradients that are not summed over the ranks yet: put after the last micro-batch, or do not call "
+                    "FSDP holds gradients that are not summed over the ranks yet: save after the last micro-batch, or do not call "
                     "set_requires_gradient_sync(False)",
                     object_id="gradients",
                 )
@@ -48,10 +49,10 @@ def get_target(names: ParameterNames, stored: Iterable[str]) -> Gradients:
 
 
 def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
-    """Puts them in their places. Parameters without one have none, as after ``zero_grad``.
+    """Sets each parameter's gradient; None for those without one, as after ``zero_grad``.
 
     Raises:
-        MismatchError: they are of other parameters.
+        MismatchError: a gradient does not fit a parameter.
     """
     for name, gradient in gradients.items():
         parameter = names.parameters.get(name)

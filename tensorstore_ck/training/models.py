@@ -1,4 +1,4 @@
-"""The states of models: parameters and buffers by torch's names, the tensors themselves. Knows no store."""
+"""States of models: parameters and buffers by torch's names, not copied. Knows no store."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 State = dict[str, Any]
-_LENIENT: Final = StateDictOptions(strict=False)
-"""A model without parameters is as good as any."""
+_LENIENT: Final = StateDictOptions(strict=False)  # a model without parameters is allowed
 
 
 def get_state(model: nn.Module) -> State:
@@ -17,6 +16,6 @@ def get_state(model: nn.Module) -> State:
 
 
 def set_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Hands it what was restored."""
+    """Loads a restored state."""
     if state:
         set_model_state_dict(model, dict(state))

@@ -1,7 +1,7 @@
-"""States as torch.distributed.checkpoint keeps them whole.
+"""Keeps torch.distributed.checkpoint from flattening states.
 
-DCP flattens dicts and lists, and loads the names that the state it fills has already: what a loader or a counter has come by since it was
-made would be lost without a word. It keeps a tuple as one item. Tensors stay outside: they are what it is good at.
+DCP flattens dicts and lists, and loads only names that the target state already has: entries that a loader or counter gained later would
+be lost silently. It keeps a tuple as one item, so everything without tensors goes into tuples.
 """
 
 from typing import Any, Final

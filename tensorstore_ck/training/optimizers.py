@@ -1,7 +1,7 @@
-"""Optimizer states by the names of parameters, as torch.distributed.checkpoint.state_dict writes them, and back.
+"""Optimizer states by parameter name, in the form of torch.distributed.checkpoint.state_dict.
 
-Its functions are not used: they let an optimizer that has not stepped make a step, at a save, too, so that the job would go on otherwise.
-Here one that has not stepped has no state. Tensors are the optimizer's own, never copies. Knows no store.
+Does not call that module: it makes an optimizer that has not stepped take a step, even during a save, which changes the training. Here
+such an optimizer has no state. Tensors are the optimizer's own, never copies. Knows no store.
 """
 
 import inspect
@@ -22,8 +22,8 @@ _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, 
 def get_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, *, by_name: bool = False) -> State:
     """``{"state": {name: ...}, "param_groups": [...]}``.
 
-    `by_name`: for ranks whose groups have other parameters, such as the stages of a pipeline. Then the groups are a dict, by the name of
-    the first parameter of each, and a group's parameters are the keys of a dict: so those of all ranks unite to what one process has.
+    `by_name`: for ranks whose groups have different parameters, such as pipeline stages. The groups are then a dict, keyed by the first
+    parameter's name, and a group's parameters are dict keys, so that merging all ranks gives the state of one process.
     """
     known = _names_in(path, optimizer, names)
     found = optimizer.state_dict()
@@ -43,16 +43,16 @@ def get_members(path: str, optimizer: torch.optim.Optimizer, names: ParameterNam
 
 
 def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
-    """`get_state`, where one that has not stepped has the tensors that it will have, and says so: what is read into needs them.
+    """`get_state`, but an optimizer that has not stepped gets its future tensors, for a reader that fills existing tensors.
 
     Raises:
-        InvalidOptionError: those cannot be known.
+        InvalidOptionError: the future tensors are unknown.
     """
     found = get_state(path, optimizer, names)
     if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         kind = type(optimizer).__qualname__
         raise InvalidOptionError(
-            f"DCP fills what is there, and what {kind} will have is not known before it steps: use TrainingState.put and restore",
+            f"DCP fills existing tensors, and those of {kind} are unknown before its first step: use TrainingState.put and restore",
             object_id=path,
         )
     stepped = bool(optimizer.state)
@@ -60,9 +60,9 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
 
 
 def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
-    """What a snapshot is restored into, which has states of the parameters `stored`: tensors that are there already, and None for others.
+    """What a snapshot with states of the parameters `stored` is restored into: existing tensors, and None for the others.
 
-    Shares of ranks need their tensors first; what one process holds in full comes with the snapshot.
+    Sharded states need existing tensors; unsharded ones are created from the snapshot.
     """
     own = get_state(path, optimizer, names)["state"]
     wanted = list(stored)
@@ -72,14 +72,14 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterName
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:
-    """Puts back what `get_state` or `get_full_state` gave.
+    """Restores what `get_state` or `get_full_state` returned.
 
     Raises:
         MismatchError: its groups have other parameters.
     """
     own = get_members(path, optimizer, names)
     numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
-    stored = _matched(path, state["param_groups"], own)
+    stored = _match_groups(path, state["param_groups"], own)
     groups = [there or _options(here) for there, here in zip(stored, optimizer.param_groups, strict=True)]
     given = state["state"] if state.get("stepped", True) else {}
     packed = {numbers.get(name, name): each for name, each in given.items()}
@@ -90,13 +90,13 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
             _keep_dtypes(optimizer.state[names.parameters[name]], each)
 
 
-def _matched(path: str, stored: Any, own: list[list[str]]) -> list[State]:
-    """The options of each of this optimizer's groups, whose parameters are `own`; none for an empty one of which nothing is known.
+def _match_groups(path: str, stored: Any, own: list[list[str]]) -> list[State]:
+    """The stored options of each of this optimizer's groups, whose parameters are `own`; empty for an empty group without stored options.
 
-    A stage has some of the stored parameters, and one process has those that several stages put as groups of their own.
+    A pipeline stage has some of the stored parameters; a single process may have those that several stages saved as separate groups.
 
     Raises:
-        MismatchError: the groups have other parameters.
+        MismatchError: the groups have different parameters.
     """
     is_united = isinstance(stored, Mapping)
     groups = list(stored.items() if is_united else enumerate(stored))
@@ -111,13 +111,13 @@ def _matched(path: str, stored: Any, own: list[list[str]]) -> list[State]:
         for at in mine:
             found[at].append(_options(group))
         at = int(str(key).removeprefix("#")) if not (is_united and group["params"]) else len(own)
-        if at < len(own) and not own[at]:  # of empty groups the place is all that is known
+        if at < len(own) and not own[at]:  # an empty group is known by its position only
             found[at].append(_options(group))
     fits &= is_united or order == sorted(set(order))
     fits &= all(_is_same(options, each[0]) for each in found for options in each)
     if not fits:
         raise MismatchError(
-            f"the parameter groups of {path} hold other parameters than in the snapshot: make it with the same groups", object_id=path
+            f"the parameter groups of {path} hold other parameters than in the snapshot: create it with the same groups", object_id=path
         )
     return [each[0] if each else {} for each in found]
 
@@ -135,7 +135,7 @@ def _is_same(one: Any, two: Any) -> bool:
 
 
 def _keep_dtypes(own: Any, given: Any) -> Any:
-    """What torch converts to the dtype of a parameter stays as it was stored: bfloat16 would lose bits of float32 moments."""
+    """Keeps stored dtypes: torch converts states to the parameter's dtype, and bfloat16 would lose bits of float32 moments."""
     if isinstance(given, torch.Tensor) and isinstance(own, torch.Tensor):
         return own if own.dtype == given.dtype else given.to(own.device)
     if isinstance(given, dict) and isinstance(own, dict):
@@ -146,18 +146,18 @@ def _keep_dtypes(own: Any, given: Any) -> Any:
 
 
 def _names_in(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[str]:
-    """By the optimizer's own numbers."""
+    """Parameter names, in the order of the optimizer's own numbers."""
     found = [names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if None in found:
         raise InvalidOptionError(
-            f"{path} has parameters of no model that was passed ({found.count(None)} of {len(found)}): pass all models that it trains",
+            f"{path} has parameters of no given model ({found.count(None)} of {len(found)}): pass all models that it trains",
             object_id=path,
         )
     return cast(list[str], found)
 
 
 def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
-    """The state that the optimizer will have after its first step: it makes one without gradients at learning rate 0, and forgets it."""
+    """The state after the optimizer's first step, from a trial step with zero gradients at learning rate 0 that is then undone."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -171,12 +171,12 @@ def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> St
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         optimizer.step()
         return {name: dict(each) for parameter, each in optimizer.state.items() if (name := names.of(parameter)) is not None}
-    except TypeError:  # one such as LBFGS, which wants a closure: what it has comes with the snapshot
+    except TypeError:  # it needs a closure, like LBFGS: its state is created from the snapshot
         return {}
     except Exception as exc:
         kind = type(optimizer).__qualname__
         raise InvalidOptionError(
-            f"{kind} cannot make a first step with gradients of zero, which is how its state is made to restore into: {exc}", object_id=kind
+            f"{kind} fails at a step with zero gradients, which is needed to create the state to restore into: {exc}", object_id=kind
         ) from exc
     finally:
         optimizer.state.clear()

@@ -1,7 +1,4 @@
-"""The names of parameters, whatever wraps the model: those of torch.distributed.checkpoint.state_dict.
-
-States by these names fit any number of ranks. Knows no states.
-"""
+"""Parameter names, whatever wraps the model, as in torch.distributed.checkpoint.state_dict: they fit any number of ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
@@ -14,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorstore_ck.errors import UnsupportedValueError
 
 MODEL: Final = "model."
-"""What the paths of models' tensors begin with in a state."""
+"""Prefix of the paths of model tensors in a state."""
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where torch.compile and activation checkpointing keep the module."""
+"""Attributes in which torch.compile and activation checkpointing keep the module."""
 
 
 class ParameterNames:
@@ -28,18 +25,18 @@ class ParameterNames:
         for key, model in models.items():
             for prefix, module in walk(model, f"{key}." if key else ""):
                 for name, parameter in module.named_parameters(recurse=False):
-                    if id(parameter) not in self._names:  # of tied ones the first name, as torch does
+                    if id(parameter) not in self._names:  # tied parameters get the first name, as in torch
                         self._names[id(parameter)] = prefix + name
                         self.parameters[prefix + name] = parameter
 
     def of(self, parameter: torch.Tensor) -> str | None:
-        """The name of a parameter; None for one of no model."""
+        """The name of a parameter; None if no model has it."""
         return self._names.get(id(parameter))
 
     def below(self, prefix: str, stored: Iterable[str]) -> list[str]:
-        """The parameters of which something is stored under `prefix`; other names there as they are, up to the first dot.
+        """The parameters with stored entries under `prefix`; also other names there, up to the first dot.
 
-        Without those of parameters that are stored and are not here: they are another stage's, or the model does not fit.
+        Skips stored parameters that this process lacks: they belong to another stage, or the model does not fit.
         """
         stored = list(stored)
         elsewhere = {path.removeprefix(MODEL) for path in stored if path.startswith(MODEL)}
@@ -56,17 +53,17 @@ class ParameterNames:
 
 
 def require_supported(models: Mapping[str, nn.Module]) -> None:
-    """Refuses what has no state by parameter name, or no memory.
+    """Rejects models without a state by parameter name, or without memory.
 
     Raises:
-        UnsupportedValueError: FSDP1, whose parameters are flattened, or meta tensors.
+        UnsupportedValueError: a model uses FSDP1, whose parameters are flattened, or has meta tensors.
     """
     for key, model in models.items():
         path = f"model.{key}" if key else "model"
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise UnsupportedValueError(
-                f"{path} is wrapped by FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2), or put what "
-                "torch.distributed.checkpoint.state_dict.get_state_dict gives with store.put_snapshot",
+                f"{path} is wrapped by FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2), or pass the result of "
+                "torch.distributed.checkpoint.state_dict.get_state_dict to store.put_snapshot",
                 object_id=path,
             )
         if any(each.is_meta for each in model.parameters()):
@@ -76,7 +73,7 @@ def require_supported(models: Mapping[str, nn.Module]) -> None:
 
 
 def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all in it, with what the names of their parameters begin with; what wraps a module adds nothing to it."""
+    """A module and its submodules, each with the prefix of its parameters' names; wrappers add no prefix."""
     yield prefix, module
     if isinstance(module, DistributedDataParallel):
         yield from walk(module.module, prefix)
@@ -86,6 +83,6 @@ def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if inner is not None:
             yield from walk(inner, prefix)
             return
-    for name, child in module._modules.items():  # also one that is there twice
+    for name, child in module._modules.items():  # includes modules that occur twice
         if child is not None:
             yield from walk(child, f"{prefix}{name}.")

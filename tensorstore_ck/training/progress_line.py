@@ -1,7 +1,7 @@
-"""`ProgressLine`: one line on a terminal that shows the snapshot being put, and a line for each that ended. Nothing elsewhere.
+"""`ProgressLine`: one line on a terminal that shows the current save, and a line for each save that ended. Nothing elsewhere.
 
-Polls what is in flight and hears of what ended; knows neither stores nor files. All writing is done by one daemon thread, so that
-a terminal that is stopped (Ctrl-S) or gone never holds up a put.
+Polls the saves in flight, and subscribes to events. One daemon thread writes, so that a terminal that is stopped (Ctrl-S) or gone never
+holds up a save.
 """
 
 import os
@@ -18,13 +18,13 @@ from tensorstore_ck.redaction import one_line
 
 PERIOD_SECONDS: Final = 0.2
 STOP_SECONDS: Final = 1.0
-"""A terminal that takes no output is not waited for any longer."""
+"""How long `stop` waits for a terminal that takes no output."""
 BAR_CELLS: Final = 10
 _CLEAR: Final = "\r\x1b[K"
 
 
 class InFlight(Protocol):
-    """A put that has not ended."""
+    """A save that has not ended."""
 
     @property
     def ref(self) -> str: ...  # noqa: D102
@@ -34,26 +34,26 @@ class InFlight(Protocol):
 
 
 class ObservedStore(Observed, Protocol):
-    """What puts snapshots: a `Store`."""
+    """The part of a `Store` that is used here."""
 
     def pending(self) -> Sequence[InFlight]:
-        """Those in flight, oldest first."""
+        """The saves in flight, oldest first."""
 
 
 class ProgressLine:
-    """Shows on a terminal what `store` puts. A context manager, for as long as the training runs; use it on one rank.
+    """Shows the saves of `store` on a terminal. A context manager around the training; use it on one rank.
 
     Example:
         ``with tsck.ProgressLine(store): train()``
     """
 
     def __init__(self, store: ObservedStore, stream: TextIO | None = None) -> None:
-        """`stream` is stderr by default; where it is no terminal, nothing is shown."""
+        """`stream` is stderr by default; if it is no terminal, nothing is shown."""
         self._store = store
         self._stream = stream if stream is not None else sys.stderr
         self._shown = self._stream.isatty()
         self._ended: deque[str] = deque()
-        """What is still to be said of puts that ended."""
+        """Lines to print, for saves that ended."""
         self._drawn = ""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -67,7 +67,7 @@ class ProgressLine:
         self.stop()
 
     def start(self) -> None:
-        """Begins to show; `stop` ends it."""
+        """Starts the thread that draws."""
         if self._thread is None and self._shown:
             self._stopping.clear()
             self._unsubscribe = self._store.on_event(self._note)
@@ -75,7 +75,7 @@ class ProgressLine:
             self._thread.start()
 
     def stop(self) -> None:
-        """Says what has ended since, and takes the line away."""
+        """Prints which saves ended since, and removes the line."""
         if self._thread is not None:
             self._unsubscribe()
             self._stopping.set()
@@ -83,7 +83,7 @@ class ProgressLine:
             self._thread = None
 
     def draw(self) -> None:
-        """Draws how things are now; while it is started, this is done five times a second."""
+        """Draws the line; the thread does this five times a second."""
         if self._shown:
             self._show(_line(self._store.pending()))
 
@@ -112,7 +112,7 @@ class ProgressLine:
 
 
 def _line(pending: Sequence[InFlight]) -> str:
-    """The newest put that is being worked on; those that wait for their turn only count."""
+    """The newest save that has left the queue; the others are only counted."""
     if not pending:
         return ""
     progress = [each.progress() for each in pending]
@@ -124,7 +124,7 @@ def _line(pending: Sequence[InFlight]) -> str:
         parts.append(f"[{'#' * full}{'-' * (BAR_CELLS - full)}] {now.fraction:4.0%}")
     if len(pending) > 1:
         parts.append(f"{len(pending)} in flight")
-    if now.total_bytes:  # last: it is what a narrow terminal cuts off
+    if now.total_bytes:  # last, since a narrow terminal cuts it off
         parts.append(f"{human_bytes(now.done_bytes)} of {human_bytes(now.total_bytes)}, {human_bytes(int(now.bytes_per_second))}/s")
     return "  ".join(parts).rstrip()
 

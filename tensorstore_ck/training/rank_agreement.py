@@ -1,7 +1,7 @@
-"""What the ranks of a group find out about each other before they put together for the first time. Knows no models and no tensors.
+"""What the ranks of a group learn about each other before their first common save. Knows no models and no tensors.
 
-Later puts go by what was found then. All ranks meet before each put nevertheless, to say that they know it: a rank that lost the connection
-may not, and one that asks when the others do not would never be with them again.
+Later saves reuse the result. All ranks still meet before each save to confirm that they have it: a rank that lost the connection may lack
+it, and if it alone asked, the ranks would stay out of step.
 """
 
 import weakref
@@ -21,44 +21,44 @@ _TITLE: Final = "what ranks hold that differs by nature"
 
 
 class RankReport(NamedTuple):
-    """What one rank tells."""
+    """What one rank reports."""
 
     buffers: Mapping[str, bytes]
-    """Name -> digest of its bytes; empty for one that is a rank's own wherever several ranks hold it."""
+    """Name -> digest of its bytes; empty for a buffer that is always a rank's own if several ranks hold it."""
     groups: list[list[list[str]]]
     """The names of parameters in each group of each optimizer."""
 
 
 class Agreement(NamedTuple):
-    """What all found, as one rank needs it."""
+    """The common result, for one rank."""
 
     leads: frozenset[str]
-    """Buffers that each rank keeps as its own, and of which this rank's are those that all share."""
+    """Buffers that differ by rank, of which this rank's copy is the shared one."""
     follows: frozenset[str]
-    """Those that another rank leads."""
+    """Buffers that differ by rank and that another rank leads."""
     same_groups: bool
     """Whether the optimizers' groups have the same parameters on all ranks."""
 
 
-ALONE: Final = Agreement(frozenset(), frozenset(), same_groups=True)
+SINGLE: Final = Agreement(frozenset(), frozenset(), same_groups=True)
 
 
 class Agreements:
-    """What the groups that put one state have found."""
+    """The agreements of the groups that save one state."""
 
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
         self._answers: weakref.WeakKeyDictionary[ProcessGroup, Body] = weakref.WeakKeyDictionary()
-        """On rank 0, what it tells. It knows it before anybody else does."""
+        """On rank 0: its answer, which it has before the others do."""
 
     def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], RankReport], timeout_seconds: float) -> Agreement:
-        """Asks all ranks of a group, each of which calls this before each put; `own` only where this rank does not know it yet.
+        """The agreement of a group, all ranks of which call this before each save; calls `own` only if this rank does not have it yet.
 
         Raises:
-            SnapshotAbortedError: a rank did not come, or could not say it.
+            SnapshotAbortedError: a rank did not come, or failed.
         """
         if group.size() == 1:
-            return ALONE
+            return SINGLE
         place = store.session.groups.of(group)[0]
         attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
@@ -77,21 +77,20 @@ class Agreements:
                 return {"answer": None}
             if group not in self._answers:
                 if any(knows):
-                    return "rank 0 has made its TrainingState anew, and others have not: make it on all ranks, or on none"
+                    return "rank 0 created a new TrainingState and other ranks did not: create it on all ranks, or on none"
                 self._answers[group] = _compare(proposals)
             return {"answer": self._answers[group]}
 
         def execute(go: Body) -> Body:
             if group not in self._found:
-                self._found[group] = _own_side(take(go, "answer", dict), names, place.rank)
+                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, place.rank)
             return {}
 
         attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
         return self._found[group]
 
 
-def _own_side(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
-    """What one rank needs of what rank 0 tells."""
+def _agreement_of_rank(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
     leader = {bytes(key): int(leading) for leading, led in take(answer, "leaders", list) for key in led}
     leads = frozenset(name for key, name in names.items() if leader.get(key) == rank)
     follows = frozenset(name for key, name in names.items() if key in leader) - leads
@@ -99,18 +98,18 @@ def _own_side(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
 
 
 def _key(name: str) -> bytes:
-    """In the place of a name: ranks exchange small records."""
+    """A short hash instead of the name: ranks exchange small records."""
     return derived_hash("name of a buffer", name.encode())[:8]
 
 
 def _compare(proposals: list[Body]) -> Body:
-    """On rank 0: who leads which buffer, and whether the groups are the same."""
-    said: dict[bytes, list[tuple[int, bytes]]] = {}
+    """On rank 0: which rank leads which buffer, and whether the groups are the same."""
+    reports: dict[bytes, list[tuple[int, bytes]]] = {}
     for rank, proposal in enumerate(proposals):
         for key, digest in take(proposal, "buffers", list):
-            said.setdefault(key, []).append((rank, digest))
+            reports.setdefault(key, []).append((rank, digest))
     leaders: dict[int, list[bytes]] = {}
-    for key, holders in said.items():
+    for key, holders in reports.items():
         if len(holders) > 1 and (not holders[0][1] or len({digest for _, digest in holders}) > 1):
             leaders.setdefault(holders[0][0], []).append(key)
     return {

@@ -1,7 +1,7 @@
-"""What is a rank's own: generators, loaders' positions, buffers that differ by nature, and values that a user names.
+"""What each rank has for itself: generators, loader positions, buffers that differ by rank, and values that the user names.
 
-On as many ranks as put it each gets its own back, bit by bit. On another number generators begin anew, and of the rest all take what the
-first rank had, or what a function of the user makes of what all had. Knows no store.
+With an equal number of ranks each rank gets its own state back, bit by bit. With another number generators are seeded again, and all ranks
+take the rest from the first rank, or from the user's merge function. Knows no store.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,21 +24,21 @@ _SIDES: Final = {"model": "buffers", "extra": "extra_buffers"}
 
 
 class _Module(NamedTuple):
-    """A module that has buffers, perhaps."""
+    """A module and its plain buffers."""
 
     part: str
     key: str
-    """Which one of the part; '' for the only one."""
+    """Its name in the part; '' for the only one."""
     buffers: dict[str, torch.Tensor]
 
     @property
     def path(self) -> str:
-        """Where its state lies in what all share."""
+        """Its path in the shared state."""
         return f"{self.part}.{self.key}" if self.key else self.part
 
     @property
     def side(self) -> str:
-        """Where a rank's own side has the buffers of such modules."""
+        """The key of its buffers in a rank's own state."""
         return _SIDES[self.part]
 
 
@@ -55,13 +55,13 @@ class RankOwnState:
         self.merge = merge
 
     def digests(self) -> dict[str, bytes]:
-        """Path of each buffer that ranks may hold differently -> what `Own` tells of it."""
+        """Path of each buffer that ranks may hold differently -> its digest for a `RankReport`."""
         return {f"{each.path}.{name}": buffers.digest(buffer) for each in self._modules() for name, buffer in each.buffers.items()}
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, agreement: Agreement) -> State:
-        """All of it, as it is now: the tensors themselves."""
+        """All of it as it is now, not copied."""
         own: State = {
             "generators": rng.get_process_states(),
             **self._loaders.states(lambda _, each: each.state_dict()),
@@ -69,32 +69,32 @@ class RankOwnState:
             **self._part(VALUES).states(_get_value),
         }
         for module in self._modules():
-            kept = buffers.own(module.path, module.buffers, agreement)
+            kept = buffers.rank_buffers(module.path, module.buffers, agreement)
             if kept:
                 own[module.side] = {**own.get(module.side, {}), module.key: kept} if module.key else kept
         return own
 
     def lead(self, shared: State, agreement: Agreement) -> None:
-        """Changes what all ranks share so that each buffer that differs by rank is put by one of them."""
+        """Changes the shared state so that one rank saves each buffer that differs by rank."""
         for module in self._modules():
             states, key = (shared[module.part], module.key) if module.key else (shared, module.part)
-            states[key] = buffers.shared(module.path, states[key], module.buffers, agreement)
+            states[key] = buffers.shared_state(module.path, states[key], module.buffers, agreement)
 
     # --- restored on as many ranks ----------------------------------------------------------------------------------------
 
     def check(self, own: State) -> None:
-        """Finds out whether what this rank had fits, before anything is changed.
+        """Checks that the rank's stored state fits, before anything is changed.
 
         Raises:
-            MismatchError: it does not.
+            MismatchError: it does not fit.
         """
-        self._loaders.found(own)
-        self._generators("extra").found(own)
-        self._part(VALUES).found(own)
+        self._loaders.with_states(own)
+        self._generators("extra").with_states(own)
+        self._part(VALUES).with_states(own)
 
     def load(self, own: State, mesh: DeviceMesh | None) -> None:
-        """Puts back what this rank had. Generators come last: what is loaded before may draw from them."""
-        for path, each, found in self._loaders.found(own):
+        """Restores this rank's stored state. Generators come last, since loading the others may draw from them."""
+        for path, each, found in self._loaders.with_states(own):
             load(path, each.load_state_dict, found)
         self._load_values(own)
         for name in ("extra", VALUES):
@@ -105,16 +105,16 @@ class RankOwnState:
     # --- restored on another number of ranks ------------------------------------------------------------------------------
 
     def taken(self, olds: Sequence[State]) -> State:
-        """What this rank takes of what the old ranks had, in their order: of the first, or of all where there is `merge`.
+        """The state for this rank from the stored states of the old ranks, in their order: the first one's, or all of them by `merge`.
 
         Raises:
-            MismatchError: they had other values.
+            MismatchError: they have other values.
         """
         values = [old.get(VALUES, {}) for old in olds]
         seeded = self._generators(VALUES).objects
         keys = dict.fromkeys(key for each in values for key in each)
         taken: State = {VALUES: {key: None if key in seeded else self._merged(f"{VALUES}.{key}", key, values) for key in keys}}
-        self._part(VALUES).found(taken if keys else {})
+        self._part(VALUES).with_states(taken if keys else {})
         for module in self._modules() if self.merge is not None else ():
             kept = [_of(old, module) for old in olds]
             merged = {
@@ -124,19 +124,19 @@ class RankOwnState:
         return taken
 
     def load_taken(self, taken: State, streams: Streams) -> None:
-        """Puts it in place, and begins generators anew."""
+        """Restores it, and seeds the generators again."""
         self._load_values(taken)
         for name in ("extra", VALUES):
             for key, each in self._generators(name).objects.items():
                 rng.seed(each, streams.seed(f"{name}.{key}"))
         rng.seed_process(streams.seed)
 
-    def told(self, old: State) -> str:
-        """What a warning says of all this; `old`: what the first rank had."""
+    def describe_taken(self, old: State) -> str:
+        """Words for a warning; `old`: the first rank's stored state."""
         kept = [name for name, sides in (("buffers", _SIDES.values()), (VALUES, (VALUES,))) if any(old.get(each) for each in sides)]
-        whose = "the first rank's" if self.merge is None else "what rank_merge= made of those of all ranks"
+        whose = "the first rank's" if self.merge is None else "those that rank_merge= made from all ranks"
         rest = f", and {' and '.join(kept)} are {whose}" if kept else ""
-        return f"each rank's generators of random numbers were seeded anew{rest}"
+        return f"each rank's random number generators were seeded again{rest}"
 
     def _merged(self, path: str, name: str, had: Sequence[Mapping[str, Any]]) -> Any:
         values = [each[name] for each in had if name in each]
@@ -145,10 +145,10 @@ class RankOwnState:
     # --- both -------------------------------------------------------------------------------------------------------------
 
     def _load_values(self, own: State) -> None:
-        """Of buffers those of which nothing is there are as all share them."""
+        """Buffers without a stored own value keep the shared one."""
         for module in self._modules():
-            load(module.path, partial(buffers.put_back, module.buffers), _of(own, module))
-        plain = self._part(VALUES).where(lambda each: not rng.is_generator(each))
+            load(module.path, partial(buffers.restore, module.buffers), _of(own, module))
+        plain = self._part(VALUES).matching(lambda each: not rng.is_generator(each))
         if plain.objects:
             extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
 
@@ -156,17 +156,16 @@ class RankOwnState:
         return StatefulPart.of(name, self._extra if name == "extra" else self._values)
 
     def _generators(self, name: str) -> StatefulPart:
-        return self._part(name).where(rng.is_generator)
+        return self._part(name).matching(rng.is_generator)
 
     def _modules(self) -> Iterator[_Module]:
         for key, model in self._model.objects.items():
-            yield _Module("model", key, buffers.plain_in(model, of_model=True))
-        for key, module in self._part("extra").where(lambda each: isinstance(each, nn.Module)).objects.items():
-            yield _Module("extra", key, buffers.plain_in(module, of_model=False))
+            yield _Module("model", key, buffers.plain_buffers(model, of_model=True))
+        for key, module in self._part("extra").matching(lambda each: isinstance(each, nn.Module)).objects.items():
+            yield _Module("extra", key, buffers.plain_buffers(module, of_model=False))
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:
-    """A module's buffers in a rank's own side."""
     found: dict[str, Any] = own.get(module.side, {})
     return found.get(module.key, {}) if module.key else found
 

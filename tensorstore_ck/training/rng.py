@@ -1,4 +1,4 @@
-"""Random number generators: those of the process, and objects that a user holds. Each rank has its own. Knows no ranks, no store."""
+"""Random number generators: the process's own, and objects that the user holds. Knows no ranks and no store."""
 
 import random
 import sys
@@ -38,11 +38,10 @@ _KINDS: Final[dict[type[Any], _Kind]] = {
     ),
     random.Random: _Kind(random.Random.getstate, random.Random.setstate, random.Random.seed),
 }
-"""How objects that make random numbers give and take their state."""
 
 
 def is_generator(found: object) -> bool:
-    """Whether it is an object that makes random numbers."""
+    """Whether it is a random number generator."""
     return _kind(found) is not None
 
 
@@ -54,20 +53,20 @@ def get_state(generator: object) -> object:
 
 
 def set_state(generator: object, state: object) -> None:
-    """Puts a generator object where `get_state` found it."""
+    """Restores the state that `get_state` returned."""
     kind = _kind(generator)
     assert kind is not None
     kind.set(generator, state)
 
 
 def seed(generator: object, number: int) -> None:
-    """Begins a generator object anew."""
+    """Seeds a generator object."""
     kind = _kind(generator)
     assert kind is not None
     kind.seed(generator, number)
 
 
-# --- those of the process ---------------------------------------------------------------------------------------------------
+# --- the generators of the process ---------------------------------------------------------------------------------------------
 
 
 def has_cuda() -> bool:
@@ -76,13 +75,13 @@ def has_cuda() -> bool:
 
 
 def get_process_states() -> dict[str, Any]:
-    """The states of all generators that this process has: Python's, NumPy's, torch's on the CPU and on each CUDA device, DTensor's."""
+    """The states of all generators of this process: Python's, NumPy's, torch's on the CPU and on each CUDA device, DTensor's."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": _plain(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
-    if has_cuda():  # else nothing has drawn from them, and asking would start it
+    if has_cuda():  # else nothing has drawn from them, and asking would initialize CUDA
         states["cuda"] = torch.cuda.get_rng_state_all()
     tracker = getattr(sys.modules.get(_TRACKER_MODULE), "_rng_tracker", None)
     if tracker is not None:
@@ -94,15 +93,15 @@ def get_process_states() -> dict[str, Any]:
 
 
 def set_process_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """Puts them back. CUDA devices that are not there are left out: the environment's comparison tells of them.
+    """Restores them. Skips CUDA devices that do not exist here, which the comparison of environments reports.
 
-    `mesh`: the one that the model's parameters are on, if any.
+    `mesh`: that of the model's parameters, if any.
     """
     missing = {"python", "numpy", "torch"} - states.keys()
     if missing:
         raise MismatchError(f"the snapshot has no states of the generators {sorted(missing)}", object_id="generators")
     if "dtensor" in states:
-        _set_tracker(states["dtensor"], mesh)  # before those of CUDA, from which it draws
+        _set_tracker(states["dtensor"], mesh)  # before CUDA's, from which it draws
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -112,14 +111,14 @@ def set_process_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> No
 
 
 def seed_process(number: Callable[[str], int]) -> None:
-    """Begins all of them anew; `number` gives each its seed. DTensor's draws from torch's."""
+    """Seeds all of them; `number` returns the seed for a name. DTensor's draws from torch's."""
     random.seed(number("python"))
     np.random.seed(number("numpy") % _NUMPY_SEEDS)
     torch.manual_seed(number("torch"))
 
 
 def _set_tracker(state: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """A job that goes on has a tracker already. A new one would begin by giving all ranks the generator state of rank 0."""
+    """Creates the tracker if needed, without its usual first sync, which would give all ranks the generator state of rank 0."""
     module: Any = sys.modules.get(_TRACKER_MODULE)
     if module is None:
         return
@@ -135,7 +134,7 @@ def _kind(found: object) -> _Kind | None:
 
 
 def _plain(state: Any) -> Any:
-    """A bit generator's state in values that every format has: tuples of ints in the place of arrays."""
+    """A bit generator's state as plain values: tuples of ints instead of arrays."""
     if isinstance(state, Mapping):
         return {name: _plain(each) for name, each in state.items()}
     return tuple(state.tolist()) if isinstance(state, np.ndarray) else state

@@ -1,9 +1,9 @@
-"""The order in which a job reads a map-style dataset, and how far it is: the same for all ranks, whatever their number.
+"""The order in which a job reads a map-style dataset, and the position in it, equal on all ranks.
 
-A position is how many samples of this epoch all ranks together have consumed, so any number of ranks goes on from it, and no sample
-comes twice or never within an epoch. Only `SampleCursor.advance` moves it: a loader that reads ahead does not. The order of an epoch
-follows from (dataset size, seed, epoch) alone, with a fixed rule that depends on no library's generator; it takes no memory and no
-time, so a billion samples are as good as ten. Knows no torch: what it gives is what a DataLoader takes as ``batch_sampler=``.
+The position counts the samples of this epoch that all ranks together have consumed, so any number of ranks can resume from it, and each
+sample comes exactly once in an epoch. Only `SampleCursor.advance` moves it: a loader that reads ahead does not. The order of an epoch
+follows from (dataset size, seed, epoch) alone, by a fixed rule that uses no library's generator and needs no memory for the dataset's size.
+Knows no torch: it makes a ``batch_sampler=`` for DataLoader.
 """
 
 import math
@@ -20,17 +20,17 @@ from blake3 import blake3
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 
 SHUFFLED: Final = "shuffle-v1"
-"""The name of the rule in `_shuffled`, which never changes: another order is another name."""
+"""Names the rule in `_shuffled`, which never changes: another order needs another name."""
 IN_ORDER: Final = "in order"
 ROUNDS: Final = 24
-"""16 are enough that all permutations of 5 and 6 samples come equally often."""
+"""16 suffice for all permutations of 5 and 6 samples to be equally frequent."""
 
 _Numbers = npt.NDArray[np.uint64]
 _MIX: Final = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
 class SampleCursor:
-    """Where a job is in its dataset. All ranks make the same one, advance it at each batch, and put its `state_dict` with the rest.
+    """A job's position in its dataset. All ranks create the same one, advance it at each batch, and save it in the shared state.
 
     ::
 
@@ -41,12 +41,11 @@ class SampleCursor:
                 train(batch)
                 cursor.advance()  # consumed: a snapshot from here on does not read it again
 
-    `batch_size` is that of all ranks together. It may be another one when the job goes on, and so may be the number of ranks.
-    Not thread-safe.
+    `batch_size` is that of all ranks together. It and the number of ranks may change when the job resumes. Not thread-safe.
     """
 
     def __init__(self, dataset_size: int, *, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = True) -> None:
-        """With `drop_last` the samples at the end of an epoch that do not fill a batch are left out; else they are a smaller batch."""
+        """`drop_last`: skip the samples at the end of an epoch that do not fill a batch; else they form a smaller batch."""
         self._size = _whole("dataset_size", dataset_size, 1, 1 << 62)
         self._batch_size = _whole("batch_size", batch_size, 1, 1 << 62)
         self._seed = _whole("seed", seed, 0, (1 << 64) - 1)
@@ -64,21 +63,21 @@ class SampleCursor:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are over."""
+        """The number of completed epochs."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """How many samples of this epoch all ranks together have consumed."""
+        """The number of samples of this epoch that all ranks together have consumed."""
         return self._position
 
     def advance(self) -> None:
-        """All ranks have consumed a batch. After the last one of an epoch the next epoch begins."""
+        """Call it when all ranks have consumed a batch. After the last batch of an epoch the next epoch begins."""
         self._position += min(self._batch_size, self._size - self._position)
         self._end_epoch()
 
     def batches(self, rank: int = 0, world_size: int = 1) -> "RankBatches":
-        """This rank's share of each batch that is left of the epoch."""
+        """This rank's share of each remaining batch of the epoch."""
         world_size = _whole("world_size", world_size, 1, 1 << 32)
         if world_size > self._batch_size:
             raise InvalidOptionError(
@@ -88,7 +87,7 @@ class SampleCursor:
         return RankBatches(self, _whole("rank", rank, 0, world_size - 1), world_size)
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where the job is: plain values, equal on all ranks, so they belong into the state that the ranks put together."""
+        """The position as plain values, equal on all ranks, so they belong in the shared state."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -98,23 +97,25 @@ class SampleCursor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the cursor that gave `state` was. Loaders that are being iterated must begin anew.
+        """Continues from `state`. Restart loaders that are being iterated.
 
         Raises:
-            MismatchError: its samples came in another order: another dataset size, seed, or rule.
+            MismatchError: dataset size, seed or rule differ, so the order of samples would differ.
         """
         for key, own in (("dataset_size", self._size), ("seed", self._seed), ("order", self._order)):
             if state.get(key) != own:
                 raise MismatchError(
-                    f"the cursor was put with {key} {state.get(key)!r}, and this one has {own!r}, so its samples come in another order: "
-                    "make it with the same, or begin anew without loading it",
+                    f"the cursor was saved with {key} {state.get(key)!r}, and this one has {own!r}, so its samples come in another order: "
+                    "create it with the same value, or start over without loading it",
                     object_id=key,
                 )
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= self._size:
-            raise MismatchError(f"no cursor says epoch {epoch!r}, position {position!r} of {self._size} samples", object_id="position")
+            raise MismatchError(
+                f"epoch {epoch!r}, position {position!r} of {self._size} samples is not a state of a SampleCursor", object_id="position"
+            )
         self._epoch, self._position = epoch, position
-        self._end_epoch()  # with another batch size what is left may fill none
+        self._end_epoch()  # with another batch size the rest may not fill a batch
 
     def _end_epoch(self) -> None:
         if self._batches_left() == 0:
@@ -126,13 +127,13 @@ class SampleCursor:
 
 
 class RankBatches:
-    """One rank's batches, as a ``batch_sampler=``: each iteration gives what is left of the epoch when it begins."""
+    """One rank's batches, as a ``batch_sampler=``: each iteration covers the rest of the epoch at its start."""
 
     def __init__(self, cursor: SampleCursor, rank: int, world_size: int) -> None:
         self._cursor, self._rank, self._world_size = cursor, rank, world_size
 
     def __len__(self) -> int:
-        """Batches left of the epoch."""
+        """The number of remaining batches of the epoch."""
         return self._cursor._batches_left()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -154,27 +155,27 @@ class RankBatches:
         return map(self._share, starts, repeat(cursor._epoch))
 
     def _share(self, start: int, epoch: int) -> list[int]:
-        """What this rank has of the batch that begins at `start`: batches that do not divide evenly differ by one sample."""
+        """This rank's share of the batch at `start`: shares differ by at most one sample."""
         cursor = self._cursor
         count = min(cursor._batch_size, cursor._size - start)
         first, end = (start + count * rank // self._world_size for rank in (self._rank, self._rank + 1))
-        places = np.arange(first, end, dtype=np.uint64)
-        numbers = _shuffled(places, cursor._size, cursor._seed, epoch) if cursor._order == SHUFFLED else places
+        positions = np.arange(first, end, dtype=np.uint64)
+        numbers = _shuffled(positions, cursor._size, cursor._seed, epoch) if cursor._order == SHUFFLED else positions
         return [int(number) for number in numbers.tolist()]
 
 
-def _shuffled(places: _Numbers, size: int, seed: int, epoch: int) -> _Numbers:
-    """Which samples have these places in the order of an epoch.
+def _shuffled(positions: _Numbers, size: int, seed: int, epoch: int) -> _Numbers:
+    """The samples at these positions in the order of an epoch.
 
-    A Feistel network over a grid of about sqrt(size) x sqrt(size) places, under keys drawn from seed and epoch. The grid has up to
-    sqrt(size) places more than there are samples; what leads to one of those goes through again until it does not.
+    A Feistel network over a grid of about sqrt(size) x sqrt(size), with keys from seed and epoch. The grid has up to sqrt(size) more cells
+    than there are samples; a result outside the samples goes through the network again.
     """
     drawn = blake3(struct.pack("<QQ", seed, epoch), derive_key_context="tensorstore_ck v1 sample order").digest(length=8 * ROUNDS)
     keys = np.frombuffer(drawn, "<u8").astype(np.uint64)
     columns = math.isqrt(size - 1) + 1
     widths = np.uint64(-(-size // columns)), np.uint64(columns)
-    found = places.copy()
-    again = np.ones(len(places), np.bool_)
+    found = positions.copy()
+    again = np.ones(len(positions), np.bool_)
     while again.any():
         halves = list(np.divmod(found[again], widths[1]))
         for number, key in enumerate(keys):

@@ -1,6 +1,6 @@
-"""What users hand over: one object, or several in a dict or list; each with `state_dict` and `load_state_dict`.
+"""The arguments of `TrainingState`: one object, or several in a dict or list; each with `state_dict` and `load_state_dict`.
 
-Knows nothing of what the objects are. Whatever an object of a user raises while it takes its state becomes an error that names it.
+Does not know the objects' types. Any exception from a user's object while it loads its state becomes an error that names the object.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError
 VALUES: Final = ("extra", "rank_values")
 """Arguments that may have plain values."""
 Get = Callable[[str, Any], Any]
-"""Gets the state of an object, which lies at that path."""
+"""(path, object) -> the object's state."""
 
 
 class StatefulPart(NamedTuple):
@@ -19,11 +19,11 @@ class StatefulPart(NamedTuple):
 
     name: str
     objects: dict[str, Any]
-    """Name -> object; one that was given by itself has the name ''."""
+    """Name -> object; a single object has the name ''."""
 
     @classmethod
     def of(cls, name: str, given: object) -> "StatefulPart":
-        """Takes an argument apart.
+        """Parses an argument.
 
         Raises:
             InvalidOptionError: a key is no string, or has a dot.
@@ -38,7 +38,7 @@ class StatefulPart(NamedTuple):
             objects = {"": given}
         if not all(isinstance(key, str) and (key or objects.keys() == {""}) for key in objects):
             raise InvalidOptionError(f"{name}= must have strings as keys, not {list(objects)!r:.200}", object_id=name)
-        if name not in VALUES and any("." in key for key in objects):  # names of parameters begin with it, and must be told apart
+        if name not in VALUES and any("." in key for key in objects):  # parameter names begin with it, and must stay unambiguous
             raise InvalidOptionError(f"{name}= must have keys without dots, not {list(objects)!r:.200}", object_id=name)
         return cls(name, objects)
 
@@ -58,12 +58,12 @@ class StatefulPart(NamedTuple):
                 )
         return self
 
-    def where(self, fits: Callable[[Any], bool]) -> "StatefulPart":
-        """Those objects alone, under their names."""
+    def matching(self, fits: Callable[[Any], bool]) -> "StatefulPart":
+        """The part with only those objects that fit."""
         return StatefulPart(self.name, {key: each for key, each in self.objects.items() if fits(each)})
 
     def path(self, key: str) -> str:
-        """Where the state of an object lies in the whole."""
+        """The path of an object's state in the whole state."""
         return f"{self.name}.{key}" if key else self.name
 
     def states(self, get: Get) -> dict[str, Any]:
@@ -73,40 +73,40 @@ class StatefulPart(NamedTuple):
         states = {key: get(self.path(key), each) for key, each in self.objects.items()}
         return {self.name: states.get("", states)}
 
-    def found(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-        """(path, object, its state) of each.
+    def with_states(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+        """(path, object, its stored state) of each.
 
         Raises:
-            MismatchError: there is no state for one, or one that nobody takes.
+            MismatchError: an object has no state, or a state has no object.
         """
         stored = state.get(self.name)
         if "" in self.objects or not self.objects:
             states = {} if stored is None else {"": stored}
         else:
             states = dict(stored) if isinstance(stored, Mapping) else {}
-        is_value = self.name in VALUES  # of which None is one
+        is_value = self.name in VALUES  # None is a valid value
         missing = [self.path(key) for key in self.objects if key not in states or (states[key] is None and not is_value)]
         if missing:
-            raise MismatchError(f"the snapshot has no state of {', '.join(missing)}: it was put without", object_id=missing[0])
+            raise MismatchError(f"the snapshot has no state of {', '.join(missing)}: it was saved without", object_id=missing[0])
         unexpected = [self.path(key) for key in states if key not in self.objects]
         if unexpected:
             raise MismatchError(
-                f"the snapshot has states of {', '.join(unexpected)}, for which there is nothing here: pass what they are of",
+                f"the snapshot has states of {', '.join(unexpected)}, which this TrainingState lacks: pass those objects",
                 object_id=unexpected[0],
             )
         return ((self.path(key), each, states[key]) for key, each in self.objects.items())
 
 
 def is_stateful(found: object) -> bool:
-    """Whether it gives and takes its state."""
+    """Whether it has `state_dict` and `load_state_dict`."""
     return callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
 
 
 def load(path: str, take: Callable[[Any], object], state: object) -> None:
-    """Hands an object its state.
+    """Loads an object's state.
 
     Raises:
-        MismatchError: it does not take it.
+        MismatchError: the object raised something.
     """
     try:
         take(state)
@@ -114,6 +114,6 @@ def load(path: str, take: Callable[[Any], object], state: object) -> None:
         raise
     except Exception as exc:
         raise MismatchError(
-            f"{path} does not take its state from the snapshot: {type(exc).__name__}: {exc}. Was it made as the one that was put?",
+            f"{path} does not take its state from the snapshot: {type(exc).__name__}: {exc}. Was it created like the saved one?",
             object_id=path,
         ) from exc

@@ -1,7 +1,7 @@
-"""`TrainingState`: what a training script hands over once, to put and restore all of it at each call.
+"""`TrainingState`: the parts of a training job, passed once; each call then puts or restores all of them.
 
-The state has two sides. What all ranks share (model, optimizer, schedule ...) fits any number of ranks; what is a rank's own (generators,
-loader positions) fits as many ranks as put it. One process puts its own side with the rest, under `OWN`.
+The state has two sides. The shared one (model, optimizer, schedule ...) fits any number of ranks; each rank's own (generators, loader
+positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
 """
 
 import warnings
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
@@ -25,11 +26,11 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.group_put import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import environment, extras, gradients, models, opaque_state, optimizers, rng
-from tensorstore_ck.training.find_resume_point import find
+from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.parameter_names import ParameterNames, require_supported
-from tensorstore_ck.training.rank_agreement import ALONE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
 from tensorstore_ck.training.rank_own_state import Merge, RankOwnState
-from tensorstore_ck.training.rank_place import place, require_group
 from tensorstore_ck.training.sample_cursor import SampleCursor
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
@@ -48,7 +49,7 @@ _GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
 
 
 class TrainingState:
-    """All that the next step of a job depends on. Make it once, when model, optimizer and the rest are made.
+    """Everything that the next step of a job depends on. Create it once, after model, optimizer and the rest.
 
     ::
 
@@ -73,23 +74,23 @@ class TrainingState:
         rank_values: dict[str, Any] | None = None,
         rank_merge: Merge | None = None,
     ) -> None:
-        """Each may be one object, or several in a dict or list.
+        """Each argument is one object, or several in a dict or list.
 
         Args:
             model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism.
             optimizer: Optimizers of their parameters; their states are kept by parameter name.
             scheduler: Learning-rate schedules.
-            dataloader: What has a position. A `SampleCursor` is the same on all ranks; others (StatefulDataLoader) are a rank's own.
+            dataloader: Objects with a position. A `SampleCursor` is equal on all ranks; others (StatefulDataLoader) are a rank's own.
             scaler: Gradient scalers.
-            extra: Anything else by name, the same on all ranks: objects with ``state_dict`` and ``load_state_dict``, and plain states such
-                as counters, which a restore puts back into this dict. Generators (torch's, NumPy's, `random.Random`) are a rank's own.
-            rank_values: The same, for what is each rank's own: any values, tensors among them, by the same names on all ranks.
-            rank_merge: What another number of ranks takes of `rank_values`, and of buffers that differ by rank: called with the path
-                (``rank_values.seen``, ``model.bn.running_mean``) and the values of all ranks that put one, in their order; what it
-                returns all ranks take. Without it they take the first rank's.
+            extra: Anything else by name, equal on all ranks: objects with ``state_dict`` and ``load_state_dict``, and plain values such as
+                counters, which a restore writes into this dict. Generators (torch's, NumPy's, `random.Random`) are a rank's own.
+            rank_values: Each rank's own values by name, tensors included; all ranks use the same names.
+            rank_merge: For a restore on another number of ranks: merges `rank_values`, and buffers that differ by rank. Called with the
+                path (``rank_values.seen``, ``model.bn.running_mean``) and the values of all ranks that saved one, in rank order; all
+                ranks take its result. Without it they take the first rank's value.
 
         Raises:
-            InvalidOptionError: something has no state that can be put.
+            InvalidOptionError: an object has no state that can be stored.
         """
         for name, given in (("extra", extra), ("rank_values", rank_values)):
             if given is not None and type(given) is not dict:
@@ -104,15 +105,15 @@ class TrainingState:
             StatefulPart.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))
         ]
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
-        self._others.append(loaders.where(lambda each: isinstance(each, SampleCursor)))
-        self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
+        self._others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
+        self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
         self._extra = {} if extra is None else extra
         self._own = RankOwnState(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
         self._agreements = Agreements()
         require_supported(self._models.objects)
         if self._optimizers.objects and not self._models.objects:
             raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
-        self._shared(optimizers.get_state)  # what cannot be told is told now
+        self._shared(optimizers.get_state)  # raises now what a save would raise
 
     # --- put and restore ----------------------------------------------------------------------------------------------
 
@@ -132,22 +133,22 @@ class TrainingState:
         verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
-        """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
+        """Stores everything as the next snapshot on `ref`, without copying tensors; otherwise like `Store.put_snapshot`.
 
         Args:
-            store: Where to. In the background: `put_async`.
-            ref: The branch to move; made if it does not exist.
+            store: The store. `put_async` saves in the background.
+            ref: The branch to move; created if it does not exist.
             step: The training step.
-            group: All ranks of it put together.
-            gradients: Also the gradients so far: for a put between two micro-batches of one step. Keep the number of the micro-batch in
-                ``extra=``. Without it gradients are None after a restore, as after ``zero_grad``.
+            group: All its ranks save together.
+            gradients: Also store gradients, for a save between two micro-batches of one step. Keep the number of the micro-batch in
+                ``extra=``. Without this, gradients are None after a restore, as after ``zero_grad``.
             metrics: Numbers to rank by.
-            metadata: What the run knows.
+            metadata: Anything to note about the run.
             expect: See `Store.put_snapshot`.
-            parent: Likewise.
-            unchanged: Likewise.
-            verify_capture: Likewise.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            parent: See `Store.put_snapshot`.
+            unchanged: See `Store.put_snapshot`.
+            verify_capture: See `Store.put_snapshot`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
         """
         group = require_group(group)
         state, rank_state = self._sides(store, group, timeout_seconds, with_gradients=gradients)
@@ -169,13 +170,13 @@ class TrainingState:
     def put_async(
         self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
     ) -> PendingSnapshot:
-        """As `put`, beside the training: the next step may begin when it returns.
+        """Like `put`, but in the background: the next step may begin when it returns.
 
         Args:
-            store: See `put`, as are `ref`, `group` and `gradients`.
-            ref: The branch to move.
-            group: All ranks of it put together.
-            gradients: Also the gradients so far.
+            store: See `put`.
+            ref: See `put`.
+            group: See `put`.
+            gradients: See `put`.
             options: See `Store.put_snapshot_async`.
         """
         timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
@@ -183,47 +184,48 @@ class TrainingState:
         state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
         return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
 
+    @renamed_argument(allow_bad="allow_marked")
     def restore(
         self,
         store: "ReadOnlyStore",
         address: str,
         *,
         group: "ProcessGroup | DeviceMesh | None" = None,
-        allow_bad: bool = False,
+        allow_marked: bool = False,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot | None:
-        """Puts everything back as it was when the snapshot at `address` was put; the tensors of model and optimizer are filled in place.
+        """Restores everything from the snapshot at `address`, filling the tensors of model and optimizer in place.
 
-        On another number of ranks what they share is restored, and each seeds its generators anew, as the snapshot says (`Store.streams`).
-        Whatever may keep the job from going on bit for bit is told in one `EnvironmentChangedWarning`. Which parameters require gradients,
-        and whether modules are in train or eval mode, is the script's to say again.
+        On another number of ranks it restores the shared side, and each rank seeds its generators from the snapshot (`Store.streams`).
+        One `EnvironmentChangedWarning` lists environment changes that can alter results. The script must set `requires_grad` and train or
+        eval mode itself.
 
         Returns:
-            The snapshot; its `step` is where to go on. None where there is no such ref yet: on all ranks, or on none.
+            The snapshot, whose `step` tells where to continue; None, on all ranks, if there is no such ref yet.
 
         Raises:
-            NotFoundError: the ref has no such step or ancestor, or there is no such root.
-            MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
+            NotFoundError: the ref has no such step or ancestor, or the root does not exist.
+            MismatchError: it does not fit: another model, other parts, or loader positions of another number of ranks.
         """
         group = require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
-        if find(store, address, group, timeout_seconds) is None:
+        if find_resume_point(store, address, group, timeout_seconds) is None:
             return None
-        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_bad, "timeout_seconds": timeout_seconds}
+        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
         old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
         self._warn(f"{address!r} (step {found.step})", old, ranks)
         return found
 
     def _read(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
-        """Takes a snapshot as the state, which can fail on one rank alone. Returns what this rank had, or the first one."""
+        """Restores a snapshot, which can fail on one rank alone. Returns the stored own state of this rank, or of the first."""
         stored = found.lazy()
         values, names = stored.state_values, [*stored.names(), *stored.state_values]
         put_by = values.get("ranks")
         if type(put_by) is not int:
             raise MismatchError(
-                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, and put it with TrainingState once",
+                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, then save it with TrainingState.put",
                 object_id=address,
             )
         self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
@@ -249,19 +251,19 @@ class TrainingState:
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """All of it, for ``dcp.save({"app": training})``, which takes what has `state_dict` and `load_state_dict`.
+        """Everything, for ``dcp.save({"app": training})``.
 
-        What is a rank's own has its number in the names. To load on more ranks than saved, pass a planner that allows a partial load.
+        Names of a rank's own state contain the rank. To load on more ranks than saved, pass a planner that allows a partial load.
         """
-        rank, ranks = place()
+        rank, ranks = rank_and_world_size()
         shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
         return {**plain, **{name: opaque_state.seal(each) for name, each in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
-        rank, ranks = place()
+        """Restores what `state_dict` returned, on any number of ranks: see `restore`."""
+        rank, ranks = rank_and_world_size()
         put_by, root = state.get("ranks"), state.get("streams")
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
@@ -270,7 +272,7 @@ class TrainingState:
         own = state.get(OWN, {}).get(str(rank)) if put_by == ranks else None
         if put_by == ranks:
             if own is None:
-                raise MismatchError(f"the state has nothing of rank {rank}'s own", object_id=OWN)
+                raise MismatchError(f"the state lacks rank {rank}'s own state", object_id=OWN)
             self._own.check(own)
             self._load(state, own)
         else:
@@ -279,19 +281,19 @@ class TrainingState:
         self._warn("the state", {**own, "environment": {**own.get("environment", {}), "ranks": put_by}}, ranks)
 
     def captured(self) -> State:
-        """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
-        shared, own = self._capture(place()[1])
+        """Everything as it is now, in the form of one process: the rank's own side is under ``rank``. Tensors are not copied."""
+        shared, own = self._capture(rank_and_world_size()[1])
         return {**shared, OWN: own}
 
     def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> Sides:
-        """What is put as the state, and as this rank's. Ranks begin a put whatever fails here: what does is told in it."""
+        """The shared side and this rank's own. A failure here is raised by the save, which all ranks must begin together."""
         if group is None:
             shared, own = self._capture(1, with_gradients=with_gradients)
             return {**shared, OWN: own}, None
         try:
             agreement = self._agreements.ask(store, group, self._describe, timeout)
             return self._capture(group.size(), with_gradients=with_gradients, agreement=agreement)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the put raises it
+        except Exception as exc:  # noqa: BLE001 - the save raises it
             return UnpreparedState(exc), None
 
     def _describe(self) -> RankReport:
@@ -307,9 +309,8 @@ class TrainingState:
         *,
         with_gradients: bool = False,
         get_optimizer: "_GetOptimizer" = optimizers.get_state,
-        agreement: Agreement = ALONE,
+        agreement: Agreement = SINGLE,
     ) -> tuple[State, State]:
-        """What all ranks share, and what is this rank's own."""
         get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
         shared = {**self._shared(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
         self._own.lead(shared, agreement)
@@ -329,7 +330,7 @@ class TrainingState:
     # --- restored ---------------------------------------------------------------------------------------------------------
 
     def _target(self, stored: Iterable[str]) -> State:
-        """What the shared side of a snapshot with these names is restored into."""
+        """The state that the shared side of a snapshot with these names is restored into."""
         stored = list(stored)
         names = self._names()
         target: State = {"ranks": None, "mid_step": None}
@@ -344,14 +345,14 @@ class TrainingState:
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
 
     def _load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
-        """Generators come last: what is loaded before may draw from them. `streams`: where `own` is what was taken of other ranks."""
+        """Generators come last, since loading may draw from them. `streams`: if `own` was merged from another number of ranks."""
         names = self._names()
-        for path, model, found in self._models.found(state):
+        for path, model, found in self._models.with_states(state):
             load(path, partial(models.set_state, model), found)
-        for path, optimizer, found in self._optimizers.found(state):
+        for path, optimizer, found in self._optimizers.with_states(state):
             optimizers.set_state(path, optimizer, names, found)
         for part in self._others:
-            for path, each, found in part.found(state):
+            for path, each, found in part.with_states(state):
                 load(path, each.load_state_dict, found)
         extras.put_back(self._extra, self._shared_extra(), state)
         gradients.set_gradients(names, {**state.get("gradients", {}), **own.get("gradients", {})})
@@ -361,39 +362,38 @@ class TrainingState:
             self._own.load_taken(own, streams)
 
     def _require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
-        """Refuses what cannot go on with another number of ranks."""
+        """Raises if the state cannot be restored on another number of ranks."""
         if put_by == ranks:
             return
         if self._loaders.objects:
             path = self._loaders.path(next(iter(self._loaders.objects)))
             raise MismatchError(
                 f"{path} has a position for each of {put_by} ranks, and there are {ranks} now. Use a tsck.SampleCursor, which fits any "
-                "number; or restore with a TrainingState without dataloader=, and begin the epoch anew",
+                "number; or restore with a TrainingState without dataloader=, and restart the epoch",
                 object_id=path,
             )
         if mid_step and any(not isinstance(each, DTensor) for each in self._names().parameters.values()):
             raise MismatchError(
-                f"the snapshot was put in the middle of a step, with gradients of {put_by} ranks of their own, and there are {ranks} now: "
-                "restore one that was put between steps",
+                f"the snapshot was saved in the middle of a step, with gradients of each of {put_by} ranks, and there are {ranks} now: "
+                "restore one that was saved between steps",
                 object_id="gradients",
             )
 
     def _warn(self, what: str, old: State, ranks: int) -> None:
-        """`old`: what this rank had, or the first one."""
+        """`old`: the stored own state of this rank, or of the first."""
         found = environment.differences(old["environment"], environment.describe(ranks, self._meshes()))
         if found:
-            anew = f"; {self._own.told(old)}" if old["environment"]["ranks"] != ranks else ""
-            message = f"{what} was put in another environment, so the job may not go on bit for bit: {'; '.join(found)}{anew}"
+            seeded = f"; {self._own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
+            message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(found)}{seeded}"
             warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=3)
 
-    # --- what there is ----------------------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------------------
 
     def _names(self) -> ParameterNames:
         return ParameterNames(self._models.objects)
 
     def _shared_extra(self) -> StatefulPart:
-        return StatefulPart.of("extra", self._extra).where(lambda each: not rng.is_generator(each))
+        return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
 
     def _meshes(self) -> dict[DeviceMesh, None]:
-        """Those that parameters are on, in their order."""
         return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}

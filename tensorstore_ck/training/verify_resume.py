@@ -1,6 +1,6 @@
-"""Whether a job resumes bit for bit: some steps are made twice from one snapshot, and all that they leave is compared.
+"""Checks that a job resumes bit for bit: runs a few steps twice from one snapshot, and compares the states.
 
-Knows no parts: it compares what `TrainingState` captures, in its order, bit by bit. Keeps a copy of the state after each step in memory.
+Compares whatever `TrainingState` captures, in its order. Keeps a copy of the state after each step in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.session.group.process_groups import process_group
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.training.compare_states import Difference, Leaves, copied, first_difference, leaves_of
-from tensorstore_ck.training.find_resume_point import find
+from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.training_state import TIMEOUT_SECONDS, TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-Make = Callable[[], tuple[TrainingState, Callable[[], object]]]
-"""Builds the job anew: its state, and what makes one step (and returns its loss, say)."""
+MakeJob = Callable[[], tuple[TrainingState, Callable[[], object]]]
+"""Builds a fresh job: its state, and a function that runs one step (and returns, for example, the loss)."""
 RETURNED = "what step() returned"
 
 
@@ -32,14 +32,14 @@ class ResumeReport:
     step: int | None
     """Of the snapshot."""
     steps: int
-    """How many were compared."""
+    """Compared steps."""
     compared: int
     """Tensors and values after each step."""
     difference: Difference | None
 
     @property
     def ok(self) -> bool:
-        """Whether all was the same, bit for bit."""
+        """Whether everything was the same, bit for bit."""
         return self.difference is None
 
     def __str__(self) -> str:
@@ -52,43 +52,41 @@ class ResumeReport:
 
 
 def verify_resume(
-    make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
+    make: MakeJob, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
 ) -> ResumeReport:
-    """Restores the snapshot at `address` into two fresh jobs, one after the other, makes some steps with each, and compares them.
+    """Restores the snapshot at `address` into two fresh jobs, one after the other, runs some steps with each, and compares them.
 
-    Everything that the states hold is compared bit by bit, after the restore and after each step, and what the step returned.
+    Compares the whole state bit by bit, after the restore and after each step, and the values that the step returned.
 
     Args:
-        make: Builds the job, as a process that begins would: a `TrainingState`, and a function that makes one step.
-        store: Where the snapshot is.
+        make: Builds the job as a new process would: a `TrainingState`, and a function that runs one step.
+        store: The store with the snapshot.
         address: Of the snapshot.
-        steps: How many steps to make.
-        group: All ranks of it do the same; each tells what differs of its own side and its shares.
+        steps: How many steps to run.
+        group: All its ranks call this; each reports the differences in its own side and its shards.
 
     Raises:
-        NotFoundError: there is no such snapshot.
+        NotFoundError: the snapshot does not exist.
         MismatchError: it does not fit the job.
     """
     if steps < 1:
         raise InvalidOptionError(f"steps must be 1 or more, not {steps!r}", object_id="steps")
     group = process_group(group)
-    found = find(store, address, group, TIMEOUT_SECONDS)
+    found = find_resume_point(store, address, group, TIMEOUT_SECONDS)
     if found is None:
         raise NotFoundError(f"there is no snapshot at {address!r}", object_id=address)
     expected = [copied(leaves) for leaves in _run(make, store, found.root, steps, group)]
     first = None
     for number, leaves in enumerate(_run(make, store, found.root, steps, group)):
-        first = first or first_difference(number, expected[number], leaves)  # to the end, since other ranks may wait for this one
+        first = first or first_difference(number, expected[number], leaves)  # no early exit: other ranks may wait for this one
     return ResumeReport(found.root, found.step, steps, len(expected[-1]), first)
 
 
-def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:
-    """What one job holds after the restore, and after each step."""
+def _run(make: MakeJob, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:
+    """The state of one job after the restore, and after each step."""
     made = make()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], TrainingState) or not callable(made[1]):
-        raise InvalidOptionError(
-            f"make() must return a TrainingState and a function that makes a step, not {made!r:.200}", object_id="make"
-        )
+        raise InvalidOptionError(f"make() must return a TrainingState and a function that runs a step, not {made!r:.200}", object_id="make")
     training, step = made
     training.restore(store, root, group=group)
     yield leaves_of(training.captured())

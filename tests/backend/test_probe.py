@@ -9,7 +9,7 @@ from tensorstore_ck.backend import Backend, Buffer, Created, ProbeResult, open_b
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import ObjectWriter
-from tensorstore_ck.backend.save_estimate import SaveEstimate, forecast
+from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NoSpaceError, PermissionDeniedError, UnsafeBackendError
 from tests.servers import BUCKET, S3Server
@@ -81,7 +81,7 @@ class ExistsThenWrite(MemoryBackend):
 def test_a_check_before_the_write_is_found_out() -> None:
     backend = ExistsThenWrite()
     assert not probe_create(backend)
-    assert "were each told that they won" in probe(backend).problems[0]
+    assert "each got a success" in probe(backend).problems[0]
 
 
 class RefusesButWrites(MemoryBackend):
@@ -147,7 +147,7 @@ def test_lost_writes_are_found_out() -> None:
 
 
 def check_forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
-    found = forecast(backend, size_bytes, ranks)
+    found = estimate_save(backend, size_bytes, ranks)
     assert found.save_seconds == pytest.approx(size_bytes / found.write_bytes_per_second + found.commit_seconds)
     assert found.restore_seconds == pytest.approx(size_bytes / found.read_bytes_per_second)
     assert 0 < found.commit_seconds < found.save_seconds_elsewhere <= found.save_seconds
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_told_and_what_cannot_be_tried_refused() -> None:
     found = check_forecast(Disk(1 << 30), 1 << 30, 2)
     assert (found.free_bytes, found.fits) == (1 << 30, False)
     with pytest.raises(NoSpaceError, match=r"a trial write needs 40\.0 MiB .* 1\.0 MiB of 1\.0 TiB are free"):
-        forecast(Disk(1 << 20), 1 << 30, 2)
+        estimate_save(Disk(1 << 20), 1 << 30, 2)
 
 
 class SlowPlace(MemoryBackend):
@@ -252,7 +252,7 @@ class GoneWhenWritten(MemoryBackend):
 @pytest.mark.parametrize("backend", [GoneWhenRead(), GoneWhenWritten()])
 def test_a_forecast_that_fails_leaves_nothing_behind(backend: Backend) -> None:
     with pytest.raises(BackendUnavailableError, match="gone"):
-        forecast(backend, 1 << 20, 2)
+        estimate_save(backend, 1 << 20, 2)
     assert list(backend.list("")) == []
     assert list(backend.list_uploads()) == []
 
@@ -260,4 +260,4 @@ def test_a_forecast_that_fails_leaves_nothing_behind(backend: Backend) -> None:
 @pytest.mark.parametrize(("size_bytes", "ranks", "wrong"), [(0, 1, "size"), (-5, 1, "size"), (1, 0, "ranks")])
 def test_a_snapshot_has_bytes_and_ranks(size_bytes: int, ranks: int, wrong: str) -> None:
     with pytest.raises(InvalidOptionError, match=f"{wrong} must be above 0"):
-        forecast(MemoryBackend(), size_bytes, ranks)
+        estimate_save(MemoryBackend(), size_bytes, ranks)

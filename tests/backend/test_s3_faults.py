@@ -22,7 +22,7 @@ from tensorstore_ck.backend.s3_requests import (
     LONGEST_PAUSE_SECONDS,
     NOTICE_SECONDS,
     RETRY_SECONDS,
-    Moved,
+    OnProgress,
     Request,
     RetryTiming,
     S3Requests,
@@ -400,11 +400,11 @@ def requests(said: list[Event], timing: RetryTiming) -> S3Requests:
     return S3Requests("s3://bucket/runs", BUCKET, lambda: filesystem, timing, said.append)
 
 
-async def never(filesystem: Any, moved: Moved) -> None:
+async def never(filesystem: Any, on_progress: OnProgress) -> None:
     await asyncio.Event().wait()
 
 
-async def refused(filesystem: Any, moved: Moved) -> None:
+async def refused(filesystem: Any, on_progress: OnProgress) -> None:
     raise ConnectionRefusedError("nobody listens")
 
 
@@ -431,10 +431,10 @@ def test_what_moves_is_not_waited_for() -> None:
     """A long transfer is no silence, and has its whole budget left when it breaks off."""
     clock, said, tries = Clock(), list[Event](), []
 
-    async def slow(filesystem: Any, moved: Moved) -> str:
+    async def slow(filesystem: Any, on_progress: OnProgress) -> str:
         for _ in range(100):
             clock.now += NOTICE_SECONDS - 1
-            moved()
+            on_progress()
         tries.append(1)
         if len(tries) == 1:
             raise ConnectionResetError("cut")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.catalog.read_entries import REFS
+from tensorstore_ck.catalog.read_entries import CHANGED_TABLES
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import StoreError
@@ -162,7 +162,7 @@ def require_true(catalog: Catalog, store: Store) -> None:
 
 
 def test_every_operation_was_thought_of() -> None:
-    assert set(SCHEMA) <= set(REFS) | {"place"}
+    assert set(SCHEMA) <= set(CHANGED_TABLES) | {"place"}
 
 
 def test_states_follow_whatever_holds_a_snapshot(url: str) -> None:

@@ -44,9 +44,16 @@ RUNS: Final[dict[str, list[list[str]]]] = {
 }
 
 
-def runs() -> list[list[str]]:
-    """All of them, as people and as programs run them."""
+def commands() -> dict[str, click.Command]:
+    """All of them, by name."""
     root = main
     assert isinstance(root, click.Group)
-    assert set(RUNS) == set(root.commands)
+    context = click.Context(root)
+    found = {name: root.get_command(context, name) for name in root.list_commands(context)}
+    return {name: command for name, command in found.items() if command is not None}
+
+
+def runs() -> list[list[str]]:
+    """All of them, as people and as programs run them."""
+    assert set(RUNS) == set(commands())
     return [[*arguments, *form] for each in RUNS.values() for arguments in each for form in ([], ["--json"])]

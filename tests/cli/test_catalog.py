@@ -32,11 +32,11 @@ def test_sync_find_and_show(catalog: Tsck, tmp_path: Path) -> None:
     assert "2.25" in row
     assert count == "1 snapshot"
     assert "as of 2" in as_of
-    assert "`tsck catalog sync` brings in what came since" in as_of
+    assert "`tsck catalog sync` adds newer ones" in as_of
 
     catalog("tag", "v1", "runs/gpt~1")
     catalog("mark", "runs/gpt~1", "--reason", "diverged")
-    assert "no snapshot fits" in catalog("find", "tag = 'v1'").out
+    assert "no snapshot matches" in catalog("find", "tag = 'v1'").out
     assert "2 entries read, 0 snapshots, up to entry 4" in catalog("catalog", "sync").out
     line = catalog("find", "tag = 'v1'", "--sort", "val_loss", "--desc").out.splitlines()[1]
     assert "bad: diverged" in line
@@ -62,7 +62,7 @@ def test_several_stores(catalog: Tsck) -> None:
     assert len(as_json["synced"]) == 2
     assert "... and more: -n 2 shows them" in catalog("find", "-n", "1", "--db", "sqlite:///all.sqlite").out
     rebuilt = catalog("catalog", "rebuild", "other", "--db", "all.sqlite").out
-    assert "1 entry read, 1 snapshot, up to entry 1; read from the start: as it was asked for" in rebuilt
+    assert "1 entry read, 1 snapshot, up to entry 1; read from the start: as requested" in rebuilt
     assert len(catalog("catalog", "show", "--db", "all.sqlite", "--json").json["stores"]) == 2
 
 

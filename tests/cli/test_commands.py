@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import tensorstore_ck as tsck_package
-from tensorstore_ck.cli import main
 from tests.cli.conftest import Tsck
+from tests.cli.everycommand import commands
 
 
 def test_init_makes_a_store_once(tsck: Tsck) -> None:
@@ -125,8 +125,8 @@ def test_annotate_and_mark(history: Tsck) -> None:
     assert "bad: loss spike" in history("log", "runs/gpt").out
     refused = history("get", "runs/gpt", "out.safetensors")
     assert refused.code == 36
-    assert "--allow-bad" in refused.err
-    assert history("get", "runs/gpt", "out.safetensors", "--allow-bad").code == 0
+    assert "--allow-marked" in refused.err
+    assert history("get", "runs/gpt", "out.safetensors", "--allow-marked").code == 0
     assert history("mark", "runs/gpt", "--clear").code == 0
     assert "MARK" not in history("log", "runs/gpt").out
 
@@ -251,7 +251,7 @@ def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_probe_foretells_a_snapshot(history: Tsck, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     text = history("probe", "ck", "--size", "20MB", "--ranks", "12").out
-    assert "A snapshot of 19.1 MiB by 12 ranks, nothing of which is in the store yet:" in text
+    assert "A snapshot of 19.1 MiB by 12 ranks, with no block in the store yet:" in text
     assert "s with all ranks on this host" in text
     assert "/s by 8 ranks on this host" in text
     assert "are free: it fits" in text
@@ -267,7 +267,7 @@ def test_probe_ends_with_no_space_where_it_does_not_fit(history: Tsck) -> None:
     assert "it does NOT fit" in probed.out
 
 
-@pytest.mark.parametrize(("options", "said"), [(("--ranks", "8"), "--ranks is for --size"), (("--size", "much"), "is no size")])
+@pytest.mark.parametrize(("options", "said"), [(("--ranks", "8"), "--ranks is for --size"), (("--size", "much"), "is not a size")])
 def test_probe_takes_sizes(tsck: Tsck, options: tuple[str, str], said: str) -> None:
     refused = tsck("probe", "ck", *options)
     assert refused.code == 2
@@ -294,9 +294,9 @@ def test_gc_and_fsck_go_no_faster_than_told(history: Tsck, command: tuple[str, s
     assert rates == [100_000_000, 100_000_000]
 
 
-@pytest.mark.parametrize("name", [*main.commands])
+@pytest.mark.parametrize("name", [*commands()])
 def test_help_is_a_sentence_and_an_example(tsck: Tsck, name: str) -> None:
-    command = main.commands[name]
+    command = commands()[name]
     assert command.get_short_help_str().endswith((".", "?"))
     shown = tsck(name, "--help")
     assert shown.code == 0
@@ -320,7 +320,7 @@ def test_advise_tells_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pyte
     assert "ETTR = t / (" in told
     assert history("advise", "runs/gpt", "--stall", "2s", "--json").json["costs"]["stall"] == 2.0
     unknown = history("advise", "runs/gpt")
-    assert (unknown.code, "give stall (--stall)" in unknown.err) == (22, True)
+    assert (unknown.code, "give stall_seconds= (--stall)" in unknown.err) == (22, True)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         missing = history("advise", "runs/gpt", "--stall", "2s", "--plot", "x.png")

@@ -66,9 +66,9 @@ def test_views_and_transposes_are_written_as_they_look(store: Tsck) -> None:
 
 
 def test_select(history: Tsck) -> None:
-    assert history("get", "runs/gpt", "out.safetensors", "--select", "model.*").code == 0
+    assert history("get", "runs/gpt", "out.safetensors", "--include", "model.*").code == 0
     assert set(load_file("out.safetensors")) == {"model.a", "model.b"}
-    assert history("get", "runs/gpt", "none.safetensors", "--select", "nothing.*").code == 27
+    assert history("get", "runs/gpt", "none.safetensors", "--include", "nothing.*").code == 27
     assert not Path("none.safetensors").exists()
 
 

@@ -13,10 +13,10 @@ import pytest
 import tensorstore_ck
 from tensorstore_ck import errors
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.cli import main
 from tensorstore_ck.common.extras import EXTRAS, missing_extra
 from tensorstore_ck.errors import InvalidUrlError
 from tests.cli.conftest import Tsck
+from tests.cli.everycommand import commands
 
 PACKAGE = Path(tensorstore_ck.__file__).parent
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def test_show_never_says_that_more_of_it_is_new_than_there_is(history: Tsck) -> 
     snapshot = history("show", "runs/gpt~1", "--json").json["snapshot"]
     assert snapshot["new_bytes"] > snapshot["logical_bytes"], "a small state, and its index"
     (size,) = [line for line in history("show", "runs/gpt~1").out.splitlines() if line.startswith("size")]
-    assert re.fullmatch(r"size +39\.1 KiB, stored as [\d.]+ KiB; the put made the store grow by [\d.]+ KiB", size)
+    assert re.fullmatch(r"size +39\.1 KiB, stored as [\d.]+ KiB; the save made the store grow by [\d.]+ KiB", size)
     put = history("put", "model.safetensors", "--ref", "again").out
     assert re.search(r"\(39\.1 KiB; the store grew by [\d.]+ K?i?B\)$", put.strip())
 
@@ -158,7 +158,7 @@ def problem_of(command: str) -> str:
         words = words[2:]
     if not words or not words[0].strip("X") or words[0] in ("--help", "--version"):
         return ""
-    known = main.commands.get(words[0])
+    known = commands().get(words[0])
     if known is None:
         return f"there is no command {words[0]}"
     takes = {name for parameter in known.params if isinstance(parameter, click.Option) for name in (*parameter.opts, "--help")}
@@ -172,7 +172,7 @@ def test_commands_in_messages_and_in_the_readme_are_there() -> None:
     in_readme = {command.split("  #")[0].split("   ")[0] for command in re.findall(r"^    tsck (.+)$", README, re.MULTILINE)}
     examples = {
         line.strip().removeprefix("tsck ")
-        for command in main.commands.values()
+        for command in commands().values()
         for line in (command.epilog or "").splitlines()
         if "tsck " in line
     }

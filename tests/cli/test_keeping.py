@@ -45,12 +45,12 @@ def test_forget_undo_and_gc(history: Tsck) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("forget", "runs/gpt~0"), 11, "is where branch"),
+        (("forget", "runs/gpt~0"), 11, "is the head of branch"),
         (("forget", "nope"), 25, "no ref or snapshot"),
         (("undo", "nope"), 25, "cannot be undone"),
-        (("pin", "runs/gpt", "--expires", "soon"), 2, "no length of time"),
+        (("pin", "runs/gpt", "--expires", "soon"), 2, "not a duration"),
         (("gc", "--max-delete", "120%"), 2, "not between"),
-        (("gc", "--grace", "-1s"), 2, "no length of time"),
+        (("gc", "--grace", "-1s"), 2, "not a duration"),
     ],
 )
 def test_what_cannot_be_done(history: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -74,7 +74,7 @@ def test_gc_refuses_to_free_too_much(history: Tsck) -> None:
 
 
 def test_policies(history: Tsck) -> None:
-    assert "no policies, so all stays" in history("policy").out
+    assert "no policies, so every snapshot stays" in history("policy").out
     tried = history("policy", "test", "runs/gpt", "keep_steps=7").out
     assert "newest" in tried
     assert "fallback" in tried
@@ -83,23 +83,23 @@ def test_policies(history: Tsck) -> None:
     assert history("policy", "--json").json["runs/*"]["keep_best"] == [[2, "none", "min"], [1, "acc", "max"]]
     history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3")
     assert [snapshot["step"] for snapshot in history("log", "runs/gpt", "--json").json] == [3, 2]
-    told = history("forget", "--dry-run").out
+    told = history("policy", "apply", "--dry-run").out
     assert "runs/gpt: 2 snapshots, by runs/*" in told
     assert "0 snapshots would go" in told
     history("undo", "runs/gpt@1")
-    planned = history("forget", "--dry-run", "--json").json
+    planned = history("policy", "apply", "--dry-run", "--json").json
     assert [(each["snapshot"]["step"], each["stays"]) for each in planned["branches"][0]["snapshots"]] == [(1, False), (2, True), (3, True)]
-    assert "1 snapshot went" in history("forget", "--by-policy").out
-    assert "nothing is said of runs/* any more" in history("policy", "remove", "runs/*").out
-    assert "no policy is for any of these branches" in history("forget", "--dry-run").out
+    assert "1 snapshot went" in history("policy", "apply", "runs/gpt").out
+    assert "removed the policy for runs/*" in history("policy", "remove", "runs/*").out
+    assert "no policy matches these branches" in history("policy", "apply", "--dry-run").out
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("set", "runs/*"), 2, "needs one at least"),
+        (("set", "runs/*"), 2, "needs at least one"),
         (("set", "runs/*", "keep_last"), 2, "is not RULE=VALUE"),
-        (("set", "runs/*", "keep_last=1", "keep_last=2"), 2, "said twice"),
+        (("set", "runs/*", "keep_last=1", "keep_last=2"), 2, "given twice"),
         (("set", "runs/*", "keep_last=many"), 22, "a whole number"),
         (("set", "runs/*", "keep_best=3:loss"), 22, 'must be like (3, "val_loss", "min")'),
         (("set", "runs/*", "keep_steps=1,x"), 22, "a list"),
@@ -107,8 +107,10 @@ def test_policies(history: Tsck) -> None:
         (("set", "runs/*", "expire_after=30d"), 22, "keeps something"),
         (("remove", "runs/*"), 25, "there is no policy"),
         (("test", "nope"), 25, "there is no branch"),
-        (("test",), 2, "need to be told"),
-        (("show", "runs/*"), 2, "for all policies"),
+        (("test",), 2, "need a GLOB"),
+        (("test", "runs/gpt", "--dry-run"), 2, "for apply"),
+        (("apply", "nope"), 25, "there is no branch"),
+        (("show", "runs/*"), 2, "lists all policies"),
         (("remove", "runs/*", "keep_last=1"), 2, "RULE=VALUE is for set"),
     ],
 )
@@ -130,7 +132,7 @@ def test_a_command_is_run_for_each(history: Tsck, capfd: pytest.CaptureFixture[s
 
 
 def test_tier(history: Tsck, tmp_path: Path) -> None:
-    assert "no policy says anything of age" in history("tier").out
+    assert "no policy has an age rule" in history("tier").out
     refused = history("policy", "set", "runs/*", "move_after=1s")
     assert (refused.code, "must be like" in refused.err) == (22, True)
     made = history("policy", "set", "runs/*", f"move_after=1s:{tmp_path / 'cold'},90d:s3://colder/x", "recode_after=7d")

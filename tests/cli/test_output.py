@@ -1,14 +1,18 @@
 """Units, times, tables and JSON."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from tensorstore_ck.cli import output
 from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, table
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, parse_rate
+from tensorstore_ck.errors import InvalidOptionError
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,23 @@ from tensorstore_ck.common.units import human_bytes
 )
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(("text", "rate"), [("100MB", 1e8), ("1.5 GiB/s", 1.5 * 2**30), (0.5, 0.5), (7, 7)])
+def test_rates(text: Any, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("wrong", ["", "fast", "-1MB", "0", "inf", 0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_rate(wrong: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="rate limit"):
+        parse_rate(wrong)
+
+
+def test_commands_print_by_these_functions_alone() -> None:
+    printing = re.compile(r"\bprint\(|\becho\(|sys\.std(?:out|err)\.write")
+    folder = Path(output.__file__).parent
+    assert [path.name for path in folder.glob("*.py") if printing.search(path.read_text())] == ["output.py"]
 
 
 def test_times_are_utc_whatever_the_clock_said() -> None:

@@ -78,9 +78,13 @@ def test_commands_without_tensors_load_no_torch(history: Tsck, tmp_path: Path) -
         assert (command, done.returncode, done.stderr) == (command, 0, "")
 
 
-def test_the_package_loads_no_torch(tmp_path: Path) -> None:
-    done = _python(tmp_path, "-c", "import sys, tensorstore_ck; assert not {'torch', 'fsspec', 'click'} & set(sys.modules)")
-    assert done.returncode == 0, done.stderr
+def test_the_version_is_printed_without_loading_the_store(tmp_path: Path) -> None:
+    code = "import sys\nfrom tensorstore_ck.cli import main\ntry: main(['--version'])\nfinally: print(*sys.modules)"
+    version, loaded = _python(tmp_path, "-c", code).stdout.splitlines()
+    assert version == f"tsck {tensorstore_ck.__version__}"
+    own = [name for name in loaded.split() if name.startswith("tensorstore_ck")]
+    assert len(own) < 20
+    assert not {"torch", "numpy", "fsspec", "rich"} & set(loaded.split())
 
 
 def test_exit_codes_and_streams(history: Tsck, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.locations import LocationOpener, check_place
+from tensorstore_ck.backend.cold.locations import LocationOpener, check_location
 from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, create_in_memory
 from tensorstore_ck.backend.remote_errors import remote_errors
 from tensorstore_ck.cli import main
@@ -147,8 +147,8 @@ def test_what_is_no_url_by_mistake_is_not_repeated_either(url: str, tmp_path: Pa
 def test_it_is_said_where_the_secret_belongs() -> None:
     with pytest.raises(InvalidUrlError, match=r"^s3://\*\*\*@bucket/x: .*storage_options \(--storage-option\)"):
         open_backend(SECRET_URLS[0])
-    with pytest.raises(InvalidOptionError, match="is kept in the store") as caught:
-        check_place(SECRET_URLS[2])
+    with pytest.raises(InvalidOptionError, match="is stored for all to see") as caught:
+        check_location(SECRET_URLS[2])
     assert MARK not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.common.free_space import MinFree, Space, require_room, writing_to
+from tensorstore_ck.common.free_space import MinFree, Space, require_free_space, writing_to
 from tensorstore_ck.common.units import parse_bytes
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError, StoreError
 
@@ -56,39 +56,39 @@ def test_no_sizes(text: object) -> None:
 
 def test_exactly_enough_is_enough() -> None:
     min_free = MinFree.parse("5%")
-    require_room(Disk(15 * GIB), min_free, 10 * GIB, "a put")
+    require_free_space(Disk(15 * GIB), min_free, 10 * GIB, "a put")
     with pytest.raises(NoSpaceError):
-        require_room(Disk(15 * GIB - 1), min_free, 10 * GIB, "a put")
+        require_free_space(Disk(15 * GIB - 1), min_free, 10 * GIB, "a put")
 
 
 def test_the_message_has_all_sizes_and_what_to_do() -> None:
     with pytest.raises(NoSpaceError) as refused:
-        require_room(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
+        require_free_space(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
     assert str(refused.value) == (
-        "step 1000 of runs/gpt needs 10.0 GiB and has no room at /ckpt: 12.0 GiB of 100.0 GiB are free, and 5.0 GiB must stay free "
-        "(min_free=5%); free space there (`tsck usage -s /ckpt` says what gc can free now, and what later), or use another place, "
-        "or lower min_free"
+        "step 1000 of runs/gpt needs 10.0 GiB, and there is too little free space at /ckpt: 12.0 GiB of 100.0 GiB are free, "
+        "and 5.0 GiB must stay free (min_free=5%); free space there (`tsck usage -s /ckpt` shows what gc can free now, and what later), "
+        "or use another location, or lower min_free"
     )
     assert refused.value.object_id == "/ckpt"
     with pytest.raises(NoSpaceError) as refused:
-        require_room(Disk(GIB), MinFree.parse("2GiB"), 0, "the store")
+        require_free_space(Disk(GIB), MinFree.parse("2GiB"), 0, "the store")
     assert str(refused.value).startswith(
-        "the store has no room at /ckpt: 1.0 GiB of 100.0 GiB are free, and 2.0 GiB must stay free (min_free=2.0 GiB); "
+        "the store has too little free space at /ckpt: 1.0 GiB of 100.0 GiB are free, and 2.0 GiB must stay free (min_free=2.0 GiB); "
     )
     with pytest.raises(NoSpaceError) as refused:
-        require_room(Disk(GIB), MinFree(), 2 * GIB, "a put")
+        require_free_space(Disk(GIB), MinFree(), 2 * GIB, "a put")
     assert "min_free" not in str(refused.value)
 
 
 def test_a_place_that_cannot_tell_passes() -> None:
-    require_room(MemoryBackend(), MinFree.parse("99%"), 1 << 60, "a put")
+    require_free_space(MemoryBackend(), MinFree.parse("99%"), 1 << 60, "a put")
 
 
 def test_a_folder_is_a_place(tmp_path: Path) -> None:
     place = LocalBackend(str(tmp_path / "not" / "there"))
-    require_room(place, MinFree(), 0, "a put")
-    with pytest.raises(NoSpaceError, match=r"1\.0 EiB and has no room"):
-        require_room(place, MinFree(), 1 << 60, "a put")
+    require_free_space(place, MinFree(), 0, "a put")
+    with pytest.raises(NoSpaceError, match=r"1\.0 EiB, and there is too little free space"):
+        require_free_space(place, MinFree(), 1 << 60, "a put")
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ import torch
 
 import tensorstore_ck as tsck
 from examples.demo.compare import differences, fingerprint
-from examples.demo.story import KILLED, UNDISTURBED, compare, plan_kills, tell
+from examples.demo.story import KILLED, UNDISTURBED, compare, plan_kills, run_story
 from examples.demo.supervisor import Life
 from examples.demo.train import SIZES
 
 
 @pytest.mark.slow
 def test_killed_in_a_put_and_the_same_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tell(tmp_path, size="tiny", kills=1, seed=1) == 0
+    assert run_story(tmp_path, size="tiny", kills=1, seed=1) == 0
     page = capsys.readouterr().out
-    assert re.search(r"killed in the put of step \d+, [0-9.]+ [kM]B of its pack written", page)
+    assert re.search(r"killed in the save of step \d+, [0-9.]+ [kM]B of its pack written", page)
     assert "Bit-identical" in page
     assert "DIFFERENT" not in page
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cold") as store:
@@ -102,5 +102,5 @@ def test_the_plan_follows_from_its_seed_and_begins_with_a_put() -> None:
 @pytest.mark.parametrize("line", ["step 3 0x1.8p", "saved 2", ""])
 def test_a_line_that_was_cut_off_counts_for_nothing(line: str) -> None:
     life = Life()
-    life.hear(line)
+    life.record(line)
     assert life == Life()

@@ -330,7 +330,7 @@ def test_old_packs_go_to_another_prefix_and_storage_class(server: S3Server, url:
     store.set_policy("run", move_after=("1s", f"{url}-cold?storage_class=STANDARD_IA"))
     clock = store.engine.clock
     store.engine.clock = lambda: clock() + 60 * 10**9
-    assert store.tier().packs
+    assert store.migrate_tiers().packs
     store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
     prefix = url.removeprefix("s3://bucket/")
     listed = server.client().list_objects_v2(Bucket="bucket", Prefix=f"{prefix}-cold/{store.engine.config.uuid}/packs/")["Contents"]

@@ -14,9 +14,9 @@ import numpy as np
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, block_id, derived_hash
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format import codec, values
-from tensorstore_ck.format.block_assignment import encode_regions, regions, shares
+from tensorstore_ck.format.block_assignment import assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import registry
-from tensorstore_ck.format.layout import Explicit, Layout, Sharding, SharedStorage, Spread, TensorSpec, decode_layout
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, Sharding, SharedStorage, Spread, TensorSpec, decode_layout
 from tensorstore_ck.format.pack import (
     ENTRY_DTYPE,
     HEADER,
@@ -111,11 +111,11 @@ def spread_part(rank: int = 0) -> Part:
     layout, others = spread_layout(), (0, 1, 3, 4)
     number = others.index(rank)
     explicit = [
-        Explicit(6, (BoxBounds((10 * number, 0), (5, 300)), BoxBounds((10 * number + 5, 0), (5, 300)))),
-        Explicit(7, (BoxBounds((1500 * number,), (1500,)),)),
+        ExplicitRegions(6, (BoxBounds((10 * number, 0), (5, 300)), BoxBounds((10 * number + 5, 0), (5, 300)))),
+        ExplicitRegions(7, (BoxBounds((1500 * number,), (1500,)),)),
     ]
-    held = regions(layout, rank, others, explicit)
-    own = shares(layout, held, rank, 4 << 20)
+    held = regions_of_rank(layout, rank, others, explicit)
+    own = assign_blocks(layout, held, rank, 4 << 20)
     raw = [len(layout.encode())] if number == 0 else []
     raw += [length for share in own if not share.is_inline for length in share.lengths]
     extents = np.zeros(len(raw), EXTENT_DTYPE)

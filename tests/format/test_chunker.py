@@ -118,7 +118,7 @@ def test_up_to_half_the_target_is_one_block(shape: tuple[int, ...], item_bytes: 
     spec = TensorSpec("x", "uint8", item_bytes, shape)
     assume(spec.size_bytes <= target)
     region = Region(0, (0,) * len(shape), shape, False, (0,))
-    assert region.lengths(spec, target) == cut_box((0,) * len(shape), shape, item_bytes, target).tolist()
+    assert region.block_lengths(spec, target) == cut_box((0,) * len(shape), shape, item_bytes, target).tolist()
 
 
 def test_beyond_half_the_target_the_shape_decides() -> None:

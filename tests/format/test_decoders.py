@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 from tensorstore_ck.format import tree, values
-from tensorstore_ck.format.block_assignment import decode_regions, every_region, ranks_with_layout, regions, shares
-from tensorstore_ck.format.layout import Explicit, Layout
+from tensorstore_ck.format.block_assignment import assign_blocks, decode_regions, ranks_with_layout, regions_of_rank, regions_of_tensor
+from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.format.record import Record, decode_metadata
@@ -83,8 +83,10 @@ def use(decoded: object) -> None:
                 decode_metadata(decoded, "a record")
             case Layout():
                 for rank in range(2):
-                    held = regions(decoded, rank, (0, 1), [Explicit(number, ()) for number in range(len(decoded.tensors))])
-                    shares(decoded, [region for region in held if region.size_bytes(decoded.tensors[region.tensor]) < 1 << 20], rank, 4096)
+                    held = regions_of_rank(decoded, rank, (0, 1), [ExplicitRegions(number, ()) for number in range(len(decoded.tensors))])
+                    assign_blocks(
+                        decoded, [region for region in held if region.size_bytes(decoded.tensors[region.tensor]) < 1 << 20], rank, 4096
+                    )
                 list(tree.leaves(tree.parse(decoded, 1 if decoded.spreads else 6)))
             case Entry():
                 with MemoryTable().batch() as batch:
@@ -106,7 +108,7 @@ def plan_of(layout: Layout, part: Part) -> None:
         told = {each.tensor: each.boxes for each in decode_regions(layout, part.regions, "a part")}
         for tensor in range(len(layout.tensors)):
             plan.of(tensor)
-            list(every_region(layout, tensor, ranks, lambda rank, tensor: told.get(tensor, ()) if rank == 0 else ()))
+            list(regions_of_tensor(layout, tensor, ranks, lambda rank, tensor: told.get(tensor, ()) if rank == 0 else ()))
 
 
 def survives(kind: str, data: bytes) -> bool:

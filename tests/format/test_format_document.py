@@ -31,7 +31,7 @@ from tensorstore_ck.format.pack import (
     TRAILER,
 )
 from tensorstore_ck.format.part import EXTENT_DTYPE
-from tensorstore_ck.format.relocation import MOVED_DTYPE
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE
 from tensorstore_ck.format.sealed import FORMAT_VERSION, KINDS, MAGIC, MAX_DEPTH, MAX_ITEMS, MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import BLOCK_BYTES, CONFIG_NAME, STORE_FORMAT
 from tensorstore_ck.log.checkpoint import MAX_TAIL_ENTRIES, MIN_TAIL_ENTRIES
@@ -75,9 +75,9 @@ def check_dtype(dtype: np.dtype[np.void], rows: list[list[str]]) -> None:
 def test_rows() -> None:
     check_dtype(ENTRY_DTYPE, table("| entry | bytes | |"))
     check_dtype(EXTENT_DTYPE, table("| extent | bytes | |"))
-    check_dtype(MOVED_DTYPE, table("| moved row | bytes | |"))
+    check_dtype(RELOCATION_DTYPE, table("| moved row | bytes | |"))
     assert ENTRY_DTYPE.itemsize == 64
-    assert MOVED_DTYPE.itemsize == 32
+    assert RELOCATION_DTYPE.itemsize == 32
     assert EXTENT_DTYPE.itemsize == 32
     assert BASE_DTYPE.itemsize == 4 + 4 + 32
     assert HEADER.size == TRAILER.size == 64

@@ -68,7 +68,7 @@ def test_tables_of_a_part_fit_each_other() -> None:
     ):
         refused(wrong, "its tables differ in length")
     for wrong in (part._replace(ids=part.ids[:-1]), part._replace(base_ids=part.base_ids[:-1])):
-        refused(wrong, "an id is cut short")
+        refused(wrong, "an id is truncated")
     for rank, world_size in ((2, 1), (0, 0), (0, (1 << 20) + 1), (12, 6)):
         refused(part._replace(rank=rank, world_size=world_size), "its rank or world size")
     refused(part._replace(blobs=np.array([(1, 0, 1 << 40)], BLOB_DTYPE)), "its layout is too large")

@@ -9,7 +9,7 @@ import pytest
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.block_assignment import decode_regions, encode_regions
-from tensorstore_ck.format.layout import MAX_BOXES, MAX_RANKS, Explicit, Layout, Sharding, TensorSpec, decode_layout
+from tensorstore_ck.format.layout import MAX_BOXES, MAX_RANKS, ExplicitRegions, Layout, Sharding, TensorSpec, decode_layout
 from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part, decode_part
 from tensorstore_ck.format.part_index import PartIndex
@@ -36,7 +36,7 @@ def test_a_part_says_with_whom_it_was_put() -> None:
     for part in (alone, alone._replace(layout_of=b""), of_many, of_many._replace(layout_of=b""), state):
         assert decode_part(part.encode(), "a part").layout_of == part.layout_of
     for part in (of_many._replace(layout_of=None, regions=b""), state._replace(layout_of=b""), alone._replace(world_size=2)):
-        refused(part, "does not say with whom")
+        refused(part, "lacks the layout numbers of its group")
     for wrong in (
         numbering(0, 0, 1, 0, 0),
         numbering(0, 0, 1, 0, 0, 1, 1),
@@ -229,7 +229,7 @@ def test_regions_come_back() -> None:
     found = decode_regions(layout, part.regions, "a part")
     assert [(each.tensor, len(each.boxes)) for each in found] == [(6, 2), (7, 1)]
     assert encode_regions(found) == part.regions
-    assert decode_regions(layout, told(6, 0, 0, 7, 0, 0), "a part") == [Explicit(6, ()), Explicit(7, ())]
+    assert decode_regions(layout, told(6, 0, 0, 7, 0, 0), "a part") == [ExplicitRegions(6, ()), ExplicitRegions(7, ())]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_regions_that_cannot_be(regions: bytes) -> None:
 def test_many_regions_of_nothing_cost_nothing() -> None:
     """A scalar's regions take no bytes."""
     layout = Layout([TensorSpec(str(number), "uint8", 1, ()) for number in range(2000)], None, (), [], ["boxes"] * 2000)
-    assert decode_regions(layout, told(5, 0, 1), "a part") == [Explicit(5, (BoxBounds((), ()),))]
+    assert decode_regions(layout, told(5, 0, 1), "a part") == [ExplicitRegions(5, (BoxBounds((), ()),))]
     tracemalloc.start()
     try:
         with pytest.raises(CorruptObjectError):

@@ -7,7 +7,7 @@ import numpy as np
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.pack import Footer, pack_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.compact import SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op
@@ -43,7 +43,7 @@ def relocate(engine: Engine, moves: Sequence[tuple[Ulid, Sequence[tuple[int, Uli
     ops, names = [], []
     for pack, to in moves:
         targets = sorted({target for _, target, _ in to})
-        rows = np.zeros(len(to), MOVED_DTYPE)
+        rows = np.zeros(len(to), RELOCATION_DTYPE)
         rows["from"], rows["entry"] = [entry for entry, _, _ in to], [there for _, _, there in to]
         rows["target"] = [targets.index(target) for _, target, _ in to]
         for field in ("stored", "offset", "codec"):

@@ -10,7 +10,7 @@ import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.engine.reachability import follow, resolve
+from tensorstore_ck.engine.reachability import follow, locate_blocks
 from tensorstore_ck.errors import CorruptObjectError, DamageError, GcRefusedError, StoreError
 from tensorstore_ck.integrations.exporting import export_snapshot
 from tensorstore_ck.log import ObjectKey, RefTable
@@ -139,7 +139,7 @@ def test_each_relocation_is_read_once(monkeypatch: pytest.MonkeyPatch, moves: Mo
         assert (max(read.values()), max(looked.values())) == (1, 2)
         return done
 
-    found = once(lambda: resolve(engine, engine.log.view(), make_part(places)))
+    found = once(lambda: locate_blocks(engine, engine.log.view(), make_part(places)))
     assert len({found.packs[number] for number in found.extents["pack"].tolist()}) == ends
     steps = once(lambda: list(follow(engine, engine.log.view(), {START: np.arange(entries)})))
     assert len([pack for pack, at, moved in steps if moved is None and len(at)]) == ends
@@ -175,7 +175,7 @@ def test_a_circle_of_many_packs() -> None:
     chain = [pack_ulid(number) for number in range(HOPS)]
     relocate(engine, [(pack, [(0, to, 0)]) for pack, to in zip(chain, [*chain[1:], chain[0]], strict=True)])
     for look in (
-        lambda: resolve(engine, engine.log.view(), make_part([(0, 0)])),
+        lambda: locate_blocks(engine, engine.log.view(), make_part([(0, 0)])),
         lambda: [*follow(engine, engine.log.view(), {START: np.zeros(1)})],
     ):
         with pytest.raises(CorruptObjectError, match=f"{HOPS} relocations lead in a circle"):

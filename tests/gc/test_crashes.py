@@ -28,7 +28,7 @@ from tests.gc.stores import (
 )
 
 MODES = ("die-before", "die-after", "tear", "lost-reply", "unknown", "unknown-lands-later", "unavailable")
-SETTLED = replace(AT_ONCE, settle_seconds=0)
+SETTLED = replace(AT_ONCE, tombstone_seconds=0)
 HELD: dict[str, State] = {
     "job": state(1, 6),
     "job@2": state(1, 5),

@@ -39,7 +39,7 @@ def test_gc_frees_nothing_by_it(tmp_path: Path) -> None:
     assert forged is not None
     backend.replace(checkpoint_name("log", n), forged)
     packs = sorted((tmp_path / "ck" / "packs").rglob("*"))
-    calls: list[Callable[[tsck.Store], object]] = [lambda store: store.gc(AT_ONCE), lambda store: store.tier()]
+    calls: list[Callable[[tsck.Store], object]] = [lambda store: store.gc(AT_ONCE), lambda store: store.migrate_tiers()]
     for call in calls:
         with open_on(tmp_path / "cold") as store, pytest.raises(BrokenLogError, match=rf"checkpoint/0*{n} is not what the log says"):
             call(store)

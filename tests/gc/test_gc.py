@@ -262,7 +262,7 @@ def test_refuses_when_too_much_would_go() -> None:
         {"max_delete": -0.1},
         {"compact_below": 2},
         {"compact_bytes": -1},
-        {"settle_seconds": -1},
+        {"tombstone_seconds": -1},
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, float]) -> None:
@@ -349,7 +349,7 @@ def test_an_undo_window_that_cannot_be_read_can_be_ended() -> None:
     def advice() -> str:
         with pytest.raises(UnreadableError) as refused:
             store.gc(replace(AT_ONCE, undo_window_seconds=DAY))
-        return str(refused.value).partition("let it go with ")[2]
+        return str(refused.value).partition("release it with ")[2]
 
     window = "`tsck gc --undo-window 0s`, which ends all undo windows"
     assert advice() == f"`tsck unpin {pinned[:16]} --owner me` and `tsck forget best {pinned[:16]}` and {window}"
@@ -645,7 +645,7 @@ def test_tombstones_are_forgotten_after_a_while() -> None:
     clock, table = Clock(), MemoryTable()
     backend = MemoryBackend(clock=clock)
     store = sparse_store(backend, clock=clock, table=table)
-    options = replace(AT_ONCE, settle_seconds=60)
+    options = replace(AT_ONCE, tombstone_seconds=60)
     asleep = open_store(backend)
     asleep.checkout("job")
     collect(store, options)
@@ -689,7 +689,7 @@ def each_call(run: Callable[[int], str]) -> set[str]:
 FORGETFUL = {
     "all at once": AT_ONCE,
     "not rewritten": COLLECT_ONLY,
-    "settled at once": replace(AT_ONCE, settle_seconds=0),
+    "settled at once": replace(AT_ONCE, tombstone_seconds=0),
     "condemned only": replace(AT_ONCE, grace_seconds=60),
 }
 

@@ -96,7 +96,7 @@ def plant(folder: Path, *places: str) -> None:
             paths = {path for path in (folder / "packs").rglob("*") if path.is_file()}
             packs = [pack for path in paths - seen if (pack := parse_ulid(path.name)) is not None]
             assert packs
-            ops.append(Op.place(packs, place))
+            ops.append(Op.set_location(packs, place))
             seen = paths
         store.engine.log.append(lambda _: ops)
         for there in ("outside", "jobs-evil"):
@@ -158,7 +158,7 @@ def test_all_calls_refuse_it_and_change_nothing(folder: Path, port: int, roots: 
             store.repair,
             store.usage,
             store.tier,
-            lambda: store.tier(take_places=True),
+            lambda: store.migrate_tiers(claim_locations=True),
             lambda: salvage(open_backend(folder)),
         ]
         for look in looks:
@@ -193,8 +193,8 @@ def test_a_policy_that_a_writer_sets_moves_nothing_elsewhere(folder: Path, port:
             store.engine.log.append(lambda _, place=place: [Op.policy("run", {"move_after": [[1.0, place]]})])  # type: ignore[misc]
             clock = store.engine.clock
             store.engine.clock = lambda clock=clock: clock() + 10**12  # type: ignore[misc]
-            assert store.tier(dry_run=True).packs
+            assert store.migrate_tiers(dry_run=True).packs
             with pytest.raises(PlaceUnavailableError, match="does not allow"):
-                store.tier()
+                store.migrate_tiers()
             assert same(store.checkout("run"), state(1))
     assert not list(outside.iterdir())

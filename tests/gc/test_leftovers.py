@@ -218,7 +218,7 @@ def test_all_others_wait_until_they_are_old_and_are_said_to(us: Process, ended: 
         [later] = report.later
         assert (later.why, later.objects, later.due_ns) == ("age", 3, written_ns + DAY * 10**9)
         assert later.commands == ("tsck gc --min-age 0s -s memory:",)
-        assert "2033-05-19T03:33:20Z" in later.said()
+        assert "2033-05-19T03:33:20Z" in later.describe()
     assert store.usage().freeable.later == (later,)
     assert sizes(backend) == before
     clock.advance(1)

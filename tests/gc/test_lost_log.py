@@ -20,7 +20,7 @@ from tests.gc.stores import AT_ONCE
 CALLS: dict[str, Callable[[tsck.Store], object]] = {
     "gc": lambda store: store.gc(AT_ONCE),
     "gc dry run": lambda store: store.gc(AT_ONCE, dry_run=True),
-    "tier": lambda store: store.tier(),
+    "tier": lambda store: store.migrate_tiers(),
     "put": lambda store: store.put_snapshot({"w": torch.ones(9)}, ref="r"),
     "forget": lambda store: store.forget("r"),
     "checkout": lambda store: store.checkout("r"),
@@ -101,7 +101,7 @@ def test_gc_frees_nothing_where_the_log_was_deleted(swapped: Swapped) -> None:
     before = swapped.files()
     with swapped.open() as store:
         assert "`tsck salvage` makes a new one" in (store.gc(AT_ONCE, dry_run=True).refused or "")
-        with pytest.raises(GcRefusedError, match=r"the log of .* is empty, and 3 snapshot records are there"):
+        with pytest.raises(GcRefusedError, match=r"the log of .* is empty, but there are 3 snapshot records"):
             store.gc(AT_ONCE)
     assert swapped.files() == before
 

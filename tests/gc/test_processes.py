@@ -22,7 +22,7 @@ import pytest
 import tensorstore_ck as tsck
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.listing import list_objects
@@ -205,7 +205,7 @@ def footprint(engine: Engine) -> tuple[int, int]:
         objects.add(ObjectKey("snapshot", info.ulid))
         for rank, ulid in enumerate(record.parts):
             objects.add(ObjectKey("part", ulid))
-            places = resolve(engine, view, engine.read_part(record, rank))
+            places = locate_blocks(engine, view, engine.read_part(record, rank))
             objects |= {ObjectKey("moved", moved) for moved in places.moved}
             for extent in places.extents:
                 blocks[places.packs[extent["pack"]], int(extent["entry"])] = int(extent["stored"])

@@ -90,14 +90,14 @@ def test_only_what_was_chosen() -> None:
 
 def test_differences_and_roundings_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied as they are, and what lies in the same packs in full becomes smaller."""
-    encode = Encoder.numbers
+    encode = Encoder.encode_tensor
 
     def encode_every_other(encoder: Encoder, raw: Buffer, elements: Elements) -> Encoded:  # as earlier builds did by default
         return Encoded(Codec.RAW, (raw,)) if raw[0] & 1 else encode(encoder, raw, elements)
 
     with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", codec="fast", delta=True) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(Encoder, "numbers", encode_every_other)
+            patch.setattr(Encoder, "encode_tensor", encode_every_other)
             steps = put_steps(store, 3)
         before = {usage.codec: usage.raw_bytes for usage in store.usage().codecs}
         assert before.keys() == {"raw", "planes", "delta", "cast", "lz4"}

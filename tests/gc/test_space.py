@@ -189,7 +189,7 @@ def test_what_runs_out_waits_for_the_grace_period_after_that() -> None:
     store.gc(options)
     clock.advance(600)
     assert store.gc(options).freed_bytes == later.bytes
-    assert "not while a save is under way or staged" in later.said()
+    assert "not while a save is running or staged" in later.describe()
 
 
 def test_dead_blocks_of_packs_in_use_are_never_freed_unless_asked_for() -> None:
@@ -283,7 +283,7 @@ def test_no_space_says_what_gc_can_free(tmp_path: Path) -> None:
             store.put_snapshot(state(2), ref="kept", step=2)
         freeable = said(store)
         assert freeable.later[0].bytes > 5000
-        assert str(refused.value).endswith(". ".join(freeable.said()))
+        assert str(refused.value).endswith(". ".join(freeable.describe()))
         assert freeable.later[0].commands == (f"tsck gc --min-age 0s -s {tmp_path / 'ck'}",)
 
 

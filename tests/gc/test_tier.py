@@ -64,7 +64,7 @@ def moved(days: int, after: str) -> tuple[Places, tsck.Store, dict[str, Any]]:
     store = places.open()
     states = put_daily(places, store, days)
     store.set_policy("run", move_after=(after, COLD))
-    store.tier()
+    store.migrate_tiers()
     store.gc(AT_ONCE)
     return places, store, states
 
@@ -76,9 +76,9 @@ def test_old_packs_go_and_are_read_where_they_lie() -> None:
     roots = [snapshot.root for snapshot in store.log("run")]
     before = places.packs()
     store.set_policy("run", move_after=[("36h", COLD), ("3d", COLDER)])
-    planned = store.tier(dry_run=True)
+    planned = store.migrate_tiers(dry_run=True)
     assert places.packs() == before
-    done = store.tier()
+    done = store.migrate_tiers()
     assert [(pack.name, pack.place) for pack in done.packs] == [(pack.name, pack.place) for pack in planned.packs]
     assert {str(pack.place).partition("/ckpt")[0] for pack in done.packs} == {"s3://cold", "s3://colder"}
     assert all(str(pack.place).endswith(store.engine.config.uuid) for pack in done.packs)
@@ -89,7 +89,7 @@ def test_old_packs_go_and_are_read_where_they_lie() -> None:
     assert [snapshot.root for snapshot in store.log("run")] == roots
     for reader in (store, places.open()):
         require_sound(reader, states)
-    assert store.tier().packs == ()
+    assert store.migrate_tiers().packs == ()
     usage = store.usage()
     assert {place.url.partition("/ckpt")[0]: place.bytes for place in usage.places} == {
         "s3://cold": after["cold"],
@@ -103,23 +103,23 @@ def test_they_go_on_with_age_and_come_back_when_needed() -> None:
     store = places.open()
     states = put_daily(places, store, 3)
     store.set_policy("*", move_after=[("36h", COLD), ("10d", COLDER)])
-    store.tier()
+    store.migrate_tiers()
     store.gc(AT_ONCE)
     assert places.packs().keys() == {"own", "cold"}
     places.clock.advance(10 * DAY_SECONDS)
-    store.tier()
+    store.migrate_tiers()
     store.gc(AT_ONCE)
     assert places.packs().keys() == {"colder"}
     store.branch("again", "run@0")  # somebody goes on from there
     store.pin("run@2", reason="evaluation")
-    store.tier()
+    store.migrate_tiers()
     store.gc(AT_ONCE)
     cut_off = places.open(open_place=cut(places))
     assert all(same(cut_off.checkout(address), states[address]) for address in ("run@0", "run@2"))
     require_sound(places.open(), states)
     store.unpin("run@2")
     store.forget("again")
-    store.tier()
+    store.migrate_tiers()
     store.gc(AT_ONCE)
     assert places.packs().keys() == {"colder"}
     require_sound(places.open(), states)
@@ -133,19 +133,19 @@ def test_a_pack_that_something_younger_needs_stays() -> None:
     places.clock.advance(9 * DAY_SECONDS)
     store.set_policy("run", move_after=("2d", COLD))
     store.put_snapshot({"shared": old["shared"]}, ref="run", step=1)
-    assert store.tier().packs == ()
+    assert store.migrate_tiers().packs == ()
     store.put_snapshot({"shared": old["shared"]}, ref="free", step=0)  # nobody says anything of this one: what it needs stays, too
     places.clock.advance(9 * DAY_SECONDS)
-    assert store.tier().packs == ()
+    assert store.migrate_tiers().packs == ()
     store.forget("free")
-    assert store.tier().packs != ()
+    assert store.migrate_tiers().packs != ()
 
 
 def test_what_no_policy_speaks_of_any_more_stays_where_it_is() -> None:
     places, store, states = moved(3, after="12h")
     there = places.packs()
     store.remove_policy("run")
-    assert store.tier().packs == ()
+    assert store.migrate_tiers().packs == ()
     store.tag("kept", "run@0")
     store.forget("run")
     store.gc(AT_ONCE)
@@ -157,7 +157,7 @@ def test_a_pin_alone_brings_back() -> None:
     places, store, states = moved(2, after="12h")
     assert places.packs().keys() == {"cold"}
     store.pin("run@0")
-    assert {pack.place for pack in store.tier().packs} == {None}
+    assert {pack.place for pack in store.migrate_tiers().packs} == {None}
     assert same(places.open(open_place=cut(places)).checkout("run@0"), states["run@0"])
 
 
@@ -177,7 +177,7 @@ def test_what_would_not_become_smaller_is_read_once() -> None:
 
     def reads_of_packs() -> int:
         reads.clear()
-        assert store.tier().packs == ()
+        assert store.migrate_tiers().packs == ()
         return sum("packs/" in what and what.startswith("read") for what in reads)
 
     assert reads_of_packs() > 0
@@ -193,15 +193,15 @@ def test_recode_after() -> None:
         store.put_snapshot(each, ref="run", step=day, codec="raw")
         places.clock.advance(DAY_SECONDS)
     store.set_policy("run", recode_after="36h", move_after=("60h", COLD))
-    done = store.tier()
+    done = store.migrate_tiers()
     moved = [(pack.place is not None, pack.is_moved) for pack in done.packs]  # not the first pack: all have the layout that is in it
     assert sorted(moved) == [(False, False), (False, False), (True, True)]
     assert done.written_bytes < 0.9 * done.before_bytes
     store.gc(AT_ONCE)
     assert {usage.codec for usage in store.usage().codecs} == {"raw", "planes"}
     require_sound(store, states)
-    assert store.tier().packs == ()
-    assert places.open().tier().packs == (), "nor is there anything to do for another host"
+    assert store.migrate_tiers().packs == ()
+    assert places.open().migrate_tiers().packs == (), "nor is there anything to do for another host"
 
 
 @pytest.mark.parametrize("what", ["gc", "tier", "forget", "put", "pin"])
@@ -221,7 +221,7 @@ def test_another_host_at_any_call(what: str) -> None:
                 case "gc":
                     other.gc(AT_ONCE)
                 case "tier":
-                    other.tier()
+                    other.migrate_tiers()
                     other.gc(AT_ONCE)
                 case "forget":
                     other.forget("run@0")
@@ -229,13 +229,13 @@ def test_another_host_at_any_call(what: str) -> None:
                     del states["run@0"]
                 case "pin":
                     other.pin("run@0")
-                    other.tier()
+                    other.migrate_tiers()
                 case _:
                     states["run@7"] = state(1, 7)
                     other.put_snapshot(states["run@7"], ref="run", step=7)
 
         tiering, interrupt = interrupted(places.own, calls, interfere, clock=places.clock, open_place=places.open_place)
-        tiering.tier()
+        tiering.migrate_tiers()
         if not interrupt.struck:
             break
         places.open().gc(AT_ONCE)
@@ -261,11 +261,11 @@ def test_it_may_die_anywhere(mode: str) -> None:
         store = places.open(dying, faulty)
         faults.mode, faults.at = mode, faults.calls + calls
         with contextlib.suppress(Death, BackendUnavailableError):
-            store.tier()
+            store.migrate_tiers()
         if not faults.struck:
             break
         require_sound(places.open(), states)
-        places.open().tier()
+        places.open().migrate_tiers()
         places.open().gc(AT_ONCE)
         places.open().gc(AT_ONCE)
         require_sound(places.open(), states)
@@ -313,17 +313,17 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
     for info in places.own.list(""):
         copied.put(info.name, places.own.get(info.name, max_bytes=1 << 30))
     places.clock.advance(3 * DAY_SECONDS)
-    store.tier()  # more goes there, of which the copy does not know
+    store.migrate_tiers()  # more goes there, of which the copy does not know
     store.gc(AT_ONCE)
     copy = places.open(copied)
     require_sound(copy, {"run@0": states["run@0"]})
     copy.forget("run")
     for free in (lambda: copy.gc(AT_ONCE), copy.tier):
-        with pytest.raises(GcRefusedError, match=r"--take-places"):
+        with pytest.raises(GcRefusedError, match=r"--claim-locations"):
             free()
     require_sound(places.open(), states)
     copy.undo("run")
-    copy.tier(take_places=True)
+    copy.migrate_tiers(claim_locations=True)
     with pytest.raises(GcRefusedError, match="memory://copy"):
         store.gc(AT_ONCE)
 
@@ -339,11 +339,11 @@ def test_a_mark_that_is_lost_or_damaged() -> None:
             places.others[place].replace("place.json", b"{")
         with pytest.raises(PlaceUnavailableError):
             places.open().checkout("run@0")
-        places.open().tier(take_places=True)
+        places.open().migrate_tiers(claim_locations=True)
         require_sound(places.open(), states)
     empty = MemoryBackend(clock=places.clock)
     with pytest.raises(PlaceUnavailableError):
-        places.open(open_place=lambda _: empty).tier(take_places=True)
+        places.open(open_place=lambda _: empty).migrate_tiers(claim_locations=True)
     assert not list(empty.list(""))
 
 
@@ -376,7 +376,7 @@ def test_fsck_beside_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
         places.open().set_policy("run", move_after=("12h", COLD))
 
         def interfere(places: Places = places) -> None:
-            places.open().tier()
+            places.open().migrate_tiers()
             places.open().gc(AT_ONCE)
 
         checking, interrupt = interrupted(places.own, calls, interfere, clock=places.clock, open_place=places.open_place)
@@ -402,7 +402,7 @@ def test_unfinished_uploads_at_a_place_are_found() -> None:
     store = places.open()
     put_daily(places, store, 2)
     store.set_policy("run", move_after=("12h", COLD))
-    store.tier()
+    store.migrate_tiers()
     [place] = [url for url in places.others if url != COLD]
     places.others[place].open_writer("packs/00/unfinished").append([b"x"])
     places.clock.advance(30 * DAY_SECONDS)
@@ -435,7 +435,7 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
         store.set_policy("run", move_after=("1s", str(tmp_path / "cold")))
         clock = store.engine.clock
         store.engine.clock = lambda: clock() + 10**12
-        assert {pack.place for pack in store.tier().packs} == {str(tmp_path / "cold" / store.engine.config.uuid)}
+        assert {pack.place for pack in store.migrate_tiers().packs} == {str(tmp_path / "cold" / store.engine.config.uuid)}
         store.gc(AT_ONCE)
     assert list((tmp_path / "store" / "packs").rglob("*/*")) == []
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as store:
@@ -448,14 +448,14 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
         ({"move_after": ("30d", "cold/ckpt")}, "absolute path"),
         ({"move_after": "30d"}, "must be like"),
         ({"move_after": ("30d", 7)}, "not to 7"),
-        ({"move_after": ("0s", COLD)}, "longer than nothing"),
+        ({"move_after": ("0s", COLD)}, "must be above 0"),
         ({"move_after": [("30d", COLD), ("30d", COLDER)]}, "different ages"),
         ({"move_after": ("30d", "s3://cold/x?storage_class=DEEP_ARCHIVE")}, "read at once"),
-        ({"move_after": ("30d", "az://c/x?sv=secret")}, "only of s3://"),
+        ({"move_after": ("30d", "az://c/x?sv=secret")}, "only s3://"),
         ({"move_after": ("30d", "sftp://me:secret@host/x")}, "leave user, password, keys and signatures out"),
         ({"move_after": ("30d", "memory:/cold")}, "absolute path"),
         ({"move_after": ("30d", "s3://cold/" + "x" * 300)}, "256"),
-        ({"recode_after": "soon"}, "length of time"),
+        ({"recode_after": "soon"}, "duration"),
         ({"recode_after": "7d", "expire_after": "30d"}, "keeps something"),
     ],
 )
@@ -487,4 +487,4 @@ def test_a_policy_of_age_alone_lets_nothing_go() -> None:
     store.set_policy("run", recode_after="1d")
     put_daily(places, store, 4)
     assert len(store.log("run")) == 4
-    assert store.retain().going == 0
+    assert store.apply_policies().going == 0

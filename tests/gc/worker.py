@@ -145,8 +145,8 @@ def _trim(job: Job, store: tsck.Store, ref: str, chance: random.Random) -> None:
 
 def collect(job: Job, store: tsck.Store, chance: random.Random) -> None:
     """Frees whatever it may, again and again: one of them at once, tombstones included, another one with a grace period."""
-    greedy = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.6, settle_seconds=0)
-    options = greedy if job.number == 0 else replace(greedy, grace_seconds=0.5, settle_seconds=86_400)
+    greedy = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.6, tombstone_seconds=0)
+    options = greedy if job.number == 0 else replace(greedy, grace_seconds=0.5, tombstone_seconds=86_400)
     while True:
         try:
             report = store.gc(options)

@@ -62,6 +62,6 @@ def test_a_part_of_the_log_under_another_prefix_is_no_way_back(host: Host) -> No
 def test_gc_frees_nothing_by_a_log_that_went_back(host: Host) -> None:
     host.attack("truncated")
     before = host.files()
-    with pytest.warns(LogChangedWarning), host.open() as store, pytest.raises(GcRefusedError, match="is not what this user has seen"):
+    with pytest.warns(LogChangedWarning), host.open() as store, pytest.raises(GcRefusedError, match="differs from what this user has seen"):
         store.gc(AT_ONCE)
     assert host.files() == before

@@ -59,8 +59,8 @@ gc_ops = st.one_of(
     st.builds(Op.rescue, objects),
     st.builds(Op.sweep, objects),
     st.builds(Op.relocate, names, names, roots, st.frozensets(names, min_size=1, max_size=2)),
-    st.builds(Op.place, st.frozensets(names, max_size=2), st.sampled_from(["/cold", "s3://colder"])),
-    st.builds(Op.settle, counts | st.just((1 << 63) - 1)),
+    st.builds(Op.set_location, st.frozensets(names, max_size=2), st.sampled_from(["/cold", "s3://colder"])),
+    st.builds(Op.truncate_tombstones, counts | st.just((1 << 63) - 1)),
 )
 logs = st.lists(st.lists(ref_ops | letting_go | undoing | gc_ops, max_size=4), max_size=14)
 ref_logs = st.lists(st.lists(ref_ops | letting_go | undoing, max_size=3), max_size=14)
@@ -185,8 +185,8 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
                 case "place":
                     places |= {Ulid(fields["packs"][at : at + 16]): fields["url"] for at in range(0, len(fields["packs"]), 16)}
         view = RefTable(table)
-        assert view.places() == places
-        assert all(view.place_of(pack) == places.get(pack) for pack in NAMES)
+        assert view.locations() == places
+        assert all(view.location_of(pack) == places.get(pack) for pack in NAMES)
         assert sorted(swept_packs) == sorted(expected_packs)
         assert dict(view.objects()) == {key: ObjectRow(*state) for key, state in states.items()}
         assert set(view.all_relocations()) == set(relocations)
@@ -292,9 +292,9 @@ def test_a_moved_pack_is_remembered_until_its_relocations_end(count: int) -> Non
     moved = NAMES[2 : 2 + count]
     relocate = [Op.relocate(pack, name, Digest(bytes(32)), [target]) for name in moved]
     dead = Objects([ObjectKey("pack", pack)])
-    log = [[*relocate, Op.condemn(dead)], [Op.sweep(dead)], [], [Op.settle(3)]]
+    log = [[*relocate, Op.condemn(dead)], [Op.sweep(dead)], [], [Op.truncate_tombstones(3)]]
     gone = Objects(ObjectKey("moved", name) for name in moved)
-    log += [[Op.condemn(gone)], [Op.sweep(gone)], [Op.settle(5)], [Op.settle(6)]]
+    log += [[Op.condemn(gone)], [Op.sweep(gone)], [Op.truncate_tombstones(5)], [Op.truncate_tombstones(6)]]
     entries = entries_of(log)
 
     def state(n: int) -> ObjectRow | None:

@@ -385,7 +385,7 @@ def test_a_checkpoint_does_not_outlive_its_entry() -> None:
 def test_logs_of_another_prefix_have_checkpoints_of_their_own() -> None:
     backend = MemoryBackend()
     append_puts(open_log(backend), 64, "old")
-    log = open_log(backend, prefix="log-2", is_made_anew=True)
+    log = open_log(backend, prefix="log-2", may_begin=True)
     append_puts(log, 65, "new")
     assert checkpoint_names(backend, "log-2-checkpoint/") == [64]
     again = open_log(backend, prefix="log-2")
@@ -518,7 +518,7 @@ def test_a_replaced_entry_breaks_the_chain_at_the_next() -> None:
 def test_an_entry_knows_its_number() -> None:
     sealed, _ = sealed_by_hand(5, genesis_hash(UUID), mark_op("five"))
     assert decode_entry(sealed, "entry", 5).n == 5
-    with pytest.raises(CorruptObjectError, match="number 5"):
+    with pytest.raises(CorruptObjectError, match="number is 5"):
         decode_entry(sealed, "entry", 6)
 
 

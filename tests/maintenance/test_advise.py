@@ -23,7 +23,7 @@ def store() -> Iterator[tsck.Store]:
 
 
 def test_what_it_goes_by(store: tsck.Store) -> None:
-    found = store.advise("run", stall=2.0, restart=60.0)
+    found = store.advise("run", stall_seconds=2.0, restart_seconds=60.0)
     assert found.costs == SaveCosts(2.0, 0.0, 60.0, 4 * 3600.0)
     assert found.sources == {"stall": "given", "lag": "assumed", "restart": "given", "mtbf": "assumed"}
     assert found.interval == pytest.approx(600)
@@ -32,7 +32,7 @@ def test_what_it_goes_by(store: tsck.Store) -> None:
     assert found.best_ettr >= max(share for _, share in found.curve)
     assert 5000 < found.bytes_per_snapshot < 8000
     assert found.snapshots == 10
-    assert any("how often the job fails was assumed" in each for each in found.advice)
+    assert any("the failure rate is an assumption" in each for each in found.advice)
 
 
 def test_failures_are_counted_where_they_were_noted() -> None:
@@ -44,13 +44,13 @@ def test_failures_are_counted_where_they_were_noted() -> None:
             note: dict[str, Any] = {"began_ns": began_ns, "resumes": step, "epoch": None}
             store.put_snapshot(state(step), ref="run", step=step, metadata={"checkpointer": note})
             clock.advance(1000)
-        found = store.advise("run", stall=1.0)
+        found = store.advise("run", stall_seconds=1.0)
         assert (found.costs.mtbf, found.sources["mtbf"]) == (1000.0, "measured")
-        with pytest.raises(InvalidOptionError, match=r"give stall .*Checkpointer"):
+        with pytest.raises(InvalidOptionError, match=r"give stall_seconds= .*Checkpointer"):
             store.advise("run")
         note["costs"] = {"stall": 3.0, "restart": 40.0}
         store.put_snapshot(state(9), ref="run", step=9, metadata={"checkpointer": note})
-        found = store.advise("run", restart=50.0)
+        found = store.advise("run", restart_seconds=50.0)
     assert found.costs[:3] == (3.0, 0.0, 50.0)
     assert (found.sources["stall"], found.sources["lag"], found.sources["restart"]) == ("measured", "assumed", "given")
 
@@ -58,12 +58,12 @@ def test_failures_are_counted_where_they_were_noted() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"stall": 2.0, "mtbf": 3600.0}, "save every 119 s of training instead of every 10 min"),
-        ({"stall": 2.0, "mtbf": 90_000.0}, "leave it"),
-        ({"stall": 2.0, "bytes_per_second": 1.0}, "the store cannot take a snapshot every"),
-        ({"stall": 2.0, "bytes_per_day": 10_000}, "what the store may grow by"),
-        ({"stall": 300.0, "mtbf": 3600.0, "restart": 1.0}, "the stall of a save"),
-        ({"stall": 0.1, "mtbf": 3600.0, "restart": 1800.0}, "the restart"),
+        ({"stall_seconds": 2.0, "mtbf_seconds": 3600.0}, "save every 119 s of training instead of every 10 min"),
+        ({"stall_seconds": 2.0, "mtbf_seconds": 90_000.0}, "keep saving every"),
+        ({"stall_seconds": 2.0, "bandwidth": 1.0}, "the store is too slow for a snapshot every"),
+        ({"stall_seconds": 2.0, "bytes_per_day": 10_000}, "times the allowed bytes per day"),
+        ({"stall_seconds": 300.0, "mtbf_seconds": 3600.0, "restart_seconds": 1.0}, "the stall of a save"),
+        ({"stall_seconds": 0.1, "mtbf_seconds": 3600.0, "restart_seconds": 1800.0}, "the restart"),
     ],
 )
 def test_what_is_advised(store: tsck.Store, options: dict[str, Any], said: str) -> None:
@@ -73,7 +73,12 @@ def test_what_is_advised(store: tsck.Store, options: dict[str, Any], said: str) 
 
 def test_bad_input(store: tsck.Store) -> None:
     with pytest.raises(NotFoundError):
-        store.advise("none", stall=1.0)
-    for options in ({"stall": -1.0}, {"stall": 1.0, "mtbf": -5.0}, {"stall": 1.0, "bytes_per_second": 0.0}, {"stall": float("nan")}):
+        store.advise("none", stall_seconds=1.0)
+    for options in (
+        {"stall_seconds": -1.0},
+        {"stall_seconds": 1.0, "mtbf_seconds": -5.0},
+        {"stall_seconds": 1.0, "bandwidth": 0.0},
+        {"stall_seconds": float("nan")},
+    ):
         with pytest.raises(InvalidOptionError):
             store.advise("run", **options)

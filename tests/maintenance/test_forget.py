@@ -123,7 +123,7 @@ def test_training_that_was_repeated_to_the_bit_goes_as_one(store: Store) -> None
 def test_where_a_branch_came_by_repeated_training_is_held(store: Store) -> None:
     store.checkout("job@3")
     store.put_snapshot(state(4), ref="job", step=4, expect=ANY)
-    with pytest.raises(ConflictError, match="where branch 'job' is"):
+    with pytest.raises(ConflictError, match="the head of branch 'job'"):
         store.forget("job@4")
     assert steps(store) == [4, 4, 3, 2, 1]
 
@@ -186,7 +186,7 @@ def test_it_says_what_else_holds_a_snapshot(store: Store) -> None:
 @pytest.mark.parametrize("address", ["job~0", "job@4", "root"])
 def test_where_a_branch_is_cannot_be_forgotten(store: Store, address: str) -> None:
     root = store.resolve("job").root
-    with pytest.raises(ConflictError, match="where branch 'job' is"):
+    with pytest.raises(ConflictError, match="the head of branch 'job'"):
         store.forget("job@1", root if address == "root" else address)
     assert steps(store) == [4, 3, 2, 1], "nothing of it happened"
 
@@ -369,14 +369,14 @@ def test_undo_ends_with_the_window(store: Store, clock: Clock) -> None:
     store.forget("job@3")
     clock.advance(2 * HOUR)
     store.gc()
-    with pytest.raises(NotFoundError, match="undo window has ended"):
+    with pytest.raises(NotFoundError, match="gc has ended its undo window"):
         store.undo("job@1")
-    with pytest.raises(NotFoundError, match="undo window has ended"):
+    with pytest.raises(NotFoundError, match="gc has ended"):
         store.undo(root)
     assert [snapshot.step for each in store.forgotten() for snapshot in each.snapshots] == [3]
     store.undo()
     assert steps(store) == [4, 3, 2]
-    with pytest.raises(NotFoundError, match="undo window has ended"):
+    with pytest.raises(NotFoundError, match="gc has ended"):
         store.undo()
 
 

@@ -133,7 +133,7 @@ def test_memory_that_was_freed_is_not_read() -> None:
     local = torch.ones(64, 64)
     box = tsck.Box(local, (128, 64), (0, 0))
     local.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedValueError, match="cannot store or fill w: it is without its memory: its memory was freed"):
+    with pytest.raises(UnsupportedValueError, match="cannot store or fill w: it has no plain memory: its memory was freed"):
         capture({"w": box}, SpreadDescriber({0: 0}, 0))
 
 
@@ -186,9 +186,9 @@ def test_boxes_that_cannot_be(make: Callable[[], Any], match: str) -> None:
 )
 def test_a_tensor_that_tells_of_impossible_boxes(told: Any, match: str) -> None:
     state = {"w": protocol(FULL.clone(), *told)}
-    with pytest.raises(UnsupportedValueError, match=f"^w is a tensor that tells of boxes which it cannot hold .*{match}.*local_sizes"):
+    with pytest.raises(UnsupportedValueError, match=f"^w is a tensor that names boxes which it cannot hold .*{match}.*local_sizes"):
         capture(state)
-    with pytest.raises(UnsupportedValueError, match=r"^w is a tensor that tells of boxes"):
+    with pytest.raises(UnsupportedValueError, match=r"^w is a tensor that names boxes"):
         restore(stored({"w": FULL}), into=state)
 
 

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
-from tensorstore_ck.state.capture_copy import Arena, Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.capture_copy import Arena, Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.cuda_copy import DeviceCopy, SideStreams
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tests.state.fake import FakeContent, assert_same, bits
@@ -41,7 +41,7 @@ def take(arena: Arena, size_bytes: int) -> Slot:
 
 
 def take_for(arena: Arena, captured: CapturedState, skip: Collection[int] = ()) -> Slot:
-    return take(arena, copied_bytes(captured, skip))
+    return take(arena, slot_bytes(captured, skip))
 
 
 def overwrite(value: Any) -> None:
@@ -183,7 +183,7 @@ def test_what_is_skipped_stays_where_it_is(arena: Arena) -> None:
     state = [torch.zeros(1000), torch.zeros(1000), torch.zeros(10, 10).t()]
     captured = capture(state)
     slot = take_for(arena, captured, skip={0, 2})
-    assert slot.size_bytes < copied_bytes(captured) < 3 * 4096
+    assert slot.size_bytes < slot_bytes(captured) < 3 * 4096
     copied = copy_captured(captured, slot, skip={0, 2}, threads=2)
     overwrite(state)
     assert bytes(copied.sources[0].read(0, 4)) == b"\xa5" * 4
@@ -197,7 +197,7 @@ def test_nothing_to_copy(arena: Arena) -> None:
     slot = take_for(arena, captured)
     assert list(copy_captured(captured, slot, threads=2).sources) == []
     slot.release()
-    assert arena.in_use_bytes == 0
+    assert arena._in_use_bytes == 0
 
 
 def test_sources_are_a_sequence(arena: Arena) -> None:
@@ -242,9 +242,9 @@ def test_memory_is_reused(arena: Arena) -> None:
     for size in (5 * MIB, 6 * MIB, 3 * MIB):  # a little more or less is the same memory
         again = take(arena, size)
         assert address_of(held(again)) == memory
-        assert arena.allocated_bytes == arena.in_use_bytes == 6 * MIB
+        assert arena.allocated_bytes == arena._in_use_bytes == 6 * MIB
         again.release()
-    assert (arena.allocated_bytes, arena.in_use_bytes) == (6 * MIB, 0)
+    assert (arena.allocated_bytes, arena._in_use_bytes) == (6 * MIB, 0)
 
 
 def test_the_limit_is_hard() -> None:
@@ -253,7 +253,7 @@ def test_the_limit_is_hard() -> None:
     first = take(arena, 6 * MIB)
     assert arena.take(5 * MIB) is None
     second = take(arena, 4 * MIB + 5)
-    assert arena.allocated_bytes == arena.in_use_bytes == 10 * MIB + 5
+    assert arena.allocated_bytes == arena._in_use_bytes == 10 * MIB + 5
     assert arena.take(0) is None
     second.release()
     first.release()
@@ -268,7 +268,7 @@ def test_free_memory_that_is_too_small_makes_room() -> None:
         slot.release()
     assert len(held(take(arena, 3 * MIB))) == 4 * MIB  # of those that are large enough, the smallest
     assert len(held(take(arena, 8 * MIB))) == 8 * MIB
-    assert (arena.allocated_bytes, arena.in_use_bytes) == (12 * MIB, 12 * MIB)
+    assert (arena.allocated_bytes, arena._in_use_bytes) == (12 * MIB, 12 * MIB)
 
 
 def test_small_captures_leave_large_memory_to_large_ones() -> None:
@@ -288,7 +288,7 @@ def test_releasing_twice_gives_back_once(arena: Arena) -> None:
     slot.release()
     again = take(arena, MIB)
     slot.release()
-    assert arena.in_use_bytes == 2 * MIB
+    assert arena._in_use_bytes == 2 * MIB
     assert held(take(arena, MIB)) is not held(again)
 
 
@@ -325,7 +325,7 @@ def test_many_threads_stay_below_the_limit() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert arena.in_use_bytes == 0
+    assert arena._in_use_bytes == 0
 
 
 def test_a_system_without_memory_is_named() -> None:

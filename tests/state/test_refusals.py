@@ -1,4 +1,4 @@
-"""What cannot be stored is refused with its path and with advice; `problems` finds all of it at once."""
+"""What cannot be stored is refused with its path and with advice; `inspect_state` finds all of it at once."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from enum import IntEnum
@@ -13,7 +13,8 @@ import torch
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.values import MAX_NESTING
-from tensorstore_ck.state import capture, check_state, problems
+from tensorstore_ck.state import capture, check_state
+from tensorstore_ck.state.check import inspect_state
 from tests.state.fake import round_trip
 
 
@@ -119,7 +120,7 @@ def test_refused(make: Any, advice: str) -> None:
         capture({"model": [value]})
     assert "model.0" in str(caught.value)
     assert caught.value.object_id.startswith("model.0")
-    (problem,) = problems({"ok": torch.ones(1), "model": [value], "fine": 2})
+    (problem,) = inspect_state({"ok": torch.ones(1), "model": [value], "fine": 2})[0]
     assert problem.message == str(caught.value)
 
 
@@ -142,7 +143,7 @@ def test_a_state_that_contains_itself() -> None:
     state["a"].append(state)
     with pytest.raises(UnsupportedValueError, match=f"nested deeper than {MAX_NESTING} levels.*contain itself"):
         capture(state)
-    assert len(problems(state)) == 1
+    assert len(inspect_state(state)[0]) == 1
 
 
 def test_depth_that_works_and_depth_that_does_not() -> None:
@@ -165,8 +166,8 @@ def test_tensors_without_memory() -> None:
 
 def test_all_problems_are_found_in_order() -> None:
     state = {"a": Path(), "b": [1, Mode.TRAIN, {"c": torch.ones(1, device="meta")}], "d": {Path(): 1}}
-    assert [problem.path for problem in problems(state)] == ["a", "b.1", "b.2.c", "d.PosixPath('.') (a dict key)"]
-    assert problems({"a": 1}) == []
+    assert [problem.path for problem in inspect_state(state)[0]] == ["a", "b.1", "b.2.c", "d.PosixPath('.') (a dict key)"]
+    assert inspect_state({"a": 1})[0] == []
 
 
 class Writer:

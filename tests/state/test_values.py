@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.layout import INLINE_VALUE_BYTES
 from tensorstore_ck.format.sealed import pack_body, unpack_body
-from tensorstore_ck.format.values import MAX_NESTING, decode, describe, encode, key_text, packed, split_large
+from tensorstore_ck.format.values import MAX_NESTING, decode, describe, encode, key_text, move_to_blobs, pack_numbers
 from tests.state.fake import assert_same
 from tests.state.samples import hashables, is_set_item
 
@@ -74,7 +74,7 @@ def test_numpy_text_keeps_trailing_zeros() -> None:
 def test_lists_of_numbers_of_one_kind_are_one_value() -> None:
     state = random.Random(0).getstate()[1]
     for value in (state, list(state), [math.nan, -0.0] * 40, (0.5,) * 40, [1.5] * 40):
-        array = packed(value)
+        array = pack_numbers(value)
         assert array is not None
         assert len(pack_body(array)) < 9 * len(value)
         assert_same(value, decode(array))
@@ -82,7 +82,7 @@ def test_lists_of_numbers_of_one_kind_are_one_value() -> None:
 
 @pytest.mark.parametrize("value", [[], [True] * 40, [1, 1.0] * 40, [2**63] * 40])
 def test_other_lists_are_not(value: list[object]) -> None:
-    assert packed(value) is None
+    assert pack_numbers(value) is None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_other_lists_are_not(value: list[object]) -> None:
 )
 def test_large_values_go_to_blobs(value: object) -> None:
     blobs: list[bytes] = []
-    encoded = split_large(encode(value, "x"), "x", blobs)
+    encoded = move_to_blobs(encode(value, "x"), "x", blobs)
     assert encoded[0] == "b"
     assert len(blobs) == 1
     assert len(pack_body(encoded)) < 100
@@ -113,7 +113,7 @@ def test_small_values_stay_inline() -> None:
     blobs: list[bytes] = []
     for value in ("x" * (INLINE_VALUE_BYTES // 4), b"x" * INLINE_VALUE_BYTES, 2**100, {1, 2}, 1j):
         encoded = encode(value, "x")
-        assert split_large(encoded, "x", blobs) is encoded
+        assert move_to_blobs(encoded, "x", blobs) is encoded
     assert not blobs
 
 
@@ -213,7 +213,7 @@ def test_describe_torch_values_without_torch() -> None:
         "cuda:0",
         "torch.Size([1, 2])",
     ]
-    assert describe(packed(list(range(100)))) == "list of 100: 0, 1, 2, 3, 4, 5, 6, 7, ..."
+    assert describe(pack_numbers(list(range(100)))) == "list of 100: 0, 1, 2, 3, 4, 5, 6, 7, ..."
 
 
 @given(hashables)

@@ -12,7 +12,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tensorstore_ck as tsck
-from tensorstore_ck.state.wrapper_subclasses import ABOUT
+from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 
 CONFIGS = (
     "Int8WeightOnlyConfig",
@@ -121,7 +121,7 @@ def test_the_inner_tensors_have_names_of_their_own(store: tsck.Store, torchao: A
     store.put_snapshot(quantised(torchao, CONFIGS[0]).state_dict(), ref="main")
     with store.open_snapshot("main") as snapshot:
         assert {"0.weight.qdata", "0.weight.scale"} <= set(snapshot.names())
-        assert snapshot.state_values[f"0.weight.{ABOUT}.size"] == torch.Size([128, 256])
+        assert snapshot.state_values[f"0.weight.{OUTER_KEY}.size"] == torch.Size([128, 256])
         assert snapshot["0.weight.qdata"].dtype is torch.int8
 
 

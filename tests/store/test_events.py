@@ -100,7 +100,7 @@ def test_callbacks_run_on_the_thread_that_emits() -> None:
 
 
 def test_what_the_log_says_of_a_saved_snapshot() -> None:
-    assert event_text(make_event("published")) == "saved runs/gpt@1000: 1.2 GiB, 307.2 MiB new, in 4.1 s, training stood still 0.12 s"
+    assert event_text(make_event("published")) == "saved runs/gpt@1000: 1.2 GiB, 307.2 MiB new, in 4.1 s, training blocked for 0.12 s"
     assert event_text(make_event("published", rank=3, step=None)).startswith("saved runs/gpt (rank 3): ")
 
 

@@ -179,10 +179,10 @@ def test_mark_keeps_from_resuming(store: tsck.Store) -> None:
     store.put_snapshot(tensors(1), ref="job", step=2)
     marked = store.mark("job", "bad", reason="loss spike")
     assert marked.mark == "bad"
-    with pytest.raises(tsck.SnapshotMarkedBadError, match=r"loss spike.*allow_bad"):
+    with pytest.raises(tsck.SnapshotMarkedBadError, match=r"loss spike.*allow_marked"):
         store.checkout("job")
     assert equal(store.checkout("job~1"), tensors(0))
-    assert equal(store.checkout("job", allow_bad=True), tensors(1))
+    assert equal(store.checkout("job", allow_marked=True), tensors(1))
     assert store.mark("job@2", "").mark == ""
     assert equal(store.checkout("job"), tensors(1))
 

@@ -66,7 +66,7 @@ def test_another_number_of_ranks() -> None:
     drawn = []
     for _ in range(2):
         extra: dict[str, Any] = {"n": 0, "g": torch.Generator()}
-        with pytest.warns(EnvironmentChangedWarning, match=r"ranks 4 -> 1 .*seeded anew"):
+        with pytest.warns(EnvironmentChangedWarning, match=r"ranks 4 -> 1 .*seeded again"):
             TrainingState(extra=extra).load_state_dict(state)
         assert extra["n"] == 3
         drawn.append((float(torch.rand(())), float(torch.rand((), generator=extra["g"]))))

@@ -35,7 +35,7 @@ def test_every_change_is_told_in_one_warning(store: tsck.Store, monkeypatch: pyt
     with pytest.warns(EnvironmentChangedWarning) as warned:
         training().restore(store, "r")
     (message,) = (str(each.message) for each in warned)
-    assert message.startswith("'r' (step 7) was put in another environment, so the job may not go on bit for bit: torch 2.")
+    assert message.startswith("'r' (step 7) was saved in another environment, so the job may not resume bit for bit: torch 2.")
     for change in (" -> 9.9.0 (kernels", "cudnn benchmark False -> True (", "NCCL_ALGO Ring -> Tree (", "threads 2 -> 77 (sums"):
         assert change.replace("2 ->", f"{store.checkout('r')['rank']['environment']['threads']} ->") in message
     assert "CUBLAS_WORKSPACE_CONFIG none -> :4096:8 (" in message

@@ -114,7 +114,7 @@ def test_each_rank_gets_its_own_and_nothing_is_marked(pool: Pool, folder: Path, 
         for found in restored:
             assert found[0] == expected[0][0]
             (said,) = found[2]
-            assert "seeded anew, and buffers and rank_values are the first rank's" in said
+            assert "seeded again, and buffers and rank_values are the first rank's" in said
         assert len({found[1] for found in restored}) == ranks
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
         shared = store.checkout(f"own/{kind}")["model"]
@@ -143,7 +143,7 @@ def test_what_a_function_makes_of_all(pool: Pool, folder: Path) -> None:
         assert found[0]["bank"] == 1 + 2 + 3 + 4
         assert found[0]["running_mean"] == expected[-1]["running_mean"]
         assert found[0]["mean"] == expected[-1]["mean"]
-        assert "are what rank_merge= made of those of all ranks" in found[2][0]
+        assert "are those that rank_merge= made from all ranks" in found[2][0]
 
 
 def test_values_that_are_not_there(pool: Pool, folder: Path) -> None:

@@ -143,7 +143,7 @@ def restore(folder: str, kind: str, ranks: int, address: str, options: dict[str,
     if snapshot is None:
         return None
     found = job.gathered(), job.cursor.position, job.drawn()
-    seeds = store.streams(address, group=group_of(ranks), timeout_seconds=TIMEOUT_SECONDS)
+    seeds = store.random_streams(address, group=group_of(ranks), timeout_seconds=TIMEOUT_SECONDS)
     for _ in range(2):
         job.step()
     return *found, job.gathered(), job.loader.next_batch().tolist(), snapshot.step, said, seeds
@@ -173,7 +173,7 @@ def test_another_number_of_ranks_has_the_same_tensors(pool: Pool, folder: Path, 
         assert found[3] == expected[3]
         (told,) = found[6]
         assert f"ranks {PUT_BY} -> {ranks} (" in told
-        assert "seeded anew" in told
+        assert "seeded again" in told
     drawn = [found[2] for found in restored]
     assert len({str(each) for each in drawn}) == ranks
     for each, streams in zip(drawn, (found[7] for found in restored), strict=True):
@@ -279,7 +279,7 @@ def accumulate_unreduced(folder: str) -> list[str]:
 def test_gradients_that_nobody_reaches_are_not_lost(pool: Pool, folder: Path) -> None:
     for before, between, after in pool.run(accumulate_unreduced, str(folder), ranks=2):
         assert before == after == "put"
-        assert "FSDP holds gradients that are not summed over the ranks yet: put after the last micro-batch" in between
+        assert "FSDP holds gradients that are not summed over the ranks yet: save after the last micro-batch" in between
 
 
 def test_positions_of_other_ranks_are_refused(pool: Pool, folder: Path) -> None:

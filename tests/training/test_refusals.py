@@ -20,7 +20,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"optimizer": torch.optim.SGD(LINEAR.parameters())}, "optimizer= needs model="),
     "another model's": (
         {"model": LINEAR, "optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
-        r"parameters of no model that was passed \(2 of 2\)",
+        r"parameters of no given model \(2 of 2\)",
     ),
     "scheduler": ({"scheduler": 1}, "scheduler must be something with state_dict and load_state_dict"),
     "loader": (
@@ -88,14 +88,14 @@ MISFITS: dict[str, tuple[Any, str]] = {
         "missing in the snapshot: scheduler",
     ),
     "no scaler": (lambda: built(**(PUT | {"scaler": None})), r"not expected by `into`: scaler\."),
-    "no loader": (lambda: built(**(PUT | {"dataloader": None})), "states of dataloader, for which there is nothing here"),
-    "a cursor": (lambda: built(**(PUT | {"dataloader": tsck.SampleCursor(9, batch_size=3)})), "states of dataloader, for which"),
-    "another loader": (lambda: built(**(PUT | {"dataloader": {"a": Loader()}})), "no state of dataloader.a: it was put without"),
+    "no loader": (lambda: built(**(PUT | {"dataloader": None})), "states of dataloader, which this TrainingState lacks"),
+    "a cursor": (lambda: built(**(PUT | {"dataloader": tsck.SampleCursor(9, batch_size=3)})), "states of dataloader, which this"),
+    "another loader": (lambda: built(**(PUT | {"dataloader": {"a": Loader()}})), "no state of dataloader.a: it was saved without"),
     "an extra more": (lambda: built(**(PUT | {"extra": {**PUT["extra"], "more": 1}})), "missing in the snapshot: extra.more"),
     "an extra less": (lambda: built(**(PUT | {"extra": {"g": torch.Generator()}})), "not expected by `into`: extra.n"),
     "a generator more": (
         lambda: built(**(PUT | {"extra": {**PUT["extra"], "h": torch.Generator()}})),
-        "no state of extra.h: it was put without",
+        "no state of extra.h: it was saved without",
     ),
 }
 

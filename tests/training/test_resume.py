@@ -316,7 +316,7 @@ def test_what_there_is_to_resume_from(store: tsck.Store) -> None:
     store.mark("runs/new@1", "bad", reason="loss spike")
     with pytest.raises(tsck.SnapshotMarkedBadError):
         training.restore(store, "runs/new@1")
-    assert training.restore(store, "runs/new@1", allow_bad=True) is not None
+    assert training.restore(store, "runs/new@1", allow_marked=True) is not None
 
 
 @pytest.mark.parametrize("when", ["after it was looked for", "while it is read"])

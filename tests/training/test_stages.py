@@ -295,7 +295,7 @@ def go_on(folder: str, ranks: int, number: int) -> Any:
     begun = job.shared() if found else None
     drawn, expected = float(torch.rand(())), None
     if found is not None:
-        seed = store.streams(found.root, group=group, timeout_seconds=TIMEOUT_SECONDS).seed("torch")
+        seed = store.random_streams(found.root, group=group, timeout_seconds=TIMEOUT_SECONDS).seed("torch")
         expected = float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
     job.step(number)
     job.training.put(store, ref="elastic", step=number, group=group, timeout_seconds=TIMEOUT_SECONDS)

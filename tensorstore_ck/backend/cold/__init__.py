@@ -1,1 +1,6 @@
-"""Locations behind a store, colder and cheaper than its own, where packs of old snapshots lie."""
+"""Cold locations: where packs of old snapshots lie, cheaper than the store's own location.
+
+allowed_locations.py   which locations a host uses
+locations.py           what a user may name, how a location is opened, and the marker of its owner
+cold_backend.py        `ColdTierBackend`: reads, lists and deletes packs where they lie
+"""

@@ -1,17 +1,20 @@
-"""Which of the places that a store's log names a host uses. Whoever can write to the store can name any; so by itself a host uses only
+"""Which of the locations that a store's log names a host uses. Any writer of the store can name one; so by default a host uses only
 
-- another bucket of the store's own service: its URL names no endpoint, so requests go to where the store's own requests go;
-- for a store in a folder, what lies in the folder around it, unless everybody can write there.
+- another bucket of the store's own service: its URL names no endpoint, so requests go to the same server as the store's own;
+- for a store in a folder, locations in the same parent folder, unless everybody can write there.
 
-All else (other services and hosts, other local paths) has to be inside a place that the host allows. A chained URL (``::``) never is.
+All others (other services and hosts, other local paths) must be inside a location that the host allows. A chained URL (``::``) never is.
 """
 
 import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
+
+import platformdirs
 
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -19,54 +22,59 @@ FILE: Final = "file"
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]+)(.*)")
 _SERVICES: Final = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": FILE}
 _BUCKETS: Final = {
-    "s3": re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9._-]*"),  # no ARN, and no alias such as x--op-s3: both have endpoints of their own
+    "s3": re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9._-]*"),  # no ARN, and no alias such as x--op-s3: both imply an endpoint
     "gs": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),
     "az": re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*"),  # with dots it would be the host of an account
     "memory": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),
 }
-"""Service -> the buckets whose names say nothing of an endpoint."""
+"""Service -> the buckets whose names imply no endpoint."""
 
 Steps = tuple[str, ...]
 """Service, bucket or host, and the parts of the path."""
 
 
-def as_places(places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """What a host allows, checked.
+def parse_allowed(locations: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """The locations that a host allows, checked.
 
     Raises:
         InvalidOptionError: one is neither an absolute path nor a URL with a bucket or host.
     """
-    found = tuple(os.fspath(each) for each in ((places,) if isinstance(places, str | os.PathLike) else places))
-    for place in found:
-        if not can_allow(place):
+    found = tuple(os.fspath(each) for each in ((locations,) if isinstance(locations, str | os.PathLike) else locations))
+    for location in found:
+        if not can_allow(location):
             raise InvalidOptionError(
-                f"a place is allowed by an absolute path or a URL such as s3://bucket/prefix, without `..` and `::`, not by {place!r}",
+                f"an allowed location is an absolute path or a URL such as s3://bucket/prefix, without `..` and `::`, not {location!r}",
                 object_id="places",
             )
     return found
 
 
-def can_allow(place: str) -> bool:
-    """Whether it can be said of a place that it, and what is inside of it, is allowed."""
-    return _steps(place) is not None
+def places_file() -> Path:
+    """The user's file of allowed locations, which commands read: by default ``~/.config/tensorstore_ck/places``."""
+    return platformdirs.user_config_path("tensorstore_ck", appauthor=False) / "places"
+
+
+def can_allow(location: str) -> bool:
+    """Whether a location can be allowed, with everything inside of it."""
+    return _steps(location) is not None
 
 
 def is_at_store_endpoint(url: str, store_url: str) -> bool:
-    """Whether a place is a bucket of the store's own service and endpoint, so that the store's credentials are for it."""
-    place, store = _steps(url), _steps(store_url)
-    if place is None or store is None or place[0] != store[0] or place[0] not in _BUCKETS:
+    """Whether a location is a bucket of the store's own service and endpoint, so that the store's credentials are for it."""
+    location, store = _steps(url), _steps(store_url)
+    if location is None or store is None or location[0] != store[0] or location[0] not in _BUCKETS:
         return False
-    return place[1] == store[1] or _BUCKETS[place[0]].fullmatch(place[1]) is not None
+    return location[1] == store[1] or _BUCKETS[location[0]].fullmatch(location[1]) is not None
 
 
-def is_allowed(url: str, store_url: str, places: Iterable[str]) -> bool:
-    """Whether a host that allows `places` uses the place at `url`. Looks at no path that is not inside one of them by its name."""
-    return is_at_store_endpoint(url, store_url) or any(is_inside(url, place) for place in (*places, *_around(store_url)))
+def is_allowed(url: str, store_url: str, allowed: Iterable[str]) -> bool:
+    """Whether a host that allows `allowed` uses the location at `url`. Accesses no path whose name is not inside one of them."""
+    return is_at_store_endpoint(url, store_url) or any(is_inside(url, location) for location in (*allowed, *_around(store_url)))
 
 
-def is_inside(url: str, place: str) -> bool:
-    """Whether `url` is `place`, or below it: ``s3://cold-evil`` is not below ``s3://cold``. Symlinks must not lead out of it."""
-    inner, outer = _steps(url), _steps(place)
+def is_inside(url: str, location: str) -> bool:
+    """Whether `url` is `location` or below it: ``s3://cold-evil`` is not below ``s3://cold``. Symlinks must not lead out of it."""
+    inner, outer = _steps(url), _steps(location)
     if inner is None or outer is None or inner[: len(outer)] != outer:
         return False
     if inner[0] != FILE:
@@ -76,7 +84,7 @@ def is_inside(url: str, place: str) -> bool:
 
 
 def _around(store_url: str) -> Sequence[str]:
-    """The folder in which a store's folder is, if not everybody can write there."""
+    """The parent of a store's folder, if not everybody can write there."""
     store = _steps(store_url)
     if store is None or store[0] != FILE or len(store) < 3:
         return ()
@@ -88,7 +96,7 @@ def _around(store_url: str) -> Sequence[str]:
 
 
 def _steps(url: str) -> Steps | None:
-    """None: neither an absolute path nor a URL with a bucket or host; or it is chained, or goes back by ``..``."""
+    """None: neither an absolute path nor a URL with a bucket or host; or it is chained, or contains ``..``."""
     if "::" in url or not url.isprintable():
         return None
     scheme = url.partition("://")[0].lower()

@@ -1,14 +1,14 @@
-"""A store's backend some of whose packs lie at other places: colder and cheaper ones, where they were moved for their age.
+"""A store's backend some of whose packs lie at cold locations, where they were moved for their age.
 
-The log says which (`place`, FORMAT.md), once of each pack and for good. All other objects, and all that a put writes, lie at the store's
-own place. A pack is read, listed and deleted where it lies. A place that cannot be used is told at once, and never taken for empty.
+The log says which (`place`, FORMAT.md), once per pack and permanently. All other objects, and all that a save writes, lie at the store's
+own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from tensorstore_ck.backend.cold.locations import OwnerMarker, read_mark, require_apart, write_mark
+from tensorstore_ck.backend.cold.locations import OwnerMarker, read_marker, require_outside_store, write_marker
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import ProcessLock
@@ -20,35 +20,36 @@ PACKS: Final = "packs/"
 class LocationView(Protocol):
     """What the log says."""
 
-    def place_of(self, pack: bytes) -> str | None:
-        """Where a pack lies, if not at the store's own place."""
+    def location_of(self, pack: bytes) -> str | None:
+        """The URL of a pack's cold location; None: the store's own."""
 
-    def places(self) -> Mapping[Ulid, str]:
-        """The same of all such packs."""
+    def locations(self) -> Mapping[Ulid, str]:
+        """The URL of each pack at a cold location."""
 
 
 class ColdTierBackend:
-    """See above. What is not here is the own backend's."""
+    """See above. All other attributes are those of the store's own backend."""
 
     def __init__(
         self,
         own: Backend,
-        open_place: Callable[[str], Backend],
+        open_location: Callable[[str], Backend],
         view: Callable[[], LocationView] | None = None,
         newest_view: Callable[[], LocationView] | None = None,
         *,
         store: str = "",
     ) -> None:
-        """`view`: the fold of the log as this host knows it, `newest_view`: after reading the log; without them only what was found.
+        """`view` returns the fold of the log as this host knows it, `newest_view` after reading the log; without them only `add_locations`
+        adds any.
 
         `store`: the store's uuid.
         """
         self._own = own
-        self._open_place = open_place
+        self._open_location = open_location
         self._view = view
         self._newest_view = newest_view or view
         self._store = store
-        self._found: dict[Ulid, str] = {}
+        self._known: dict[Ulid, str] = {}
         self._opened: dict[str, Backend] = {}
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
@@ -57,28 +58,28 @@ class ColdTierBackend:
         return getattr(self._own, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With what is known now: for workers in other processes."""
+        """With the locations known now: for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
-        for pack, url in self.places().items():
+        for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
-        return _reopened, (self._own, self._open_place, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
+        return _from_pickle, (self._own, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
 
-    # --- which places there are ---------------------------------------------------------------------------------------
+    # --- locations ----------------------------------------------------------------------------------------------------
 
-    def learn(self, places: Mapping[Ulid, str]) -> None:
-        """Told where packs lie by whoever reads the log without this host's cache. It stays so."""
-        self._found.update(places)
+    def add_locations(self, found: Mapping[Ulid, str]) -> None:
+        """Adds packs and their locations, found by reading the log without this host's cache."""
+        self._known.update(found)
 
-    def places(self) -> dict[Ulid, str]:
+    def locations(self) -> dict[Ulid, str]:
         """Where packs lie, as far as known."""
-        known = self._view().places() if self._view is not None else {}
-        return {**self._found, **known}
+        logged = self._view().locations() if self._view is not None else {}
+        return {**self._known, **logged}
 
     def at(self, url: str | None) -> Backend:
-        """The backend of a place that has the store's mark; None: the own one.
+        """The backend of a location with the store's marker; None: the store's own.
 
         Raises:
-            PlaceUnavailableError: it is not allowed, cannot be opened or read, or is not that place.
+            PlaceUnavailableError: it is not allowed, cannot be opened or read, or does not have the marker.
         """
         if url is None:
             return self._own
@@ -88,59 +89,59 @@ class ColdTierBackend:
             return self._opened[url]
 
     def check(self, url: str) -> None:
-        """Whether packs can be moved there, as far as it tells without a request.
+        """Checks, without a request, that packs can be moved there.
 
         Raises:
             InvalidOptionError: it is inside the store, or in this process's memory.
             InvalidUrlError, MissingExtraError: it cannot be opened.
             PlaceUnavailableError: this host does not allow it.
         """
-        require_apart(url, self._own.url)
-        self._open_place(url).close()
+        require_outside_store(url, self._own.url)
+        self._open_location(url).close()
 
-    def begin(self, url: str) -> None:
-        """Marks a place that has no packs of this store yet, and is not marked."""
-        if url in self._opened or url in self.places().values():
+    def claim_new(self, url: str) -> None:
+        """Marks a location that has no packs of this store yet, unless it is marked."""
+        if url in self._opened or url in self.locations().values():
             return
-        backend = self._open_place(url)
-        if read_mark(backend) is None:
-            write_mark(backend, OwnerMarker(self._store, self._own.url))
+        backend = self._open_location(url)
+        if read_marker(backend) is None:
+            write_marker(backend, OwnerMarker(self._store, self._own.url))
         backend.close()
 
-    def require_own(self) -> None:
-        """Refuses where another store with this one's uuid, of which this is a copy or which is one of this, moved packs to a place.
+    def require_owner(self) -> None:
+        """Checks that no other store with this UUID (a copy of this store, or the original) has moved packs to a location.
 
         Raises:
-            GcRefusedError: so it is.
-            PlaceUnavailableError: a place cannot be read.
+            GcRefusedError: one has.
+            PlaceUnavailableError: a location cannot be read.
         """
-        for url, backend in self._others().items():
-            mark = read_mark(backend)
+        for url, backend in self._cold_backends().items():
+            mark = read_marker(backend)
             if mark is not None and mark.url != self._own.url:
                 raise GcRefusedError(
-                    f"the packs at {url} were moved there by the store at {mark.url}, and this one is at {self._own.url}. If one is a copy "
-                    "of the other's files, both need them. If this is the only one, and was moved itself: `tsck tier --take-places`",
+                    f"the store at {mark.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of the "
+                    "other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
                     object_id=url,
                 )
 
-    def take(self, store: str | None = None) -> None:
-        """Says that the packs at all places belong to the store here; also where the mark is damaged, or gone from beside the packs.
+    def claim_all(self, store: str | None = None) -> None:
+        """Marks all locations as belonging to this store, even if the marker there is damaged or gone.
 
-        `store`: its uuid, if it has another one now.
+        `store`: its new uuid, if it got one.
 
         Raises:
-            PlaceUnavailableError: a place cannot be used, or nothing of the store is there.
+            PlaceUnavailableError: a location cannot be used, or has nothing of the store.
         """
-        places = self.places()
-        for url in sorted(set(places.values())):
-            backend = self._open_place(url)
+        located = self.locations()
+        for url in sorted(set(located.values())):
+            backend = self._open_location(url)
             try:
-                is_there = read_mark(backend) is not None
+                is_there = read_marker(backend) is not None
             except CorruptObjectError:
                 is_there = True
-            if not is_there and not any(parse_ulid(info.name[-26:]) in places for info in backend.list(PACKS)):
-                raise self._not_there(url)
-            write_mark(backend, OwnerMarker(store or self._store, self._own.url))
+            if not is_there and not any(parse_ulid(info.name[-26:]) in located for info in backend.list(PACKS)):
+                raise self._wrong_location(url)
+            write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 
     # --- the backend --------------------------------------------------------------------------------------------------
@@ -160,26 +161,26 @@ class ColdTierBackend:
         return size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Of all places; the marks are none of the store's objects."""
+        """At all locations; the markers are not objects of the store."""
         yield from self._own.list(prefix)
-        for url, backend in (self._others() if not prefix or prefix.startswith(PACKS) else {}).items():
+        for url, backend in (self._cold_backends() if not prefix or prefix.startswith(PACKS) else {}).items():
             for info in backend.list(prefix or PACKS):
                 pack = parse_ulid(info.name[-26:])
                 if pack is not None:
-                    self._found[pack] = url
+                    self._known[pack] = url
                 yield info
 
     def delete(self, names: Iterable[str]) -> None:
         """Where they lie."""
-        by_place: dict[str | None, list[str]] = {}
+        by_url: dict[str | None, list[str]] = {}
         for name in names:
-            by_place.setdefault(self._url_of(name), []).append(name)
-        for url, here in by_place.items():
+            by_url.setdefault(self._location_of(name), []).append(name)
+        for url, here in by_url.items():
             self.at(url).delete(here)
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
-        """Of all places."""
-        for backend in (self._own, *self._others().values()):
+        """At all locations."""
+        for backend in (self._own, *self._cold_backends().values()):
             for info in backend.list_uploads():
                 self._uploads[info.name] = backend
                 yield info
@@ -189,26 +190,26 @@ class ColdTierBackend:
         self._uploads.get(name, self._own).abort_upload(name)
 
     def close(self) -> None:
-        """Of all places."""
+        """Closes all backends."""
         for backend in (self._own, *self._opened.values()):
             backend.close()
 
     # --- inner --------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
-        url = self._url_of(name)
+        url = self._location_of(name)
         if url is None:
             try:
                 return read(self._own)
             except MissingObjectError:
-                url = self._url_of(name, anew=True)  # a cache that lags behind, or was emptied, must not make it missing
+                url = self._location_of(name, refresh=True)  # a cache that is behind, or was emptied, must not make it missing
                 if url is None:
                     raise
         try:
             backend = self.at(url)
         except PlaceUnavailableError as exc:
             try:
-                return read(self._own)  # an entry that names a place of what lies here must not make it unreadable
+                return read(self._own)  # a wrong location in the log must not make a pack in the store unreadable
             except MissingObjectError:
                 raise exc from None
         try:
@@ -216,55 +217,55 @@ class ColdTierBackend:
         except (MissingObjectError, CorruptObjectError):
             raise
         except StoreError as exc:
-            self._require(url, backend)
+            self._require_marker(url, backend)
             raise exc from None
 
-    def _url_of(self, name: str, *, anew: bool = False) -> str | None:
+    def _location_of(self, name: str, *, refresh: bool = False) -> str | None:
         pack = parse_ulid(name[-26:]) if name.startswith(PACKS) else None
         if pack is None:
             return None
-        url = self._found.get(pack)
+        url = self._known.get(pack)
         if url is None and self._view is not None and self._newest_view is not None:
-            if not anew:
-                url = self._view().place_of(pack)
+            if not refresh:
+                url = self._view().location_of(pack)
             else:
                 with suppress(StoreError):
-                    url = self._newest_view().place_of(pack)
+                    url = self._newest_view().location_of(pack)
             if url is not None:
-                self._found[pack] = url
+                self._known[pack] = url
         return url
 
-    def _others(self) -> dict[str, Backend]:
-        return {url: self.at(url) for url in sorted(set(self.places().values()))}
+    def _cold_backends(self) -> dict[str, Backend]:
+        return {url: self.at(url) for url in sorted(set(self.locations().values()))}
 
     def _open(self, url: str) -> Backend:
         try:
-            backend = self._open_place(url)
+            backend = self._open_location(url)
         except PlaceUnavailableError:
             raise
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
-        self._require(url, backend)
+        self._require_marker(url, backend)
         return backend
 
-    def _require(self, url: str, backend: Backend) -> None:
+    def _require_marker(self, url: str, backend: Backend) -> None:
         try:
-            mark = read_mark(backend)
+            mark = read_marker(backend)
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
         if mark is None or (self._store and mark.store != self._store):
-            raise self._not_there(url)
+            raise self._wrong_location(url)
 
-    def _not_there(self, url: str) -> PlaceUnavailableError:
+    def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(
-            f"packs of {self._own.url} were moved to {url}, and what is there now is without their mark: is that place mounted, and "
+            f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
             "reached with the right credentials?",
             object_id=url,
         )
 
 
-def _reopened(own: Backend, open_place: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
-    backend = ColdTierBackend(own, open_place, store=store)
+def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
+    backend = ColdTierBackend(own, open_location, store=store)
     for url, joined in by_url.items():
-        backend.learn({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
+        backend.add_locations({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
     return backend

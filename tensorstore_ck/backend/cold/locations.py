@@ -1,7 +1,7 @@
-"""Places where packs lie besides the store's own: what a user may name, how one is opened, and the mark that tells it from any other.
+"""Cold locations, where packs lie outside the store: what a user may name, how one is opened, and the marker of its owner.
 
-The mark says which store moved packs there, and where that is. Without it a folder whose disk is not mounted would pass for an empty
-place; and a copy of a store's files, which shares the packs that were moved, would free what the original needs.
+The marker names the store that moved packs there, and its URL. Without it a folder whose disk is not mounted would look like an empty
+location; and a copy of a store's files, which shares the moved packs, would free packs that the original needs.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any, Final, NamedTuple, cast
 from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint
+from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint, places_file
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, PlaceUnavailableError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.redaction import display_url
 
-MARK_NAME: Final = "place.json"
-MAX_MARK_BYTES: Final = 1 << 16
+MARKER_NAME: Final = "place.json"
+MAX_MARKER_BYTES: Final = 1 << 16
 MAX_URL_CHARS: Final = 256
 STORAGE_CLASSES: Final = ("STANDARD", "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING", "GLACIER_IR")
 """Of S3: those that can be read at once."""
@@ -31,25 +31,25 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 
 @dataclass(frozen=True, slots=True)
 class LocationOpener:
-    """Opens places: those at the store's own endpoint as the store itself was opened, others by what the environment says."""
+    """Opens locations: those at the store's own endpoint with the store's options, others with the environment's."""
 
     store_url: str = ""
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     no_sync: bool = False
     read_only: bool = False
     on_wait: Callback = log_event
-    """See `open_backend`. It does not travel to other processes, where the log is told."""
+    """See `open_backend`. It is not pickled: in other processes events go to the log."""
     allowed: tuple[str, ...] = ()
-    """The places that this host allows besides those that need no word (tiers/allowed.py)."""
+    """The locations that this host allows besides those allowed by default (`allowed_locations`)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocationOpener, (self.store_url, self.storage_options, self.no_sync, self.read_only, log_event, self.allowed)
 
     def __call__(self, url: str) -> Backend:
-        """The backend of a place.
+        """The backend of a location.
 
         Raises:
-            PlaceUnavailableError: this host does not allow it; nothing was asked of it.
+            PlaceUnavailableError: this host does not allow it; no request was sent.
         """
         if not is_allowed(url, self.store_url, self.allowed):
             raise _not_allowed(url, self.store_url)
@@ -64,49 +64,49 @@ class LocationOpener:
 def _not_allowed(url: str, store_url: str) -> PlaceUnavailableError:
     where = url.partition("?")[0]
     return PlaceUnavailableError(
-        f"the store at {store_url} names {url} as a place of packs, which this host does not allow: whoever can write to a store can name "
-        f"any place, and nothing was sent there. If you know it, allow it: open(..., places=[{where!r}]), `--allow-place "
-        f"{shlex.quote(where)}`, or, for all commands of this user, {where} as a line of ~/.config/tensorstore_ck/places",
+        f"the store at {store_url} names {url} as a location of packs, which this host does not allow: any writer of a store can name any "
+        f"location, so nothing was sent there. If you trust it, allow it: open(..., places=[{where!r}]), `--allow-place "
+        f"{shlex.quote(where)}`, or, for all commands of this user, {where} as a line of {places_file()}",
         object_id=url,
     )
 
 
 class OwnerMarker(NamedTuple):
-    """What lies at each place."""
+    """The object at each cold location that names its owner."""
 
     store: str
     """The uuid of the store whose packs are there."""
     url: str
-    """Where that store is."""
+    """Of that store."""
 
 
-def read_mark(backend: Backend) -> OwnerMarker | None:
-    """The mark of a place; None where there is none.
+def read_marker(backend: Backend) -> OwnerMarker | None:
+    """The marker of a location; None without one.
 
     Raises:
-        CorruptObjectError: it is none.
+        CorruptObjectError: it is malformed.
     """
     try:
-        data = backend.get(MARK_NAME, max_bytes=MAX_MARK_BYTES)
+        data = backend.get(MARKER_NAME, max_bytes=MAX_MARKER_BYTES)
     except MissingObjectError:
         return None
     try:
         found = json.loads(data)
         return OwnerMarker(str(found["store"]), str(found["url"]))
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise CorruptObjectError(f"{MARK_NAME} in {backend.url} is damaged: `tsck tier --take-places` writes it anew") from exc
+        raise CorruptObjectError(f"{MARKER_NAME} in {backend.url} is damaged: `tsck tier --claim-locations` writes it again") from exc
 
 
-def write_mark(backend: Backend, mark: OwnerMarker) -> None:
-    """Marks a place, whatever was there."""
-    backend.replace(MARK_NAME, json.dumps(mark._asdict(), indent=1).encode() + b"\n")
+def write_marker(backend: Backend, marker: OwnerMarker) -> None:
+    """Writes or replaces the marker of a location."""
+    backend.replace(MARKER_NAME, json.dumps(marker._asdict(), indent=1).encode() + b"\n")
 
 
-def check_place(url: object) -> str:
-    """`url`, if packs can be moved there, as far as it tells by itself.
+def check_location(url: object) -> str:
+    """`url`, if it is a valid cold location.
 
     Raises:
-        InvalidOptionError: it is neither an absolute path nor a URL; it holds a secret; or S3 cannot read its storage class at once.
+        InvalidOptionError: neither an absolute path nor a URL; with a secret; or of a storage class that S3 cannot read at once.
     """
     if not isinstance(url, str) or not url.isprintable() or len(url) > MAX_URL_CHARS or not (os.path.isabs(url) or _URL.fullmatch(url)):
         raise InvalidOptionError(
@@ -116,28 +116,28 @@ def check_place(url: object) -> str:
     where, _ = _split(url)
     if _URL.fullmatch(where) and display_url(where) != where:
         raise InvalidOptionError(
-            "the URL of a place is kept in the store, for all to see: leave user, password, keys and signatures out, and give them to "
-            "those who open the store (storage_options, or the environment)",
+            "the URL of a location is stored for all to see: leave user, password, keys and signatures out, and give them when opening "
+            "the store (storage_options, or the environment)",
             object_id="move_after",
         )
     return url
 
 
-def require_apart(url: str, store_url: str) -> None:
-    """Checks that a place is not inside the store's own, and that it will be there for others.
+def require_outside_store(url: str, store_url: str) -> None:
+    """Checks that a location is outside the store, and reachable by other processes.
 
     Raises:
         InvalidOptionError: it is inside, or in the memory of this process.
     """
     own, where = _normal(store_url), _normal(_split(url)[0])
     if where == own or where.startswith(f"{own}/"):
-        raise InvalidOptionError(f"{url} is inside the store: name a place beside it, such as {own}-cold", object_id=url)
+        raise InvalidOptionError(f"{url} is inside the store: name a location outside of it, such as {own}-cold", object_id=url)
     if _protocol(where) == "memory" and _protocol(own) != "memory":
-        raise InvalidOptionError(f"{url} is in the memory of one process: what was moved there would be lost with it", object_id=url)
+        raise InvalidOptionError(f"{url} is in the memory of one process: packs moved there would be lost with it", object_id=url)
 
 
-def place_url(url: str, store_uuid: str) -> str:
-    """The place of one store below a URL that several may use."""
+def store_location(url: str, store_uuid: str) -> str:
+    """The location of one store below a URL that several stores may use."""
     where, storage_class = _split(url)
     return f"{where.rstrip('/')}/{store_uuid}" + ("" if storage_class is None else f"?storage_class={storage_class}")
 
@@ -150,7 +150,7 @@ def _split(url: str) -> tuple[str, str | None]:
     said = dict(parse_qsl(query, keep_blank_values=True)) if _protocol(where) == "s3" else {}
     if list(said) != ["storage_class"] or said["storage_class"] not in STORAGE_CLASSES:
         raise InvalidOptionError(
-            f"{where}: only of s3:// a ? may follow, with storage_class=, one of {', '.join(STORAGE_CLASSES)}: what lies in others "
+            f"{where}: only s3:// URLs may have a ?, with storage_class=, one of {', '.join(STORAGE_CLASSES)}: objects of other classes "
             "cannot be read at once",
             object_id=where,
         )

@@ -1,15 +1,15 @@
-"""The tier below a put: a local folder where objects are durable first, their way to the store, and reads through both.
+"""A local folder where objects are durable first, their upload to the store, and reads through both.
 
-options.py        Staging: what a user says about it
-folder.py         StagingFolder: what lies in the folder, how large it may be, what is evicted
-takeover.py       another user's folder, made root's for a while
-copies.py         what the store has as well: a read cache of whole and sparse files
-journal.py        how far each upload came
-uploader.py       Uploader: from the folder to the store, resumable, retried, paced
-uploadround.py    one pass over objects, by several threads
-patience.py       waits that can be ended, and retries
-tieredbackend.py  TieredBackend: reads through the folder
-stagingwrites.py  StagingWrites: writes into it
+options.py                `Staging`: what a user configures
+folder.py                 `StagingFolder`: what lies in the folder, how large it may be, what is evicted
+folder_lock.py            who uses the folder
+take_over.py              another user's folder, made root's for a while
+sparse_files.py           a read cache of objects that the store has, in whole and sparse files
+upload_journal.py         how far each upload came
+uploader.py               `Uploader`: from the folder to the store, resumable, retried, rate-limited
+upload_pass.py            one pass over unsent objects, by several threads
+read_through_backend.py   `ReadThroughBackend`: reads through the folder
+write_backend.py          `StagingWriteBackend`: writes into the folder
 """
 
 from typing import NamedTuple

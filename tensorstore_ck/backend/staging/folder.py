@@ -1,16 +1,16 @@
-"""One host's staging folder of one store: what lies where, how large it may be, and what goes when it is full.
+"""One host's staging folder of one store: what lies where, how large it may be, and what is evicted when it is full.
 
 ```
 unsent/<name>   objects that are not published yet: durable, never evicted
-copies/<name>   what the store has as well: a cache, evicted oldest first
+copies/<name>   objects that the store has as well: a cache, evicted oldest first
 uploads/<ulid>  the journal of uploads
-staged/<key>    manifests: bytes that whoever stages snapshots puts there
-users           a file that everybody who stages here has locked
+staged/<key>    manifests of staged snapshots
+users           a file that every process that stages here has locked
 ```
 
-All of it is one user's alone (see `PrivateFolder`), whoever may write to the folder above, and shared by that user's ranks and jobs on the
-host, without a lock: names are never reused, a move is a rename, and what several do at once they do twice. An object is in the store,
-durable, before it is published here; nothing here knows the store.
+The folder belongs to one user alone (see `PrivateFolder`), even if others may write to the folder above. That user's ranks and jobs on
+the host share it without a lock: names are never reused, a move is a rename, and operations may safely happen twice. An object is
+durable in the store before it is published here; this module does not know the store.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, Missin
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 USERS: Final = "users"
-_ADVICE: Final = ". What a job of another user staged, and does no longer publish, root can: `tsck staging resume --accept-owner UID`"
+_ADVICE: Final = ". Root can publish what an ended job of another user staged: `tsck staging resume --accept-owner UID`"
 _NOTE_BYTES: Final = 1 << 20
 
 
 class StagingFolder:
-    """The folder of the store `store_uuid` below `path`. Nothing is made before something is written, or `check` is called."""
+    """The folder of the store `store_uuid` below `path`. The first write, or `check`, makes it."""
 
     def __init__(self, path: str | os.PathLike[str], store_uuid: str, capacity_bytes: int) -> None:
-        """`capacity_bytes`: what objects and copies together may take of the disk.
+        """`capacity_bytes`: how much of the disk objects and copies together may use.
 
         Raises:
-            InvalidOptionError: not a capacity.
+            InvalidOptionError: the capacity is not above 0.
         """
         if capacity_bytes <= 0:
             raise InvalidOptionError(f"a staging folder's capacity must be more than 0 bytes, not {capacity_bytes}", object_id="staging")
@@ -57,20 +57,20 @@ class StagingFolder:
         self.copies = SparseFileCache(self._private)
         self._root = LocalBackend(".", within=self._private)
         self.journal = UploadJournal(self._root)
-        self._lease: FolderLock | None = None
+        self._lock: FolderLock | None = None
 
     def check(self) -> None:
-        """Makes the folder, and makes sure that it can serve.
+        """Makes the folder, and checks that it can be used.
 
         Raises:
             InvalidOptionError: it is on a network filesystem, or cannot be a folder.
             PermissionDeniedError: this user may not write there, or something there is not this user's alone.
-            NoSpaceError: the disk cannot give it its capacity.
+            NoSpaceError: the disk has less free space than its capacity.
         """
         kind = filesystem_of(Path(self.path))
         if NETWORK_FILESYSTEM.fullmatch(kind):
             raise InvalidOptionError(
-                f"the staging folder {self.path} is on a {kind} filesystem, and must be on a disk of this host: name another one",
+                f"the staging folder {self.path} is on a {kind} filesystem, and must be on a disk of this host: name another folder",
                 object_id=self.path,
             )
         with writing_to(self.path, "the staging folder"):
@@ -78,7 +78,7 @@ class StagingFolder:
         space, used = self._root.space(), self.used_bytes()
         if space is not None and space.free_bytes + used < self.capacity_bytes:
             raise NoSpaceError(
-                f"the staging folder {self.path} may take {human_bytes(self.capacity_bytes)}, and has {human_bytes(used)}, but only "
+                f"the staging folder {self.path} may use {human_bytes(self.capacity_bytes)}, and uses {human_bytes(used)}, but only "
                 f"{human_bytes(space.free_bytes)} of its disk's {human_bytes(space.total_bytes)} are free: free space there, or lower "
                 "its capacity",
                 object_id=self.path,
@@ -87,49 +87,49 @@ class StagingFolder:
     # --- users ---
 
     def enter(self, sweep: Callable[[], object]) -> None:
-        """From now on, until `leave`, others know that this folder is in use; who finds that it is not calls `sweep` before."""
-        if self._lease is None:
-            self._lease = FolderLock(self._private, USERS, sweep)
+        """Marks the folder as in use until `leave`; calls `sweep` first if no other process uses it."""
+        if self._lock is None:
+            self._lock = FolderLock(self._private, USERS, sweep)
 
     def leave(self) -> None:
-        """It is no longer used here; idempotent."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.end()
+        """Ends this process's use of the folder; idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.end()
         self._private.close()
 
-    def unnamed(self, named: Collection[str]) -> list[str]:
-        """The objects that are not published, and those whose upload was begun, other than `named`."""
+    def orphans(self, named: Collection[str]) -> list[str]:
+        """The unpublished objects, and those whose upload was begun, other than `named`."""
         found = {info.name for info in self.unsent.list("")} | set(self.journal.names())
         return sorted(found - set(named))
 
     def drop_temporaries(self) -> None:
-        """Deletes what interrupted writes left. Nobody else may use the folder."""
+        """Deletes the leftovers of interrupted writes. No other process may use the folder."""
         for info in self._root.list_uploads():
             self._root.abort_upload(info.name)
 
-    # --- room ---
+    # --- space ---
 
     def space(self) -> Space | None:
-        """What its disk has."""
+        """The free space of its disk."""
         return self._root.space()
 
     def used_bytes(self) -> int:
-        """What objects and copies take of the disk now."""
+        """How much of the disk objects and copies use now."""
         with os_errors("look at", self.path):
             return _sum(self.copies.files()) + self.unsent_bytes()
 
     def unsent_bytes(self) -> int:
-        """What the objects that are not published take."""
+        """How much of the disk the unpublished objects use."""
         return _sum(files_below(self._private, "unsent"))
 
     def evict(self, needed_bytes: int) -> int:
-        """Deletes copies, those published first, until so much more fits; returns how much that freed.
+        """Deletes copies, the oldest first, until `needed_bytes` more fit; returns how many bytes that freed.
 
         Raises:
-            NoSpaceError: it cannot fit, whatever is evicted; nothing is.
+            NoSpaceError: evicting all copies would not be enough; none is evicted.
         """
-        with os_errors("make room in", self.path):
+        with os_errors("free space in", self.path):
             copies, unsent = sorted(self.copies.files()), self.unsent_bytes()
         kept = _sum(copies)
         space = self._root.space()
@@ -138,7 +138,7 @@ class StagingFolder:
         if shortfall > kept:
             raise NoSpaceError(
                 f"{human_bytes(needed_bytes)} more do not fit into the staging folder {self.path}: {human_bytes(unsent)} of its "
-                f"{human_bytes(self.capacity_bytes)} wait to be published, and its disk has {human_bytes(free)} free beside "
+                f"{human_bytes(self.capacity_bytes)} wait to be published, and its disk has {human_bytes(free)} free and "
                 f"{human_bytes(kept)} of copies; wait for the uploads, free space on the disk, or raise the capacity",
                 object_id=self.path,
             )
@@ -154,7 +154,7 @@ class StagingFolder:
     # --- objects ---
 
     def publish(self, names: Iterable[str]) -> None:
-        """Makes copies of objects that the store has, durably, and that are named there. Those that are copies already are fine."""
+        """Turns unpublished objects, which are now durable in the store and named there, into copies. Idempotent."""
         names = list(names)
         for name in names:
             source, target = f"unsent/{check_name(name)}", self.copies.path(name)
@@ -165,7 +165,7 @@ class StagingFolder:
                     os.rename(source, target, src_dir_fd=self._private.fd(), dst_dir_fd=self._private.fd())
             except NoSpaceError:  # a copy is only a cache
                 self.unsent.delete([name])
-        # A journal that is gone says that the upload was never begun: so first it must be certain that no object is left to upload.
+        # Without a journal entry an upload counts as never begun: so first make sure that no object is left to upload.
         for name in {os.path.dirname(name): name for name in names}.values():
             with contextlib.suppress(MissingObjectError):
                 self.unsent.sync_folders(name)
@@ -174,11 +174,11 @@ class StagingFolder:
     # --- manifests ---
 
     def write_manifest(self, key: str, data: bytes) -> None:
-        """Makes or replaces a manifest, atomically and durably."""
+        """Writes or replaces a manifest, atomically and durably."""
         self._root.replace(f"staged/{key}", data)
 
     def read_manifest(self, key: str) -> bytes:
-        """A manifest, as it was written.
+        """The bytes of a manifest.
 
         Raises:
             MissingObjectError: there is none.
@@ -190,13 +190,13 @@ class StagingFolder:
         return sorted(info.name.removeprefix("staged/") for info in self._root.list("staged/"))
 
     def delete_manifest(self, key: str) -> None:
-        """Deletes a manifest; one that is gone is fine."""
+        """Deletes a manifest, if it is there."""
         self._root.delete([f"staged/{key}"])
 
     # --- uploads ---
 
     def note(self, entry: JournalEntry) -> None:
-        """Writes an entry of the journal, for which copies make room: a full disk would otherwise never get empty."""
+        """Writes a journal entry, evicting copies if needed: otherwise a full disk would never become empty."""
         try:
             self.journal.write(entry)
         except NoSpaceError:
@@ -205,7 +205,7 @@ class StagingFolder:
             self.journal.write(entry)
 
     def open_unsent(self, name: str) -> "UnsentFile":
-        """An object, to be uploaded.
+        """An object to upload.
 
         Raises:
             MissingObjectError: it is not here, or no longer.
@@ -224,7 +224,7 @@ class UnsentFile:
         self.size_bytes = os.fstat(fd).st_size
 
     def lock(self) -> bool:
-        """Whether it is this process that uploads it, until it is closed; a process that dies lets go."""
+        """Whether this process got the right to upload it, until it is closed or the process dies."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -241,12 +241,12 @@ class UnsentFile:
             count = read_at(self._fd, target, offset)
         if count < len(target):
             raise CorruptObjectError(
-                f"the staged {self.name} ends at {offset + count}, before byte {offset + len(target)}: it was damaged on the disk; drop it",
+                f"the staged {self.name} ends at {offset + count}, before byte {offset + len(target)}: it is damaged on the disk; drop it",
                 object_id=self.name,
             )
 
     def close(self) -> None:
-        """Lets go; idempotent."""
+        """Closes the file, which releases its lock; idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,6 +1,6 @@
-"""Who uses a folder: everybody has a lock on one file in it, which the kernel takes back from a process that ends, however it does.
+"""Who uses a folder: each user holds a shared lock on one file in it, which the kernel releases when the process ends in any way.
 
-So whoever finds no other lock knows that nobody else is in the middle of anything there.
+A process that finds no other lock knows that nobody else is in the middle of anything there.
 """
 
 import fcntl
@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.owned_files import FILE_MODE
@@ -18,14 +19,30 @@ class FolderLock:
     """A lock on the file `name` of `folder`, until `end`."""
 
     def __init__(self, folder: PrivateFolder, name: str, sweep: Callable[[], object]) -> None:
-        """`sweep` is called if nobody else has one; those who come meanwhile wait for it."""
+        """`sweep` is called if nobody else has one; processes that come meanwhile wait for it."""
         path = f"{folder.path}/{name}"
         with os_errors("lock", path):
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=folder.make())
+            fd = _open(name, folder.make())
         self.end = weakref.finalize(self, os.close, fd)
-        """Gives it back; idempotent."""
+        """Releases the lock; idempotent."""
         with os_errors("lock", path):
             with suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 sweep()
             fcntl.flock(fd, fcntl.LOCK_SH)
+        folder.on_remade = partial(self._lock_again, name, fd)
+
+    def _lock_again(self, name: str, fd: int, folder_fd: int) -> None:
+        """Locks the file of the folder that was made after the one in use was deleted: the lock went with that."""
+        if not self.end.alive:
+            return
+        new = _open(name, folder_fd)
+        try:
+            fcntl.flock(new, fcntl.LOCK_SH)
+            os.dup2(new, fd, inheritable=False)
+        finally:
+            os.close(new)
+
+
+def _open(name: str, folder_fd: int) -> int:
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=folder_fd)

@@ -1,4 +1,4 @@
-"""What a user says about a staging disk."""
+"""The user's options of a staging disk."""
 
 import os
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ class Staging:
     path: str | os.PathLike[str]
     """A folder that the host's ranks and jobs share; never on a network filesystem."""
     capacity: int | str = "80%"
-    """What it may take: bytes, ``"500GB"``, or a part of what is free at `tensorstore_ck.open`."""
+    """How much it may use: bytes, ``"500GB"``, or a part of the space that is free at `tensorstore_ck.open`."""
     max_parallel_requests: int = 4
-    """Uploads at a time of this process; each takes up to 16 MiB of memory."""
+    """Parallel uploads of this process; each takes up to 16 MiB of memory."""
     stagger_seconds: float = 0.0
-    """Over how long the beginnings of the ranks' and jobs' uploads are spread."""
+    """The uploads of ranks and jobs begin at random moments within this time."""
     replicate_to_peers: int = 0
-    """On how many other hosts' staging disks each rank's staged files are kept as well, until they are published. For memory, name a
-    tmpfs as `path` on all hosts."""
+    """On how many other hosts' staging disks each rank's staged files are kept as well, until they are published. To keep them in memory,
+    name a tmpfs as `path` on all hosts."""
 
     def open(self, store_uuid: str) -> StagingFolder:
         """The folder of one store, made and checked.
 
         Raises:
-            InvalidOptionError, PermissionDeniedError, NoSpaceError: it cannot serve.
+            InvalidOptionError, PermissionDeniedError, NoSpaceError: it cannot be used.
         """
         if self.stagger_seconds < 0:
             raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")

@@ -1,42 +1,44 @@
-"""A store's backend whose objects are read from the staging folder where it has them; what is not there comes from the store, and stays.
+"""A store's backend that reads objects from the staging folder if they are there, else from the store, and keeps a copy.
 
-Everything else goes to the store. Only immutable objects are kept: never log entries, checkpoints or store.json. Whoever reads verifies
-what comes, and calls `distrust` on what is wrong, since a disk may lie. The folder is never why a read fails: what cannot be read there
-comes from the store, what cannot be kept there is not kept. `size` asks the store: it is how writers learn that the store still has
-what they rely on.
+Everything else goes to the store. Only immutable objects are kept: never log entries, checkpoints or store.json. Readers verify the
+bytes, and call `distrust` on wrong ones, since a disk may corrupt them. The folder never makes a read fail: objects that cannot be read
+there come from the store, objects that cannot be kept are not. `size` asks the store for published objects: writers learn from it that
+the store still has the objects that they rely on.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
-from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import MissingObjectError, StoreError
 
 KEPT_FOLDERS: Final = ("packs/", "parts/", "snapshots/", "moved/")
 LOT_BYTES: Final = 64 << 20
-"""For so much at a time a process asks for room: that is as far as each may exceed the folder's capacity."""
+"""A process reserves space in lots of this size: by one of them each may exceed the folder's capacity."""
 FETCH_BYTES: Final = 16 << 20
-"""What is fetched and kept at a time."""
+"""Fetched and kept at once."""
 
 
-class ReadThroughBackend(Backend):
-    """The backend `store`, read through `folder`."""
+class ReadThroughBackend:
+    """The backend `store`, read through `folder`. All other attributes are the store's own."""
 
     def __init__(self, folder: StagingFolder, store: Backend) -> None:
         self.url = store.url
         self.is_local = store.is_local
         self.folder = folder
         self.store = store
-        self._room = _SpaceQuota(folder)
+        self._quota = _SpaceQuota(folder)
         self._buffers = threading.local()
         self._distrusted: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
     # --- read ---
 
@@ -56,7 +58,7 @@ class ReadThroughBackend(Backend):
                 return copy
         with _instead_of(fault):
             data = self.store.get(name, max_bytes=max_bytes)
-        if self._room.take(len(data)):
+        if self._quota.take(len(data)):
             with contextlib.suppress(OSError, StoreError):
                 self.folder.copies.keep(name, data)
         return data
@@ -89,10 +91,10 @@ class ReadThroughBackend(Backend):
         return self.store.size(name)
 
     def distrust(self, name: str) -> bool:
-        """Told that the bytes read for `name` were wrong: whether to read them again, once, since they come from the store now.
+        """The bytes read for `name` were wrong: whether to read them once more, since they now come from the store.
 
-        False when it is nobody's but this folder's, or never kept here: then the bytes are what there is. A copy that was wrong is deleted,
-        and this process keeps none of that object any more.
+        False if only this folder has the object, or never kept it: then there are no other bytes. A wrong copy is deleted, and this
+        process keeps no further copy of the object.
 
         Raises:
             BackendUnavailableError: the store does not say whether it has it.
@@ -114,38 +116,12 @@ class ReadThroughBackend(Backend):
 
     # --- write ---
 
-    def put(self, name: str, data: Buffer) -> None:
-        self.store.put(name, data)
-
     def replace(self, name: str, data: Buffer) -> None:
         self.store.replace(name, data)
         self._forget(name)
 
-    def create(self, name: str, data: Buffer) -> Created:
-        return self.store.create(name, data)
-
-    def sync_folders(self, name: str) -> None:
-        self.store.sync_folders(name)
-
-    def open_writer(self, name: str) -> ObjectWriter:
-        return self.store.open_writer(name)
-
     def delete(self, names: Iterable[str]) -> None:
         self.store.delete(map(self._forget, names))
-
-    # --- the store's own ---
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self.store.list(prefix)
-
-    def space(self) -> Space | None:
-        return self.store.space()
-
-    def list_uploads(self) -> Iterator[ObjectInfo]:
-        return self.store.list_uploads()
-
-    def abort_upload(self, name: str) -> None:
-        self.store.abort_upload(name)
 
     def close(self) -> None:
         self.folder.leave()
@@ -169,15 +145,15 @@ class ReadThroughBackend(Backend):
             return False
 
     def _size_to_keep(self, name: str, range_bytes: int) -> int:
-        """The object's size, which its sparse copy needs; 0 if a range of so many bytes is not to be kept."""
+        """The object's size, which its sparse copy needs; 0 if a range of that length cannot be kept."""
         with contextlib.suppress(OSError):
             copies = self.folder.copies
-            if copies.keeps_ranges and self._room.take(range_bytes + 2 * GRAIN_BYTES):
+            if copies.keeps_ranges and self._quota.take(range_bytes + 2 * GRAIN_BYTES):
                 return copies.size(name) or self.store.size(name)
         return 0
 
     def _fetch(self, name: str, size_bytes: int, offset: int, target: memoryview) -> None:
-        """Reads a range, in whole grains if the size of its object is given, and then keeps it."""
+        """Reads a range; if the size of its object is given, reads whole grains and keeps them."""
         end = offset + len(target)
         first, last = offset - offset % GRAIN_BYTES, min(-(-end // GRAIN_BYTES) * GRAIN_BYTES, size_bytes)
         if last < end:
@@ -190,7 +166,7 @@ class ReadThroughBackend(Backend):
             self.folder.copies.keep_range(name, size_bytes, first, grains)
 
     def _buffer(self, size_bytes: int) -> memoryview:
-        """Memory of this thread's own."""
+        """This thread's buffer."""
         buffer: bytearray | None = getattr(self._buffers, "buffer", None)
         if buffer is None or len(buffer) < size_bytes:
             buffer = self._buffers.buffer = bytearray(size_bytes)
@@ -198,7 +174,7 @@ class ReadThroughBackend(Backend):
 
 
 class _SpaceQuota:
-    """What may still be kept: asked of the folder a lot at a time, granted or refused for so many bytes."""
+    """How much may still be kept: the folder grants or refuses a lot of bytes at a time."""
 
     def __init__(self, folder: StagingFolder) -> None:
         self._folder = folder
@@ -208,7 +184,7 @@ class _SpaceQuota:
         self._is_granted = False
 
     def take(self, size_bytes: int) -> bool:
-        """Whether so many bytes may be kept."""
+        """Whether that many bytes may be kept."""
         with self._lock:
             if self._left_bytes < size_bytes:
                 self._left_bytes = max(size_bytes, self._lot_bytes)
@@ -226,7 +202,7 @@ class _SpaceQuota:
 
 @contextlib.contextmanager
 def _instead_of(fault: StoreError | None) -> Iterator[None]:
-    """For a read from the store instead of a staged object that is there and cannot be read: if the store has none, that is the error."""
+    """Around a read from the store because of a `fault` of the staged object: if the store does not have it, raises the fault."""
     try:
         yield
     except MissingObjectError:

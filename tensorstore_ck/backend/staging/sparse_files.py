@@ -1,8 +1,8 @@
-"""Copies of objects that the store has: files that may be sparse, whose holes are what was not fetched yet.
+"""Copies of objects that the store has: sparse files, whose holes are the ranges not fetched yet.
 
-A cache: losing any of it loses nothing, so nothing is synced, and what is read from here must be verified by whoever reads. Ranges are
-kept in whole grains, since a filesystem's holes are no finer than its blocks; where holes do not show, ranges are not kept.
-A file has its object's size from the moment it holds data. Knows nothing of the store, nor of how large the folder may be.
+A cache: losing it loses nothing, so nothing is synced, and readers must verify the bytes. Ranges are kept in whole grains, since a
+filesystem's holes are no finer than its blocks; where the filesystem does not report holes, ranges are not kept. A file has its object's
+size from the moment it holds data. Knows neither the store nor the capacity of the folder.
 """
 
 import functools
@@ -18,7 +18,7 @@ from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 
 GRAIN_BYTES: Final = 64 << 10
-"""A multiple of any usual page and block: some machines have pages of 64 KiB."""
+"""A multiple of all usual page and block sizes: some machines have pages of 64 KiB."""
 
 _BELOW: Final = "copies"
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -26,7 +26,7 @@ _KEEP: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FileUse(NamedTuple):
-    """A file, and what it takes of the disk."""
+    """A file, and how much of the disk it uses."""
 
     modified_ns: int
     used_bytes: int
@@ -34,18 +34,18 @@ class FileUse(NamedTuple):
 
 
 class SparseFileCache:
-    """Objects as files below ``copies/`` of `folder`. What the filesystem refuses is an `OSError`, or a `StoreError`."""
+    """Objects as files below ``copies/`` of `folder`. Raises the filesystem's errors as `OSError` or `StoreError`."""
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
         self._whole = LocalBackend(_BELOW, sync=False, within=folder)
 
     def path(self, name: str) -> str:
-        """Where the copy of an object is, below the folder."""
+        """The path of an object's copy, below the folder."""
         return f"{_BELOW}/{check_name(name)}"
 
     def get(self, name: str) -> bytes | None:
-        """The whole object; None where it is not all there."""
+        """The whole object; None if part of it is missing."""
         fd = self._open(name)
         if fd is None:
             return None
@@ -56,7 +56,7 @@ class SparseFileCache:
             os.close(fd)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> bool:
-        """Fills `target` if all of the range is there."""
+        """Fills `target` if the whole range is there."""
         fd = self._open(name)
         if fd is None:
             return False
@@ -66,7 +66,7 @@ class SparseFileCache:
             os.close(fd)
 
     def size(self, name: str) -> int:
-        """The object's size, of which some may be there; 0 without a copy."""
+        """The size of the object, parts of which may be missing; 0 without a copy."""
         try:
             return os.stat(self.path(name), dir_fd=self._folder.fd(), follow_symlinks=False).st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ class SparseFileCache:
         fd = os.open(path, _KEEP, FILE_MODE, dir_fd=self._folder.fd())
         try:
             if os.fstat(fd).st_size != size_bytes:
-                os.ftruncate(fd, 0)  # what is there, if anything, is no copy of this object
+                os.ftruncate(fd, 0)  # a new file, or not a copy of this object
                 os.ftruncate(fd, size_bytes)
             write_at(fd, byte_views([data]), offset)
         finally:
@@ -91,7 +91,7 @@ class SparseFileCache:
 
     @functools.cached_property
     def keeps_ranges(self) -> bool:
-        """Whether the filesystem shows holes as they were made: tried once."""
+        """Whether the filesystem reports holes exactly: tested once."""
         fd = self._folder.open_nameless(_BELOW)
         try:
             os.ftruncate(fd, 8 * GRAIN_BYTES)
@@ -109,7 +109,7 @@ class SparseFileCache:
         return True
 
     def files(self) -> Iterator[FileUse]:
-        """Every file, also what an interrupted process left."""
+        """Every file, with leftovers of interrupted processes."""
         return files_below(self._folder, _BELOW)
 
     def _open(self, name: str) -> int | None:
@@ -120,12 +120,12 @@ class SparseFileCache:
 
 
 def files_below(folder: PrivateFolder, below: str) -> Iterator[FileUse]:
-    """Every file there; those that vanish meanwhile are left out."""
+    """Every file there; those deleted meanwhile are left out."""
     return (FileUse(status.st_mtime_ns, status.st_blocks * 512, path) for path, status in folder.files(below))
 
 
 def _is_data(fd: int, offset: int, size: int) -> bool:
-    """Whether that range is in the file, with no hole in it."""
+    """Whether that range is in the file, without a hole."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE) >= offset + size
     except OSError:

@@ -1,8 +1,8 @@
-"""Another user's staging folder, made root's for a while, so that root can publish what a user staged who no longer does.
+"""Another user's staging folder, made root's for a while, so that root can publish what that user's ended job staged.
 
-What is looked at must not change before it is used, whatever that user does meanwhile. So the folders become root's first, from the top
-down, then their files, which nobody else can exchange any more; and no process may have one open for writing. At the end everything is
-given back, from the bottom up. A process that dies in between leaves a folder that is root's.
+What is checked must not change before it is used, whatever that user does meanwhile. So first the folders become root's, from the top
+down, then their files, which nobody else can replace any more; and no process may have one open for writing. At the end everything is
+given back, from the bottom up. A process that dies in between leaves the folder to root.
 """
 
 import errno
@@ -26,11 +26,11 @@ _HELD: Final = {errno.EAGAIN, errno.EBUSY}
 
 @contextmanager
 def taken_over(path: str, owner: int) -> Iterator[None]:
-    """The folder at `path`, which is `owner`'s, is this user's meanwhile.
+    """Makes the folder at `path`, which is `owner`'s, this user's meanwhile.
 
     Raises:
         MissingObjectError: there is none.
-        PermissionDeniedError: this user may not do that, or something there is not that user's alone; nothing was changed.
+        PermissionDeniedError: this user is not root, or something there is not `owner`'s alone; nothing was changed.
         InvalidOptionError: it is in use.
     """
     user = os.geteuid()
@@ -75,9 +75,9 @@ def _take(fd: int, path: str, owner: int, user: int) -> None:
 
 
 def _give_back(fd: int, owner: int) -> None:
-    """Nobody but this user has put anything there since it was checked."""
+    """Only this user has put anything there since it was checked."""
     folders = ["."]
-    for folder in folders:  # more come while it goes
+    for folder in folders:  # grows meanwhile
         at = os.open(folder, _FOLDER, dir_fd=fd)
         try:
             for name, found in scan(".", at):
@@ -111,7 +111,7 @@ def _require_unused(fd: int, path: str, owner: int) -> None:
 
 
 def _require_unwritten(name: str, dir_fd: int, path: str, owner: int) -> None:
-    """That no process has a file open for writing: the kernel gives a lease on none of those."""
+    """Checks that no process has a file open for writing: the kernel then grants no lease on it."""
     file = os.open(name, _FILE, dir_fd=dir_fd)
     try:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -126,6 +126,6 @@ def _require_unwritten(name: str, dir_fd: int, path: str, owner: int) -> None:
 
 def _in_use(path: str, owner: int) -> InvalidOptionError:
     return InvalidOptionError(
-        f"{one_line(path)} is in use by a process of user {owner}, which publishes what it staged: end it first, or let it finish",
+        f"{one_line(path)} is in use by a process of user {owner}, which publishes its snapshots: end it first, or let it finish",
         object_id=path,
     )

@@ -1,6 +1,6 @@
-"""How far each object's upload came: one small file per object, replaced atomically and durable.
+"""How far each object's upload came: one small file per object, replaced atomically and durably.
 
-An object without an entry was never begun. An entry that cannot be read says the least: begun, by nobody knows which upload.
+The upload of an object without an entry was never begun. An entry that cannot be read means: begun, by an unknown upload.
 """
 
 import json
@@ -18,7 +18,7 @@ class JournalEntry(NamedTuple):
 
     name: str
     token: str = ""
-    """What goes on with it, where the store takes pieces."""
+    """With which the upload continues, if the store has resumable uploads."""
     is_complete: bool = False
 
 
@@ -39,7 +39,7 @@ class UploadJournal:
         return _decode(data, name)
 
     def names(self) -> Iterator[str]:
-        """The objects with an entry; one that cannot be read is there under the entry's own name, which deletes it, too."""
+        """The objects with an entry; an unreadable entry is listed by its own name, with which `delete` works, too."""
         for info in self._backend.list("uploads/"):
             try:
                 entry = _decode(self._backend.get(info.name, max_bytes=MAX_ENTRY_BYTES), info.name)
@@ -48,11 +48,11 @@ class UploadJournal:
             yield entry.name
 
     def write(self, entry: JournalEntry) -> None:
-        """Makes or replaces an entry."""
+        """Writes or replaces an entry."""
         self._backend.replace(_key(entry.name), json.dumps(entry._asdict()).encode())
 
     def delete(self, names: Iterable[str]) -> None:
-        """Forgets entries; those that are gone are fine."""
+        """Deletes entries; those that are not there are skipped."""
         self._backend.delete(map(_key, names))
 
 

@@ -1,7 +1,7 @@
-"""One pass over unsent objects: pieces of several go out side by side, and what cannot be finished now is left for the next pass.
+"""One pass over unsent objects: sends pieces of several in parallel, and leaves what cannot be finished now for the next pass.
 
-Left are objects that another process uploads, and those whose upload the store has let go of. Memory: one buffer of a piece
-per thread, which the pieces are read into, straight from the file.
+Left are objects that another process uploads, and those whose upload the store has dropped. Memory: a buffer of one piece per thread.
+The rate of uploads is limited here; that of plain reads and writes in `backend.throttled`.
 """
 
 import io
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import Backend, writing
 from tensorstore_ck.backend.resumable_upload import ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder, UnsentFile
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
@@ -21,19 +21,19 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import MissingObjectError
 
 WRITE_BYTES: Final = 4 << 20
-"""What is handed at a time to a store that takes no pieces."""
+"""Written at once to a store without resumable uploads."""
 
 Task = Callable[[], None]
 
 
 @dataclass
 class _Transfer:
-    """An object on its way in pieces."""
+    """A resumable upload in progress."""
 
     file: UnsentFile
     upload: Upload
     pieces_left: int
-    told_bytes: int
+    reported_bytes: int
     is_gone: bool = False
 
 
@@ -41,11 +41,11 @@ class UploadPass:
     """One pass."""
 
     def __init__(
-        self, folder: StagingFolder, store: Backend, patience: RetryPolicy, limit: RateLimit | None, on_bytes: Callable[[int], object]
+        self, folder: StagingFolder, store: Backend, policy: RetryPolicy, limit: RateLimit | None, on_bytes: Callable[[int], object]
     ) -> None:
         self._folder = folder
         self._store = store
-        self._patience = patience
+        self._policy = policy
         self._limit = limit
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
@@ -54,16 +54,16 @@ class UploadPass:
         self._left: list[str] = []
 
     def run(self, names: Sequence[str], threads: int) -> list[str]:
-        """Uploads what can be; returns what is left."""
+        """Uploads what it can; returns what is left."""
         try:
-            for_each(self._tasks(names), lambda task: task(), threads, failed=self._patience.failed)
+            for_each(self._tasks(names), lambda task: task(), threads, failed=self._policy.failed)
         finally:
             for file in self._open:
                 file.close()
         return self._left
 
     def _tasks(self, names: Sequence[str]) -> Iterator[Task]:
-        """What is to be done, drawn by one thread at a time: objects are begun in order, each when the one before has all pieces drawn."""
+        """The tasks, drawn by one thread at a time: an object begins when all pieces of the one before are drawn."""
         pieces = resumable(self._store)
         for name in names:
             file = self._locked(name)
@@ -72,7 +72,7 @@ class UploadPass:
             entry = self._folder.journal.read(name)
             if entry is not None and entry.is_complete:
                 if self._stored_bytes(name) == file.size_bytes:
-                    self._tell(file.size_bytes)
+                    self._report(file.size_bytes)
                     file.close()
                     continue
                 entry = JournalEntry(name)
@@ -82,18 +82,18 @@ class UploadPass:
                 yield from self._send_in_pieces(file, self._begin(pieces, file, entry))
 
     def _locked(self, name: str) -> UnsentFile | None:
-        """The object, if there is something to do and this process is to do it."""
-        self._patience.check()
+        """The object, if it has to be uploaded and this process has the right to."""
+        self._policy.check()
         try:
             file = self._folder.open_unsent(name)
         except MissingObjectError as exc:
             size = self._stored_bytes(name)
             if size is None:
                 raise MissingObjectError(
-                    f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was exchanged",
+                    f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was replaced",
                     object_id=name,
                 ) from exc
-            self._tell(size)  # it was published meanwhile
+            self._report(size)  # it was published meanwhile
             return None
         self._open.append(file)
         if file.lock():
@@ -105,7 +105,7 @@ class UploadPass:
     # --- in pieces ---
 
     def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry | None) -> Upload:
-        name, size, answered = file.name, file.size_bytes, self._patience.until_answered
+        name, size, answered = file.name, file.size_bytes, self._policy.call
         if entry is not None:
             token = entry.token
             try:
@@ -118,8 +118,8 @@ class UploadPass:
 
     def _send_in_pieces(self, file: UnsentFile, upload: Upload) -> Iterator[Task]:
         missing = upload.missing
-        transfer = _Transfer(file, upload, len(missing), told_bytes=0)
-        self._tell(file.size_bytes - sum(piece.size_bytes for piece in missing), transfer)
+        transfer = _Transfer(file, upload, len(missing), reported_bytes=0)
+        self._report(file.size_bytes - sum(piece.size_bytes for piece in missing), transfer)
         if not missing:
             yield partial(self._finish, transfer)
         for piece in missing:
@@ -132,8 +132,8 @@ class UploadPass:
 
         if not transfer.is_gone:
             try:
-                self._patience.until_answered(send)
-                self._tell(piece.size_bytes, transfer)
+                self._policy.call(send)
+                self._report(piece.size_bytes, transfer)
             except UploadGoneError:
                 transfer.is_gone = True
         with self._lock:
@@ -147,9 +147,9 @@ class UploadPass:
         try:
             if transfer.is_gone:
                 raise UploadGoneError
-            self._patience.until_answered(transfer.upload.complete)
+            self._policy.call(transfer.upload.complete)
         except UploadGoneError:
-            self._tell(-transfer.told_bytes)
+            self._report(-transfer.reported_bytes)
             self._folder.journal.delete([name])
             self._left.append(name)
         else:
@@ -184,42 +184,40 @@ class UploadPass:
             is_begun = True
             self._write(file)
 
-        self._patience.until_answered(send)
+        self._policy.call(send)
         self._folder.note(JournalEntry(file.name, is_complete=True))
         file.close()
 
     def _write(self, file: UnsentFile) -> None:
         buffer = memoryview(bytearray(min(WRITE_BYTES, file.size_bytes)))
-        writer = self._store.open_writer(file.name)
-        told = 0
+        reported = 0
         try:
-            for offset in range(0, file.size_bytes, WRITE_BYTES):
-                view = buffer[: file.size_bytes - offset]
-                self._take_turn(len(view))
-                file.read_into(offset, view)
-                writer.append([view])
-                self._tell(len(view))
-                told += len(view)
-            writer.close()
+            with writing(self._store, file.name) as writer:
+                for offset in range(0, file.size_bytes, WRITE_BYTES):
+                    view = buffer[: file.size_bytes - offset]
+                    self._take_turn(len(view))
+                    file.read_into(offset, view)
+                    writer.append([view])
+                    self._report(len(view))
+                    reported += len(view)
         except BaseException:
-            writer.abort()
-            self._tell(-told)
+            self._report(-reported)
             raise
 
     # --- both ---
 
     def _take_turn(self, size_bytes: int) -> None:
-        self._patience.pause(0 if self._limit is None else self._limit.take(size_bytes))
+        self._policy.pause(0 if self._limit is None else self._limit.take(size_bytes))
 
     def _stored_bytes(self, name: str) -> int | None:
         try:
-            return self._patience.until_answered(lambda: self._store.size(name))
+            return self._policy.call(lambda: self._store.size(name))
         except MissingObjectError:
             return None
 
-    def _tell(self, count: int, transfer: _Transfer | None = None) -> None:
+    def _report(self, count: int, transfer: _Transfer | None = None) -> None:
         with self._lock:
             if transfer is not None:
-                transfer.told_bytes += count
+                transfer.reported_bytes += count
             if count:
                 self._on_bytes(count)

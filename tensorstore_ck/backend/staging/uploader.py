@@ -1,8 +1,8 @@
-"""Brings unsent objects to the store: what was complete, in whole or in pieces, is not sent again after a crash.
+"""Uploads unsent objects to the store: complete objects and pieces are not sent again after a crash.
 
-The journal is written before the first byte of an object travels, and when it is there. A store that takes pieces says itself
-which it has; in any other one, what an earlier try left is deleted and the object written anew, which is safe since
-nothing is published that is still unsent. One process at a time uploads an object.
+The journal is written before the first byte of an object is sent, and when the object is complete. A store with resumable uploads
+reports which pieces it has; in any other one, the leftover of an earlier try is deleted and the object written again, which is safe
+since an unsent object is not published. One process at a time uploads an object.
 """
 
 import random
@@ -15,7 +15,7 @@ from tensorstore_ck.backend.resumable_upload import resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.upload_pass import UploadPass
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.retry import OnRetry, RetryPolicy, Stop
+from tensorstore_ck.common.retry import OnRetry, RetryPolicy
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
 
 MAX_PARALLEL_REQUESTS: Final = 4
@@ -34,7 +34,7 @@ class Uploader:
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`limit` is shared by all uploads of this process.
+        """All uploads of this process share `limit`.
 
         Raises:
             InvalidOptionError: not a number of requests.
@@ -54,37 +54,34 @@ class Uploader:
         self,
         names: Iterable[str],
         *,
-        stop: Stop = lambda: None,
+        stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
         on_retry: OnRetry = lambda error, seconds: None,
     ) -> None:
-        """Returns when every object lies in the store, durably. Passing faults are retried without end.
+        """Returns when every object is durable in the store. Retries transient faults without end.
 
         Args:
-            names: Unsent objects, in the order in which they are begun. Those that are unsent no longer must be in the store.
-            stop: Raises to cancel; asked often, by any thread. A request under way is waited for.
-            on_bytes: Told, by one thread at a time, of bytes that lie in the store now, or did before; a negative number takes bytes back
-                that have to be sent anew. The sum is the objects' size at the end.
-            on_retry: Told of passing faults, by any thread.
+            names: Unsent objects, in the order in which they begin. Those that are no longer unsent must be in the store.
+            stop: Raises to cancel; called often, by any thread. A running request is waited for.
+            on_bytes: Called by one thread at a time with the number of bytes that are in the store; a negative number takes back bytes
+                that have to be sent again. The sum is the objects' size at the end.
+            on_retry: Called with transient faults, by any thread.
 
         Raises:
             MissingObjectError: an object is neither here nor in the store.
             StoreError: the store refused, or the staged file cannot be read.
         """
         left = list(dict.fromkeys(names))
-        patience = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
         attempt = 0
         while left:
-            left = UploadPass(self._folder, self._store, patience, self._limit, on_bytes).run(left, self._threads)
+            left = UploadPass(self._folder, self._store, policy, self._limit, on_bytes).run(left, self._threads)
             if left:
-                patience.pause(patience.back_off(attempt))
+                policy.pause(policy.delay(attempt))
                 attempt += 1
 
     def drop(self, names: Iterable[str]) -> None:
-        """Deletes unsent objects, and frees what was sent of them as far as the store answers; a complete one is left to gc.
-
-        Nobody may be uploading them.
-        """
+        """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
         store = resumable(self._store)
         for name in names:
             entry = self._folder.journal.read(name)
@@ -92,7 +89,7 @@ class Uploader:
                 try:
                     store.give_up_upload(name, entry.token)
                 except BackendUnavailableError:
-                    store = None  # the uploads that stay behind are freed with those of other interrupted writes
+                    store = None  # gc removes the pieces like those of other interrupted writes
                 except StoreError:
                     pass
             self._folder.unsent.delete([name])

@@ -1,4 +1,4 @@
-"""The backend of a put that is staged: what it writes lies in the folder until it is uploaded; all else is the store's."""
+"""The backend of a staged save: its writes go to the folder, from where they are uploaded; everything else to the store."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tensorstore_ck.common.buffers import Buffer
 
 
 class StagingWriteBackend:
-    """A `Backend`. What is not here is that of the store, read through the folder."""
+    """A `Backend`. All other attributes are those of `backend`, the store read through the folder."""
 
     is_local = True
 
@@ -16,7 +16,7 @@ class StagingWriteBackend:
         self._folder = folder
         self._backend = backend
         self.names: list[str] = []
-        """What was written."""
+        """The written objects."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

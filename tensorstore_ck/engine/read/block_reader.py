@@ -18,9 +18,9 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, raise_if_expired
 from tensorstore_ck.errors import CorruptObjectError, DamageError
-from tensorstore_ck.format.codec import BASED, Codec, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log import SnapshotInfo
@@ -99,10 +99,10 @@ def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock
         try:
             _read_at_places(engine, list(wanted))
         except DamageError as exc:
-            view = require_live(engine, info, exc)
+            view = raise_if_expired(engine, info, exc)
             before = {id(block.source): block.source.places.packs for block in wanted}  # bases may have moved, too
             for source in {id(block.source): block.source for block in wanted}.values():
-                source.places = resolve(engine, view, source.part)
+                source.places = locate_blocks(engine, view, source.part)
             moved = [_where_it_is_now(block) for block in wanted]
             if all(now.pack == block.pack for now, block in zip(moved, wanted, strict=True)) and before == {
                 id(block.source): block.source.places.packs for block in moved
@@ -123,14 +123,14 @@ def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     local = engine.backend.is_local
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
     wanted.sort(key=lambda block: (block.pack, block.offset))
-    runs = list(_merge([block for block in wanted if block.codec not in BASED], direct=local))
+    runs = list(_merge([block for block in wanted if block.codec not in CODECS_WITH_BASES], direct=local))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]
     roundings = [[block] for block in wanted if block.codec == Codec.CAST]
     buffers = threading.local()
     at_hand: dict[Digest, memoryview] = {}
 
     def fetch(run: list[WantedBlock]) -> None:
-        read = partial(_fetch_based, at_hand=at_hand) if run[0].codec in BASED else partial(_fetch, buffers=buffers)
+        read = partial(_fetch_based, at_hand=at_hand) if run[0].codec in CODECS_WITH_BASES else partial(_fetch, buffers=buffers)
         try:
             read(engine, run)
         except CorruptObjectError:
@@ -223,7 +223,7 @@ def _location(block: WantedBlock) -> Location:
 
 
 def _packs_of(block: WantedBlock) -> set[Ulid]:
-    return {block.pack} if block.codec not in BASED else {place.pack for place in chain_of(_location(block))}
+    return {block.pack} if block.codec not in CODECS_WITH_BASES else {place.pack for place in chain_of(_location(block))}
 
 
 def _verify(engine: Engine, block: WantedBlock, raw: memoryview, name: str) -> None:

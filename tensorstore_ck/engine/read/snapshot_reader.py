@@ -15,11 +15,11 @@ import numpy as np
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
-from tensorstore_ck.engine.reachability import require_live, resolve
+from tensorstore_ck.engine.reachability import locate_blocks, raise_if_expired
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
-from tensorstore_ck.format.block_assignment import decode_regions, every_region, first_ranks, ranks_with_layout, row_boxes
+from tensorstore_ck.format.block_assignment import decode_regions, first_ranks, ranks_with_layout, regions_of_tensor, row_boxes
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name
@@ -28,7 +28,7 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import ParseBudget, check_msgpack
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import expand
-from tensorstore_ck.format.values import parsed_blobs
+from tensorstore_ck.format.values import msgpack_blobs
 from tensorstore_ck.log import SnapshotInfo
 
 
@@ -58,7 +58,7 @@ def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None
     if world_size not in (None, ranks):
         raise MismatchError(
             f"{what} has the states of {ranks} ranks, and there are {world_size} now. Say whose each takes with rank_state_map=, seed "
-            "new random streams with store.streams(), and keep a loader's position as a SampleCursor in the state that all ranks share",
+            "new random streams with store.random_streams(), and keep a loader's position as a SampleCursor in the shared state",
             object_id=info.root.hex(),
         )
     return ranks
@@ -111,7 +111,7 @@ class SnapshotReader:
         try:
             self.record: Record = record if record is not None else engine.read_record(info)
         except DamageError as exc:
-            require_live(engine, info, exc)
+            raise_if_expired(engine, info, exc)
             raise
         self._first = rank
         first = self._open(rank)
@@ -134,7 +134,7 @@ class SnapshotReader:
             raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
         layout = decode_layout(encoded, f"the layout of {self.name}", self.budget)
         tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
-        self._parsed_blobs = parsed_blobs(self.values, self.name)
+        self._parsed_blobs = msgpack_blobs(self.values, self.name)
         self.layout: Layout = replace(layout, tree=tree)
         self._plan(rank)
 
@@ -144,9 +144,9 @@ class SnapshotReader:
         if rank not in self._parts:
             try:
                 part = self._engine.read_part(self.record, rank)
-                places = resolve(self._engine, self._engine.log.view(), part)
+                places = locate_blocks(self._engine, self._engine.log.view(), part)
             except DamageError as exc:
-                require_live(self._engine, self.info, exc)
+                raise_if_expired(self._engine, self.info, exc)
                 raise
             self._parts[rank] = OpenPart(part, part_name(self.record.parts[rank]), places, lambda row: self.tensor_at(row, rank))
         return self._parts[rank]
@@ -250,8 +250,8 @@ class SnapshotReader:
             return
         spec = self.layout.tensors[tensor]
         left = prod(box.sizes)
-        for region in every_region(self.layout, tensor, self._alike, self._reported_boxes, near=box, order=self._nearest):
-            common = region.common(spec, box)
+        for region in regions_of_tensor(self.layout, tensor, self._alike, self._reported_boxes, near=box, order=self._nearest):
+            common = region.common_elements(spec, box)
             if not common:
                 continue
             left -= common
@@ -286,7 +286,7 @@ class SnapshotReader:
         target = BoxTarget(region, spec, wanted.box, wanted.target)
         if held.is_inline:
             target.write(held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
-        ahead, size_bytes = region.ahead_of(wanted.box), prod(wanted.box.sizes) * spec.item_bytes
+        ahead, size_bytes = region.elements_before(wanted.box), prod(wanted.box.sizes) * spec.item_bytes
         start = held.start
         for row, length in zip(held.rows, held.lengths, strict=not held.is_inline):
             at = None if ahead is None else start - ahead * spec.item_bytes
@@ -310,16 +310,16 @@ class MergedSnapshot:
         """
         self.readers = readers
         try:
-            union = MergedLayout(readers)
+            merged = MergedLayout(readers)
         except LayoutConflictError as exc:
-            names = " and ".join(readers[side].name for side in exc.sides)
+            names = " and ".join(readers[side].name for side in exc.parts)
             raise MismatchError(
                 f"the ranks that put this snapshot had different things as {exc.path!r}: see {names}", object_id=exc.path
             ) from exc
-        self.values: Sequence[Any] = union.values
-        self.layout = union.layout
-        self._places = union.places
-        self._blobs = union.blobs
+        self.values: Sequence[Any] = merged.values
+        self.layout = merged.layout
+        self._places = merged.locations
+        self._blobs = merged.blob_locations
 
     def blob(self, index: int) -> bytes:
         """The verified bytes of a large value."""

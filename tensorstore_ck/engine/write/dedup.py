@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
@@ -36,7 +36,7 @@ class DedupIndex:
             record = engine.recent_record(info)
             for number in matching_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
                 part = engine.read_part(record, number)
-                self._parts.append((part, resolve(engine, self._view, part)))
+                self._parts.append((part, locate_blocks(engine, self._view, part)))
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=2)
         for number, (part, _) in enumerate(self._parts):
@@ -73,7 +73,7 @@ class DedupIndex:
         Also 0 if it is in a cold location: a new snapshot must be readable without that, and a save must not need it.
         """
         state = self._view.object_state(ObjectKey("pack", pack))
-        if state is not None or any(self._view.relocations(pack)) or self._view.place_of(pack) is not None:
+        if state is not None or any(self._view.relocations(pack)) or self._view.location_of(pack) is not None:
             return 0
         try:
             return self._engine.backend.size(pack_name(pack))
@@ -101,4 +101,4 @@ def packs_of_damaged(engine: Engine, view: RefTable, rank: int) -> Iterator[Ulid
             record = engine.read_record(info)
             for number in range(len(record.parts)) if rank == 0 else [min(rank, len(record.parts) - 1)]:
                 with contextlib.suppress(DamageError):
-                    yield from resolve(engine, view, engine.read_part(record, number)).packs
+                    yield from locate_blocks(engine, view, engine.read_part(record, number)).packs

@@ -76,7 +76,7 @@ class ParentBlocks:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
         except DamageError:
             return None
-        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._view.place_of(link.pack) for link in chain_of(place)):
+        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._view.location_of(link.pack) for link in chain_of(place)):
             return None
         base, age = Base(self._part.block_id(row), place), 1
         if place.codec == Codec.DELTA:

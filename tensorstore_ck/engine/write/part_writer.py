@@ -24,7 +24,7 @@ from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, P
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling
 from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
-from tensorstore_ck.format.block_assignment import BlockShare, Region, encode_regions, regions, shares
+from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
@@ -177,7 +177,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
         ends = np.cumsum(lengths).tolist()
         view = memoryview(blob)
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.opaque(run[number])))  # type: ignore[misc]
+        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 
@@ -236,12 +236,12 @@ def write_tensors(
             spec = captured.layout.tensors[block.tensor]
             elements = elements_of(spec.dtype, spec.item_bytes)
             bases = masters.blocks(block) if block.tensor in masters.of else []
-            if bases and (cast := encoder.cast(raw, [masters.read(base) for base in bases], spec.dtype)) is not None:
+            if bases and (cast := encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)) is not None:
                 return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
             candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
-            if candidate is not None and (delta := encoder.delta(raw, candidate.raw, elements)) is not None:
+            if candidate is not None and (delta := encoder.encode_delta(raw, candidate.raw, elements)) is not None:
                 return BlockEncoding(delta, (candidate.base,), candidate.age)
-            return BlockEncoding(encoder.numbers(raw, elements))
+            return BlockEncoding(encoder.encode_tensor(raw, elements))
 
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
@@ -269,9 +269,9 @@ def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tupl
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
     """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
-    held = regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     bases = source_offsets(captured, held)
-    for share in shares(captured.layout, held, slot.rank, block_bytes):
+    for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
         yield held[share.region].tensor, bases[share.region] + share.start, share
 
 
@@ -330,7 +330,7 @@ def _require_readable(captured: CapturedState, layout: bytes, part: Part, slot: 
     # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
     budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.layout_ranks))
     size_bytes = sum(map(len, bodies))
-    if size_bytes <= budget.most_items(size_bytes):
+    if size_bytes <= budget.max_items(size_bytes):
         return  # even if each byte was an item
     try:
         for body in bodies:
@@ -365,8 +365,8 @@ def _cuts_of_frozen(captured: CapturedState, slot: PartSlot, block_bytes: int) -
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
-        held = regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
-        for share in shares(captured.layout, held, slot.rank, block_bytes):
+        held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+        for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
             region = held[share.region]
             if region.tensor in captured.frozen:
                 cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import condemned_among, resolve
+from tensorstore_ck.engine.reachability import condemned_among, locate_blocks
 from tensorstore_ck.engine.write.branch_conflict import moved_away
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part
@@ -152,7 +152,7 @@ def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], part
     needed = [ObjectKey("snapshot", snapshot) for snapshot in snapshots]
     try:
         for ulid, part in parts:
-            needed += [ObjectKey("part", ulid), *resolve(engine, view, part).objects()]
+            needed += [ObjectKey("part", ulid), *locate_blocks(engine, view, part).objects()]
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_among(view, needed, min(part.anchor for _, part in parts), "this snapshot")

@@ -11,7 +11,7 @@ from tensorstore_ck.engine.write.publish import Expected
 from tensorstore_ck.engine.write.sampled_checks import Finiteness, Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
 from tensorstore_ck.format.codec import Coding
-from tensorstore_ck.format.record import with_note
+from tensorstore_ck.format.record import with_store_metadata
 
 
 class PutRequest(NamedTuple):
@@ -59,4 +59,6 @@ class PutRequest(NamedTuple):
 
     def noted(self, finiteness: Finiteness) -> "PutRequest":
         """The same, with the share of numbers that are not finite in its metadata."""
-        return self._replace(metadata=with_note(self.metadata, {"non_finite": finiteness.share})) if finiteness.non_finite else self
+        if not finiteness.non_finite:
+            return self
+        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": finiteness.share}))

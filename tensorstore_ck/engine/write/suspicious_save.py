@@ -13,7 +13,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.sampled_checks import Finiteness
 from tensorstore_ck.errors import InvalidOptionError, StoreError, SuspiciousSaveError
-from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
+from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
@@ -216,7 +216,7 @@ def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:
 def _noted_share(engine: Engine, info: SnapshotInfo) -> float:
     """What a snapshot's metadata says of numbers that are not finite."""
     try:
-        note = decode_metadata(engine.recent_record(info), record_name(info.ulid)).get(NOTE)
+        note = decode_metadata(engine.recent_record(info), record_name(info.ulid)).get(STORE_KEY)
     except StoreError:
         return 0.0
     share = note.get("non_finite") if isinstance(note, dict) else None

@@ -1,33 +1,40 @@
 """How a block's bytes are encoded in a pack. Pure: bytes in, bytes out; every codec is lossless.
 
-`general` knows what each codec number means, `encoder` which one to take; `planes` is for numbers, `words` and `entropy` are what it is
-made of.
+registry.py        codec numbers, decoding by number, the codecs `lz4` and `zstd`
+encoder.py         chooses the codec of a block by the mode
+codec_policy.py    chooses the mode of a save: the user's option, or measured for `auto`
+byte_planes.py     the codec `planes`, for numbers
+delta.py           the codec `delta`: differences to an earlier block
+cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 masters
+byte_split.py      splits words into groups of bytes and merges them; zigzag differences
+entropy.py         entropy-codes a group of bytes with zstd
+exponent_sort.py   differences of floats, sorted by exponent
 """
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
 from tensorstore_ck.format.codec.codec_policy import (
-    CodecChoice,
     CodecName,
     CodecOption,
+    CodecPolicy,
     Coding,
     DeltaOption,
-    require_delta,
-    require_name,
-    require_strong,
+    check_codec_name,
+    check_delta,
+    check_recode_mode,
 )
 from tensorstore_ck.format.codec.delta import HEAD_BYTES
 from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode
-from tensorstore_ck.format.codec.registry import BASED, Codec, StoredBlock, base_count, codec_name, decode, elements_in
+from tensorstore_ck.format.codec.registry import CODECS_WITH_BASES, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 
 __all__ = [
-    "BASED",
+    "CODECS_WITH_BASES",
     "HEAD_BYTES",
     "KINDS",
     "Codec",
-    "CodecChoice",
     "CodecName",
     "CodecOption",
+    "CodecPolicy",
     "Coding",
     "DeltaOption",
     "Elements",
@@ -37,11 +44,11 @@ __all__ = [
     "StoredBlock",
     "base_count",
     "cast_sample",
+    "check_codec_name",
+    "check_delta",
+    "check_recode_mode",
     "codec_name",
     "decode",
     "elements_in",
     "elements_of",
-    "require_delta",
-    "require_name",
-    "require_strong",
 ]

@@ -1,8 +1,8 @@
-"""The codec `planes`: the bytes of all elements by significance, each kind coded for itself.
+"""The codec `planes`: the bytes of all elements, grouped by significance; each group is coded separately.
 
     item bytes (1) | flags (1) | groups (1) | zero (1) | for each group: width (1), how (1), zero (2), stored bytes (4) | the groups
 
-The idea is ZipNN's (arXiv:2411.05239): of weights, only the exponents repeat. Which bytes are worth coding, a sample says.
+Source: ZipNN (arXiv:2411.05239): in weights only the exponents repeat. A sample decides which bytes are worth coding.
 """
 
 import struct
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec.byte_split import Words, merge, split, words_of
-from tensorstore_ck.format.codec.entropy import NOISE_BITS, Coder, GroupCoding, bits_per_byte, decode_group, sample
+from tensorstore_ck.format.codec.entropy import NOISE_BITS, EntropyCoder, GroupCoding, bits_per_byte, decode_group, sample
 
 ROTATED: Final = 1
 _HEADER: Final = struct.Struct("<BBBx")
@@ -18,7 +18,7 @@ _GROUP: Final = struct.Struct("<BBxxI")
 
 
 class Elements(NamedTuple):
-    """What a block consists of."""
+    """The elements of a block."""
 
     item_bytes: int
     """1, 2, 4 or 8."""
@@ -29,7 +29,7 @@ BYTES: Final = Elements(1, False)
 
 
 def elements_of(dtype: str, item_bytes: int) -> Elements:
-    """Those of a tensor; `dtype` as in a layout."""
+    """The elements of a tensor; `dtype` as in a layout, `item_bytes` its bytes per element."""
     name = dtype.removeprefix("np:").lstrip("<>=|")
     is_complex = name.startswith("complex") or (dtype.startswith("np:") and name[:1] == "c")
     is_float = is_complex or "float" in name or (dtype.startswith("np:") and name[:1] == "f")
@@ -37,28 +37,28 @@ def elements_of(dtype: str, item_bytes: int) -> Elements:
     return Elements(size, is_float) if size in (1, 2, 4, 8) else BYTES
 
 
-def likely_elements(raw: memoryview) -> Elements:
-    """Those whose planes would be smallest."""
+def guess_elements(raw: memoryview) -> Elements:
+    """The elements whose planes are estimated to be smallest."""
     fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
-    return min(fitting, key=lambda each: planes_bytes(raw, each)) if len(raw) else BYTES
+    return min(fitting, key=lambda each: estimate_planes_bytes(raw, each)) if len(raw) else BYTES
 
 
-def planes_or_raw(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
-    """The pieces of the stored bytes, also where nothing is worth coding."""
+def planes_or_raw(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
+    """The pieces of the stored bytes, even if nothing is worth coding."""
     coded = encode_planes(raw, elements, coder)
     if coded is not None:
         return coded
     return [_HEADER.pack(elements.item_bytes, 0, 1), _GROUP.pack(elements.item_bytes, GroupCoding.RAW, len(raw)), raw]
 
 
-def planes_bytes(raw: memoryview, elements: Elements) -> float:
-    """What the planes of a block most likely take."""
+def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
+    """The estimated size of a block's planes in bytes."""
     bits = _bits(sample(words_of(raw, elements.item_bytes)), rotated=elements.is_float)
     return sum(bits) / 8 * (len(raw) / elements.item_bytes)
 
 
-def encode_planes(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview] | None:
-    """The pieces of the stored bytes; None where nothing is worth coding."""
+def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview] | None:
+    """The pieces of the stored bytes; None if nothing is worth coding."""
     words = words_of(raw, elements.item_bytes)
     bits = _bits(sample(words), rotated=elements.is_float)
     if min(bits) > NOISE_BITS:
@@ -74,16 +74,16 @@ def encode_planes(raw: memoryview, elements: Elements, coder: Coder) -> list[byt
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
-    """The raw bytes, straight into their place.
+    """Decodes the raw bytes into `into`.
 
     Raises:
-        CorruptObjectError: it does not decode to so many.
+        CorruptObjectError: `stored` is malformed, or does not decode to `len(into)` bytes.
     """
     try:
         item_bytes, flags, count = _HEADER.unpack_from(stored)
         rows = [_GROUP.unpack_from(stored, _HEADER.size + number * _GROUP.size) for number in range(count)]
     except struct.error as exc:
-        raise CorruptObjectError(f"{name}: a block is cut short", object_id=name) from exc
+        raise CorruptObjectError(f"{name}: a block is truncated", object_id=name) from exc
     start = _HEADER.size + count * _GROUP.size
     widths = [width for width, _, _ in rows]
     if (
@@ -103,13 +103,13 @@ def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
 
 
 def _bits(words: Words, *, rotated: bool) -> list[float]:
-    """Entropy of each byte, the most significant first."""
+    """The entropy of each byte in bits, the most significant first."""
     size = words.dtype.itemsize
     return [bits_per_byte(group) for group in split(words, [1] * size, rotated=rotated)]
 
 
 def _group(bits: list[float]) -> tuple[list[int], list[float]]:
-    """Which bytes are split off, and the entropy of each group; what is noise stays together, in widths that a core has."""
+    """The width of each group in bytes, and its entropy; adjacent bytes of noise form one group, of a machine word's width."""
     widths: list[int] = []
     heads: list[float] = []
     at = 0

@@ -1,7 +1,7 @@
-"""Splits words into groups of bytes, and merges them again, at the speed of memory.
+"""Splits words into groups of bytes and merges them again, at memory speed.
 
-A float's sign, exponent and mantissa behave quite differently. Rotated left by one bit, a word has its exponent in whole bytes at the top,
-and its sign below the mantissa, where all is noise anyway. Works on pieces that stay in a core's cache; numpy lets go of the GIL.
+A float's sign, exponent and mantissa have different statistics. Rotated left by one bit, a word has its exponent in whole bytes at the
+top, and its sign below the mantissa, among the noise. Works on pieces that stay in a core's cache; numpy releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_BYTES: Final = 1 << 18
-APART_BYTES: Final = 1 << 11
+PAGE_OFFSET_BYTES: Final = 1 << 11
 
 Words = npt.NDArray[Any]
 """Unsigned integers, little-endian."""
 
 
 def words_of(data: memoryview | bytes | bytearray, item_bytes: int) -> Words:
-    """The words that lie there; not copied."""
+    """The words in `data`; not copied."""
     return np.frombuffer(data, f"<u{item_bytes}")
 
 
@@ -28,7 +28,7 @@ def bytes_of(words: Words) -> memoryview:
 
 
 def split(words: Words, widths: Sequence[int], *, rotated: bool) -> list[Words]:
-    """Groups of bytes of each word, the most significant first; `widths` are their bytes, and sum up to a word's."""
+    """The groups of bytes of each word, the most significant first; `widths`, in bytes, sum up to the word's."""
     bits = 8 * words.dtype.itemsize
     groups: list[Words] = [np.empty(len(words), f"<u{width}") for width in widths]
     step = PIECE_BYTES // words.dtype.itemsize
@@ -53,9 +53,7 @@ def split(words: Words, widths: Sequence[int], *, rotated: bool) -> list[Words]:
 
 
 def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
-    """Puts words together. `into` may be a caller's tensor, even one that other processes restore at the same time: each word of it is
-    written once.
-    """
+    """Merges groups of bytes into words. Writes each word once: `into` may be a tensor that other processes restore at the same time."""
     bits = 8 * into.dtype.itemsize
     step = PIECE_BYTES // into.dtype.itemsize
     spare, more = _spares(min(step, len(into)), into.dtype)
@@ -67,7 +65,7 @@ def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
             shift -= 8 * group.dtype.itemsize
             here = part if number else found
             np.copyto(here, group[start : start + len(piece)])
-            low = here >> 1 if rotated and not shift else None  # what a rotation brings down again
+            low = here >> 1 if rotated and not shift else None  # rotates back
             np.left_shift(here, bits - 1 if low is not None else shift - rotated, out=here)
             if number:
                 np.bitwise_or(found, here, out=found)
@@ -76,8 +74,8 @@ def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
         np.copyto(piece, found)
 
 
-def differences(words: Words, base: Words, *, is_float: bool) -> Words:
-    """Zigzag differences; wraps round."""
+def zigzag_differences(words: Words, base: Words, *, is_float: bool) -> Words:
+    """Zigzag-coded differences modulo 2^bits; of floats, differences in their order as integers."""
     bits = 8 * words.dtype.itemsize
     signed = np.dtype(f"<i{words.dtype.itemsize}")
     found = np.empty_like(words)
@@ -89,14 +87,14 @@ def differences(words: Words, base: Words, *, is_float: bool) -> Words:
 
 
 def add_differences(base: Words, found: Words, into: Words, *, is_float: bool) -> None:
-    """What `differences` took away."""
+    """The inverse of `zigzag_differences`: writes `base` plus the differences `found` to `into`."""
     for other, zigzag, out in _pieces(base, found, into):
         difference = (zigzag >> 1) ^ (0 - (zigzag & 1))
         out[:] = _ordered(_ordered(other, is_float=is_float) + difference, is_float=is_float)
 
 
 def _ordered(words: Words, *, is_float: bool) -> Words:
-    """Floats as integers in their order, in two's complement; its own inverse."""
+    """Maps floats to two's complement integers of the same order; its own inverse."""
     if not is_float:
         return words
     bits = 8 * words.dtype.itemsize
@@ -111,7 +109,7 @@ def _pieces(*arrays: Words) -> Any:
 
 
 def _spares(count: int, dtype: np.dtype[Any]) -> tuple[Words, Words]:
-    """Two arrays that do not lie at the same place of a page: cores take a load for one that waits for a store if they do."""
-    gap = APART_BYTES // dtype.itemsize
+    """Two arrays at different offsets in a page: at equal ones, cores take a load to depend on a store (4K aliasing)."""
+    gap = PAGE_OFFSET_BYTES // dtype.itemsize
     memory = np.empty(2 * count + 2 * gap, dtype)
     return memory[gap : gap + count], memory[2 * gap + count :]

@@ -1,8 +1,8 @@
-"""The codec `cast`: weights of 16 bits that are the rounding of fp32 masters in the same snapshot, bit for bit, take no room.
+"""The codec `cast`: 16-bit weights that are, bit for bit, the rounding of fp32 masters in the same snapshot take 8 bytes per block.
 
     kind (1) | zero (7)        bases: the blocks of the masters, which have the same elements in the same order
 
-Rounding is to nearest, ties to even, as torch and IEEE 754 do; a NaN becomes 7FC0, whatever a machine makes of it.
+Rounding is to nearest, ties to even, as in torch and IEEE 754; in bfloat16 every NaN becomes 7FC0, on all machines.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ STORED_BYTES: Final = 8
 
 
 def rounded(masters: npt.NDArray[np.uint32], kind: int) -> npt.NDArray[np.uint16]:
-    """The bits of fp32 numbers as 16."""
+    """The bits of fp32 numbers rounded to 16 bits; `kind` as in `KINDS`."""
     if kind == KINDS["float16"]:
         with np.errstate(over="ignore"):
             return masters.view("<f4").astype("<f2").view("<u2")
@@ -33,17 +33,17 @@ def rounded(masters: npt.NDArray[np.uint32], kind: int) -> npt.NDArray[np.uint16
 
 
 def cast_sample(masters: memoryview, dtype: str) -> bytes:
-    """What a few masters round to."""
+    """The bytes of a few fp32 masters rounded to `dtype`."""
     return rounded(words_of(masters, 4), KINDS[dtype]).tobytes()
 
 
 def encode_cast(raw: memoryview, masters: Iterable[memoryview], kind: int) -> bytes | None:
-    """The stored bytes, if `raw` is the rounding of the masters in a row."""
+    """The stored bytes if `raw` is the rounding of the concatenated masters, else None."""
     words, start = words_of(raw, 2), 0
     for block in masters:
         for piece in _pieces(words_of(block, 4)):
             if kind == KINDS["float16"] and _is_nan(piece).any():
-                return None  # machines differ in what becomes of its bits
+                return None  # machines round its bits differently
             if not np.array_equal(rounded(piece, kind), words[start : start + len(piece)]):
                 return None
             start += len(piece)
@@ -51,10 +51,10 @@ def encode_cast(raw: memoryview, masters: Iterable[memoryview], kind: int) -> by
 
 
 def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview], name: str) -> None:
-    """The rounding of the masters.
+    """Writes the rounding of the masters (`bases`) to `into`.
 
     Raises:
-        CorruptObjectError: they are not as many as must be.
+        CorruptObjectError: `stored` is malformed, or the masters have another number of elements.
     """
     kind = stored[0] if len(stored) == STORED_BYTES else 0
     problem = kind not in KINDS.values() or len(into) % 2 or any(stored[1:])
@@ -68,7 +68,7 @@ def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview
             words[start : start + len(piece)] = rounded(piece, kind)
             start += len(piece)
     if problem or 2 * start != len(into):
-        raise CorruptObjectError(f"{name}: a block is said to be the rounding of others, and cannot be", object_id=name)
+        raise CorruptObjectError(f"{name}: a block of the codec `cast` does not fit its bases", object_id=name)
 
 
 def _is_nan(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:

@@ -1,13 +1,13 @@
-"""Which mode a put takes: what the user says for it, its ref or the store; else `auto`.
+"""Chooses the encoding mode of a save: the user's option for the save, its ref or the store; else `auto`.
 
-`auto` stores blocks as they are, unless each of the last puts of this handle has shown that the store is so slow that encoding makes
-puts and restores faster. Puts are timed; restores follow from them. `fast` encodes at 0.7 to 1.1 GB/s and decodes at 1.3 to 1.5 GB/s on a
-core, hashing counted, and saves a sixth to a third of the bytes. From an S3 server on the same host, restores were 4 to 6 times as fast
-as puts. At `SLOW_PACE` a put passes 60 to 90 MB/s on each core, so a restore may pass 500 MB/s, and decoding still keeps up with it.
+`auto` stores blocks unencoded unless the last saves through this handle all showed that the store is so slow that encoding speeds up
+saves and restores. Only saves are timed. `fast` encodes at 0.7 to 1.1 GB/s and decodes at 1.3 to 1.5 GB/s per core, including hashing,
+and saves a sixth to a third of the bytes. From an S3 server on the same host, restores were 4 to 6 times as fast as saves. At
+`SLOW_PACE` a save writes 60 to 90 MB/s per core, so a restore may read 500 MB/s, and decoding still keeps up.
 
-How slow is expressed in the time that hashing takes: when all cores are busy, with a user's work or with a server on the same host,
-hashing and writing both take longer, and their ratio says what the store alone is like. On 2 cores it was 12 to 29 for S3 servers on the
-same host, which the cores limit, and 22, 55, 110 and 200 for stores that take 500, 200, 100 and 50 MB/s.
+The measure is the time to write a byte divided by the time to hash it: busy cores slow both, so the ratio describes the store alone. On
+2 cores it was 12 to 29 for S3 servers on the same host, which the cores limit, and 22, 55, 110 and 200 for stores that accept 500, 200,
+100 and 50 MB/s.
 """
 
 from collections import deque
@@ -24,40 +24,40 @@ CodecOption = CodecName | Mapping[str, CodecName]
 DeltaOption = bool | int | None
 
 ANCHOR_EVERY: Final = 8
-"""Differences over 50 steps cost about 3 % more than over 10: docs/decisions/009-bounded-delta-chains.md."""
+"""Differences over 50 steps are about 3 % larger than over 10: docs/decisions/009-bounded-delta-chains.md."""
 MAX_ANCHOR_EVERY: Final = 1000
 SLOW_PACE: Final = 60.0
-"""A store is slow whose writes take this many times as long as hashing the same number of bytes."""
+"""A store is slow if writing takes this many times as long as hashing the same bytes."""
 JUDGED_BYTES: Final = 16 << 20
-"""A put that writes fewer bytes says nothing about the store."""
+"""A save that writes fewer bytes is not counted."""
 JUDGED_PUTS: Final = 3
-"""A store is slow when all of the last puts say so, up to this many: one slow put does not outweigh two fast ones."""
+"""A store is slow if all of the last saves, up to this number, were slow: one slow save does not outweigh two fast ones."""
 
 
 class Coding(NamedTuple):
-    """How the blocks of a put are encoded."""
+    """How the blocks of a save are encoded."""
 
     mode: Mode
     anchor_every: int = 0
-    """After how many snapshots a block that changes all over is stored in full again, and not as a difference; 0: always."""
+    """A block that changes in every snapshot is stored in full every `anchor_every` snapshots, else as a difference; 0: always in full."""
 
 
-class CodecChoice:
-    """Of one store handle. Thread-safe."""
+class CodecPolicy:
+    """The codec options and measurements of one store handle. Thread-safe."""
 
     def __init__(self, option: CodecOption = "auto", delta: DeltaOption = None) -> None:
-        """`option`: a name, or names by globs over refs, of which the first that fits counts. `delta`: see `require_delta`.
+        """`option`: a codec name, or names by globs over refs (the first match counts). `delta`: see `check_delta`.
 
         Raises:
-            InvalidOptionError: there is no such codec.
+            InvalidOptionError: an option is invalid.
         """
-        self._delta = require_delta(delta)
+        self._delta = check_delta(delta)
         rules = option if isinstance(option, Mapping) else {"*": option}
-        self._rules = {str(glob): require_name(name) for glob, name in rules.items()}
+        self._rules = {str(glob): check_codec_name(name) for glob, name in rules.items()}
         self._paces: deque[float] = deque(maxlen=JUDGED_PUTS)
 
     def coding(self, ref: str, own: CodecName | None = None, delta: DeltaOption = None) -> Coding:
-        """For a put to `ref`; `own` and `delta` are what was said for this put alone. Who asks for differences asks for fewer bytes."""
+        """The coding of a save to `ref`; `own` and `delta` are the save's own options. With differences, `auto` means `fast`."""
         name = own if own is not None else self._name_of(ref)
         wanted = delta if delta is not None else self._delta
         mode = name if name != "auto" else "fast" if wanted or self._is_slow() else "raw"
@@ -66,7 +66,7 @@ class CodecChoice:
         return Coding(mode, 0 if mode == "raw" else ANCHOR_EVERY if wanted is True else int(wanted))
 
     def note_written(self, size_bytes: int, pace: float) -> None:
-        """A put wrote so many bytes, which took `pace` times as long as hashing the same number."""
+        """Notes that a save wrote `size_bytes` bytes, and that writing took `pace` times as long as hashing."""
         if size_bytes >= JUDGED_BYTES and pace > 0:
             self._paces.append(pace)
 
@@ -80,8 +80,8 @@ class CodecChoice:
         return "auto"
 
 
-def require_delta(delta: object) -> DeltaOption:
-    """What a user says of differences to earlier snapshots: on, off, after how many of them one in full comes; or nothing.
+def check_delta(delta: object) -> DeltaOption:
+    """Checks the option ``delta``: True or False (store differences to earlier snapshots), every how many one is in full, or None.
 
     Raises:
         InvalidOptionError: it is none of these.
@@ -91,23 +91,23 @@ def require_delta(delta: object) -> DeltaOption:
     raise InvalidOptionError(f"delta must be True, False or a number from 1 to {MAX_ANCHOR_EVERY}, not {delta!r}", object_id="delta")
 
 
-def require_name(name: object) -> CodecName:
-    """The name of a codec, as users give it.
+def check_codec_name(name: object) -> CodecName:
+    """Checks the option ``codec``.
 
     Raises:
-        InvalidOptionError: it is none.
+        InvalidOptionError: it is not the name of a codec.
     """
     if name not in get_args(CodecName):
         raise InvalidOptionError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))}, not {name!r}", object_id="codec")
     return cast(CodecName, name)
 
 
-def require_strong(name: object) -> Mode:
-    """The mode that blocks are encoded anew with.
+def check_recode_mode(name: object) -> Mode:
+    """Checks the mode to re-encode blocks with.
 
     Raises:
-        InvalidOptionError: it is none, or none that makes blocks smaller.
+        InvalidOptionError: it is not one that makes blocks smaller.
     """
     if name not in ("fast", "small"):
-        raise InvalidOptionError(f"codec must be 'fast' or 'small' to encode snapshots anew, not {name!r}", object_id="codec")
+        raise InvalidOptionError(f"codec must be 'fast' or 'small' to re-encode snapshots, not {name!r}", object_id="codec")
     return name

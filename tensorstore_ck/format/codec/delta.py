@@ -1,12 +1,12 @@
-"""The codec `delta`: what a block's elements differ by from those of an earlier one.
+"""The codec `delta`: the differences of a block's elements to those of an earlier block.
 
     form (1) | order (1) | item bytes (1) | zero (1) | changed (4) | bytes of the first planes (4) | planes | planes
 
-A difference is one of integers: of floats, of those in the order of the floats, so that close numbers are close however their exponents
-fall. Zigzag puts the sign lowest. Form 1, dense: the planes of all differences. Form 2, sparse: of the gaps between elements that
-changed, u4 each, and of their differences. Form 3, sorted: the planes of all differences, stably sorted by the exponents of the base, whose
-top byte after a rotation by one says them: an optimizer's steps are alike in size, so differences in units of the last place go by the
-exponent, and zstd makes a new code for each 128 KiB.
+Differences are between integers; floats are first mapped to integers of the same order, so close numbers stay close across exponents.
+Zigzag coding puts the sign lowest. Form 1, dense: the planes of all differences. Form 2, sparse: the planes of the gaps between changed
+elements (u4 each), and of their differences. Form 3, sorted: the planes of all differences, stably sorted by the base's exponent (its
+top byte after a rotation by one): an optimizer's steps have similar sizes, so in units of the last place the differences depend on the
+exponent, and zstd makes a new Huffman code for each 128 KiB.
 """
 
 import struct
@@ -17,30 +17,30 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, planes_bytes, planes_or_raw
-from tensorstore_ck.format.codec.byte_split import add_differences, bytes_of, differences, words_of
-from tensorstore_ck.format.codec.entropy import Coder, sample
+from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, estimate_planes_bytes, planes_or_raw
+from tensorstore_ck.format.codec.byte_split import add_differences, bytes_of, words_of, zigzag_differences
+from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
 from tensorstore_ck.format.codec.exponent_sort import add_sorted, sorted_differences
 
 DENSE, SPARSE, SORTED = 1, 2, 3
 INTEGERS, FLOATS = 0, 1
 SPARSE_TO: Final = 0.1
-"""Of the elements that changed: at most so many for the sparse form."""
+"""The sparse form is used up to this share of changed elements."""
 _HEADER: Final = struct.Struct("<BBBxII")
 HEAD_BYTES: Final = _HEADER.size
 
 
-def delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
-    """What the difference of a block to another most likely takes."""
+def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
+    """The estimated size in bytes of a block as a difference to `base`."""
     some, other = (sample(words_of(each, elements.item_bytes)) for each in (raw, base))
-    found = differences(some, other, is_float=elements.is_float)
+    found = zigzag_differences(some, other, is_float=elements.is_float)
     changed = np.count_nonzero(found) / max(1, len(found))
     if changed <= SPARSE_TO:
         return len(raw) * changed * (1 + 1 / elements.item_bytes)
-    return planes_bytes(bytes_of(found), elements._replace(is_float=False)) * len(raw) / found.nbytes
+    return estimate_planes_bytes(bytes_of(found), elements._replace(is_float=False)) * len(raw) / found.nbytes
 
 
-def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
+def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes."""
     order = FLOATS if elements.is_float else INTEGERS
     words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
@@ -48,10 +48,10 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: C
     changed = np.flatnonzero(words != others)
     if len(changed) > SPARSE_TO * len(words):
         form = SORTED if elements.is_float else DENSE
-        found = sorted_differences(words, others) if form == SORTED else differences(words, others, is_float=False)
+        found = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
         return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(found), plain, coder)]
     gaps = np.diff(changed, prepend=-1).astype("<u4")
-    values = differences(words[changed], others[changed], is_float=elements.is_float)
+    values = zigzag_differences(words[changed], others[changed], is_float=elements.is_float)
     first = planes_or_raw(bytes_of(gaps), Elements(4, False), coder)
     second = planes_or_raw(bytes_of(values), plain, coder)
     header = _HEADER.pack(SPARSE, order, elements.item_bytes, len(changed), sum(map(len, first)))
@@ -59,21 +59,21 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: C
 
 
 def elements_of_delta(stored: Buffer) -> Elements:
-    """What it is a difference of; `BYTES` where that is damaged."""
+    """The elements of a block from its header; `BYTES` if that is damaged."""
     order, item_bytes = stored[1], stored[2]
     return Elements(item_bytes, order == FLOATS) if item_bytes in (1, 2, 4, 8) else BYTES
 
 
 def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str) -> None:
-    """The raw bytes, straight into their place.
+    """Decodes the raw bytes into `into`.
 
     Raises:
-        CorruptObjectError: it does not decode to so many.
+        CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
     """
     try:
         form, order, item_bytes, changed, first = _HEADER.unpack_from(stored)
     except struct.error as exc:
-        raise CorruptObjectError(f"{name}: a block is cut short", object_id=name) from exc
+        raise CorruptObjectError(f"{name}: a block is truncated", object_id=name) from exc
     rest, whole = stored[_HEADER.size :], len(into)
     if (
         form not in (DENSE, SPARSE, SORTED)
@@ -102,15 +102,15 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     gaps, values = np.empty(changed, "<u4"), np.empty(changed, dtype)
     decode_planes(rest[:first], bytes_of(gaps), name)
     decode_planes(rest[first:], bytes_of(values), name)
-    places: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
-    if int(gaps.min()) == 0 or int(places[-1]) >= whole // item_bytes:
+    positions: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
+    if int(gaps.min()) == 0 or int(positions[-1]) >= whole // item_bytes:
         raise _misfit(name)
     words = words_of(base, item_bytes).copy()
     picked = np.empty(changed, dtype)
-    add_differences(words[places], values, picked, is_float=is_float)
-    words[places] = picked
+    add_differences(words[positions], values, picked, is_float=is_float)
+    words[positions] = picked
     into[:] = bytes_of(words)  # each word once: see `merge`
 
 
 def _misfit(name: str) -> CorruptObjectError:
-    return CorruptObjectError(f"{name}: a block has a difference that does not fit its base", object_id=name)
+    return CorruptObjectError(f"{name}: a block of the codec `delta` is malformed, or does not fit its base", object_id=name)

@@ -1,24 +1,23 @@
-"""Encodes the blocks of a put, as cheaply or as small as its mode says.
+"""Encodes the blocks of a save by its mode.
 
-`fast` takes what a pure entropy coder gains at about a gigabyte a second and core; `small` whatever the codecs here can; `raw` nothing
-of tensors.
+`raw` leaves tensors unencoded; `fast` uses a pure entropy coder, at about 1 GB/s per core; `small` spends more time for smaller blocks.
 """
 
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, likely_elements, planes_bytes
+from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_bytes, guess_elements
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
-from tensorstore_ck.format.codec.delta import delta_bytes, encode_delta
-from tensorstore_ck.format.codec.entropy import Coder
+from tensorstore_ck.format.codec.delta import encode_delta, estimate_delta_bytes
+from tensorstore_ck.format.codec.entropy import EntropyCoder
 from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
 Mode = Literal["raw", "fast", "small"]
 WORTH: Final = 0.97
-"""A difference that is not smaller than this costs more to read than it saves."""
+"""A difference must be smaller than this share of the block encoded by itself, else reading its base costs more than it saves."""
 LEVELS: Final = {"fast": 1, "small": 9}
-"""zstd's."""
+"""zstd levels."""
 
 
 class Encoded(NamedTuple):
@@ -29,43 +28,43 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """For one thread."""
+    """Encodes blocks. Not thread-safe."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode: Mode = mode
-        self._coder: Coder | None = None
+        self._coder: EntropyCoder | None = None
 
-    def numbers(self, raw: Buffer, elements: Elements) -> Encoded:
+    def encode_tensor(self, raw: Buffer, elements: Elements) -> Encoded:
         """Encodes a tensor's block."""
         if self._mode == "raw" or not len(raw):
             return Encoded(Codec.RAW, (raw,))
         pieces = encode_planes(memoryview(raw), elements, self._coder_of_mode())
         return Encoded(Codec.RAW, (raw,)) if pieces is None else Encoded(Codec.PLANES, tuple(pieces))
 
-    def unknown(self, raw: memoryview) -> Encoded:
-        """Encodes what may be a tensor's block, as the elements that a sample makes it most likely to be."""
-        return self.numbers(raw, likely_elements(raw))
+    def encode_unknown(self, raw: memoryview) -> Encoded:
+        """Encodes a block of unknown content, as the elements that fit a sample best."""
+        return self.encode_tensor(raw, guess_elements(raw))
 
-    def cast(self, raw: Buffer, masters: Sequence[memoryview], dtype: str) -> Encoded | None:
-        """Encodes weights as the rounding of their masters, if they are that."""
+    def encode_cast(self, raw: Buffer, masters: Sequence[memoryview], dtype: str) -> Encoded | None:
+        """Encodes weights as the rounding of their masters; None if they differ from it."""
         stored = encode_cast(memoryview(raw), masters, KINDS[dtype])
         return None if stored is None else Encoded(Codec.CAST, (stored,))
 
-    def delta(self, raw: Buffer, base: memoryview, elements: Elements) -> Encoded | None:
-        """Encodes a tensor's block as a difference to `base`, if that is smaller than by itself."""
+    def encode_delta(self, raw: Buffer, base: memoryview, elements: Elements) -> Encoded | None:
+        """Encodes a tensor's block as a difference to `base`; None if that is not clearly smaller than the block by itself."""
         coder = self._coder_of_mode()
-        plain_bytes = planes_bytes(memoryview(raw), elements)
-        if delta_bytes(memoryview(raw), base, elements) > WORTH * plain_bytes:
+        plain_bytes = estimate_planes_bytes(memoryview(raw), elements)
+        if estimate_delta_bytes(memoryview(raw), base, elements) > WORTH * plain_bytes:
             return None
         pieces = encode_delta(memoryview(raw), base, elements, coder)
         return Encoded(Codec.DELTA, tuple(pieces)) if sum(map(len, pieces)) <= WORTH * plain_bytes else None
 
-    def opaque(self, raw: Buffer) -> Encoded:
-        """Encodes bytes of which nothing is known; cheap ones in every mode, since they are few."""
+    def encode_opaque(self, raw: Buffer) -> Encoded:
+        """Encodes opaque bytes, with compression in every mode, since they are few."""
         codec, stored = encode_zstd(raw, LEVELS["small"]) if self._mode == "small" else encode_lz4(raw)
         return Encoded(codec, (stored,))
 
-    def _coder_of_mode(self) -> Coder:
+    def _coder_of_mode(self) -> EntropyCoder:
         if self._coder is None:
-            self._coder = Coder(LEVELS[self._mode])
+            self._coder = EntropyCoder(LEVELS[self._mode])
         return self._coder

@@ -1,6 +1,6 @@
-"""Groups of bytes, entropy-coded with zstd: as a pure Huffman coder where values do not repeat in runs, with matches where they do.
+"""Entropy-codes groups of bytes with zstd: as a pure Huffman coder if values do not repeat in runs, with matches if they do.
 
-Parameters of the pure coder: docs/decisions/008-zstd-as-entropy-coder.md. A search that finds next to nothing costs next to nothing.
+The pure coder's parameters: docs/decisions/008-zstd-as-entropy-coder.md. Its match search finds next to nothing and costs next to nothing.
 """
 
 from enum import IntEnum
@@ -13,12 +13,12 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec.byte_split import Words, bytes_of
 
 NOISE_BITS: Final = 7.8
-"""Bytes with more entropy than this are stored as they are."""
+"""Bytes with a higher entropy are stored unencoded."""
 REPEATING_BITS: Final = 1.5
-"""With less, matches shorten what a Huffman code cannot: it takes a bit for each byte."""
+"""Bytes with a lower entropy are coded with matches: a Huffman code takes at least a bit for each byte."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
-"""Of each piece of a sample."""
+"""Words in each piece of a sample."""
 WORTH: Final = 0.98
 
 
@@ -31,7 +31,7 @@ class GroupCoding(IntEnum):
 
 
 def sample(words: Words) -> Words:
-    """Some of the words, from all over."""
+    """Evenly spaced pieces of the words; all words if they are few."""
     if len(words) <= 2 * SAMPLE_PIECES * SAMPLE_WORDS:
         return words
     step = (len(words) - SAMPLE_WORDS) // (SAMPLE_PIECES - 1)
@@ -39,17 +39,17 @@ def sample(words: Words) -> Words:
 
 
 def bits_per_byte(values: Words) -> float:
-    """The entropy of bytes, each for itself."""
+    """The order-0 entropy of bytes, in bits per byte."""
     counts = np.bincount(values, minlength=256)
     shares = counts[counts > 0] / max(1, len(values))
     return float(-(shares * np.log2(shares)).sum())
 
 
-class Coder:
-    """For one thread."""
+class EntropyCoder:
+    """Encodes groups of bytes. Not thread-safe."""
 
     def __init__(self, level: int) -> None:
-        """`level` is zstd's, for what repeats."""
+        """`level` is the zstd level for repeating bytes."""
         pure = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, target_length=0, window_log=17, write_content_size=1
         )
@@ -58,7 +58,7 @@ class Coder:
         self._matching: zstandard.ZstdCompressor | None = None
 
     def encode(self, group: Words, bits: float) -> tuple[GroupCoding, bytes | memoryview]:
-        """`bits`: what a sample of its bytes has."""
+        """The coding of a group and its stored bytes. `bits` is the entropy of a sample, in bits per byte."""
         if len(group) and bits == 0 and bool((group == group[0]).all()):
             return GroupCoding.CONSTANT, bytes_of(group[:1])
         if bits > NOISE_BITS:
@@ -73,10 +73,10 @@ class Coder:
 
 
 def decode_group(how: int, stored: memoryview, count: int, width: int, name: str) -> Words:
-    """A group again.
+    """Decodes a group of `count` integers of `width` bytes.
 
     Raises:
-        CorruptObjectError: it does not decode to `count` values.
+        CorruptObjectError: `stored` does not decode to them.
     """
     dtype, size = np.dtype(f"<u{width}"), count * width
     if how == GroupCoding.RAW and len(stored) == size:
@@ -84,11 +84,22 @@ def decode_group(how: int, stored: memoryview, count: int, width: int, name: str
     if how == GroupCoding.CONSTANT and len(stored) == width and count:
         return np.broadcast_to(np.frombuffer(stored, dtype), count)
     if how == GroupCoding.ZSTD:
-        try:
-            if zstandard.frame_content_size(stored) == size:
-                found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
-                if len(found) == size:
-                    return np.frombuffer(found, dtype)
-        except zstandard.ZstdError as exc:
-            raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
-    raise CorruptObjectError(f"{name}: a block has a group of bytes of another size than it must have", object_id=name)
+        return np.frombuffer(decompress(stored, size, name), dtype)
+    raise CorruptObjectError(f"{name}: a group of bytes of a block has the wrong size", object_id=name)
+
+
+def decompress(stored: memoryview, size: int, name: str) -> bytes:
+    """Decodes one zstd frame of `size` raw bytes.
+
+    Raises:
+        CorruptObjectError: it is damaged, or has another size.
+    """
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if declared == size:  # checked before memory is allocated for it
+            found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+            if len(found) == size:
+                return found
+    except zstandard.ZstdError as exc:
+        raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
+    raise CorruptObjectError(f"{name}: a block decompresses to {declared} bytes, not {size}", object_id=name)

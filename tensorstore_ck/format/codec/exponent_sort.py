@@ -1,17 +1,17 @@
-"""Differences of floats, sorted by the exponents of what they are taken to: by a small compiled kernel, or by numpy where it was not built.
+"""Differences of floats, sorted by the exponents of their base: by a small compiled kernel, or by numpy if that was not built.
 
-Sorting is what costs: numpy's way goes through an index of 8 bytes an element, at 0.2 GB/s of fp32, the kernel does it in two passes.
+Sorting takes most of the time: numpy needs an index of 8 bytes per element and reaches 0.2 GB/s of fp32; the kernel needs two passes.
 """
 
 import sys
 
 import numpy as np
 
-from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, differences
+from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, zigzag_differences
 
 try:
     if sys.byteorder != "little":
-        raise ImportError("the kernel takes words as they are in memory, which are little-endian")
+        raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel
 except ImportError:
     HAS_KERNEL = False
@@ -20,9 +20,9 @@ else:
 
 
 def sorted_differences(words: Words, base: Words) -> Words:
-    """Zigzag differences of floats, those with the same exponent in the base side by side, else in order."""
+    """Zigzag differences of floats, stably sorted by the exponent of the base."""
     if not HAS_KERNEL:
-        found: Words = differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
+        found: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
         return found
     into = np.empty_like(words)
     _kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
@@ -30,7 +30,7 @@ def sorted_differences(words: Words, base: Words) -> Words:
 
 
 def add_sorted(base: Words, found: Words, into: Words) -> None:
-    """What `sorted_differences` took away."""
+    """The inverse of `sorted_differences`."""
     if HAS_KERNEL:
         _kernel.add_differences(bytes_of(found), bytes_of(base), bytes_of(into), into.dtype.itemsize)
         return
@@ -40,6 +40,6 @@ def add_sorted(base: Words, found: Words, into: Words) -> None:
 
 
 def exponents(words: Words) -> Words:
-    """The top bytes after a rotation by one."""
+    """The exponents: the top bytes of the words rotated left by one bit."""
     found: Words = ((words << 1) >> (8 * words.dtype.itemsize - 8)).astype(np.uint8)
     return found

@@ -1,12 +1,15 @@
 """`torch.distributed.checkpoint` over a store: pass a `Writer` to ``dcp.save`` and a `Reader` to ``dcp.load``.
 
-target.py     which store, ref, step and address are meant
-skeleton.py   DCP's flat names as a layout
-writer.py     what ``dcp.save`` and ``dcp.async_save`` call
-reader.py     what ``dcp.load`` calls
-shadow.py     a DCP checkpoint beside it, compared bit for bit
+target.py            the store, ref, step and address from arguments and DCP's checkpoint id
+flat_layout.py       DCP's flat names as a layout
+plans.py             DCP's plans in terms of a store: which rank writes which part
+byte_items.py        DCP's byte items as native values, and back
+duplicate_items.py   finds ranks with different copies under one name
+writer.py            Writer: what ``dcp.save`` and ``dcp.async_save`` call
+reader.py            Reader: what ``dcp.load`` calls
+shadow.py            ShadowWriter: a DCP checkpoint and a snapshot of one state, compared bit for bit
 
-DCP plans, gathers and scatters; its coordinator publishes. What is stored is a snapshot like any other.
+DCP plans, gathers and scatters; its coordinator publishes. The result is a snapshot like any other.
 """
 
 from tensorstore_ck.integrations.dcp.reader import Reader

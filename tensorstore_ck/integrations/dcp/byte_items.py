@@ -1,4 +1,4 @@
-"""Byte items: what DCP hands over and takes as zips of torch.save, and the native values that are stored."""
+"""Byte items: DCP passes them as zips of torch.save; they are stored as native values."""
 
 import io
 import pickle
@@ -18,7 +18,7 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.state.opaque_item import OpaqueItem, capture_value
 from tensorstore_ck.state.registered_types import FACTORIES
 
-_HARMLESS: Final = [
+_SAFE_GLOBALS: Final = [
     frozenset,
     defaultdict,
     *FACTORIES.values(),
@@ -28,33 +28,32 @@ _HARMLESS: Final = [
     np._core.multiarray.scalar,  # type: ignore[attr-defined]
     *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
 ]
-"""What torch must be told to load with ``weights_only=True``."""
+"""Types that torch must be told to accept with ``weights_only=True``."""
 _loading: Final = threading.Lock()
-"""torch's list of such is the process's."""
+"""torch's list of safe globals is one per process."""
 _ZIPPING: Final = ("resolve_data", "transform_object")
-"""How torch's planner makes a zip of an object."""
+"""The methods of torch's planner that zip an object."""
 
 
 def resolve_item(planner: SavePlanner, item: WriteItem) -> OpaqueItem:
-    """A byte item of a plan, taken apart.
+    """Captures a byte item of a plan.
 
     Raises:
         UnsupportedValueError: it holds something that cannot be stored.
     """
     if isinstance(planner, DefaultSavePlanner) and not any(name in vars(cls) for name in _ZIPPING for cls in _own_classes(planner)):
-        return capture_value(planner.lookup_object(item.index), item.index.fqn)  # zipping it and back took three times as long
+        return capture_value(planner.lookup_object(item.index), item.index.fqn)  # zipping and unzipping takes three times as long
     resolved = planner.resolve_data(item)
     assert not isinstance(resolved, torch.Tensor)
     return decode_item(resolved, item.index.fqn)
 
 
 def _own_classes(planner: DefaultSavePlanner) -> Iterator[type]:
-    """What was made of torch's planner."""
     return takewhile(lambda cls: cls is not DefaultSavePlanner, type(planner).__mro__)
 
 
 def decode_item(data: io.BytesIO | bytes, fqn: str) -> OpaqueItem:
-    """A byte item, taken apart.
+    """Captures a byte item.
 
     Raises:
         UnsupportedValueError: it holds more than plain values, containers, tensors and arrays.
@@ -62,20 +61,20 @@ def decode_item(data: io.BytesIO | bytes, fqn: str) -> OpaqueItem:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     stream.seek(0)
     try:
-        with _loading, torch.serialization.safe_globals(_HARMLESS):
+        with _loading, torch.serialization.safe_globals(_SAFE_GLOBALS):
             value = torch.load(stream, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:
         named = re.search(r"GLOBAL (\S+)", str(exc))
         what = f"a {named[1]}" if named else "something that torch does not load with weights_only=True"
         raise UnsupportedValueError(
-            f"cannot store {fqn}: it holds {what}, which only its own code can make again; put its state_dict() or plain values instead",
+            f"cannot store {fqn}: it holds {what}, which only its own code can create; store its state_dict() or plain values instead",
             object_id=fqn,
         ) from exc
     return capture_value(value, fqn)
 
 
-def zipped(value: object) -> bytes:
-    """A value as DCP's planners take it."""
+def torch_zip(value: object) -> bytes:
+    """A value in the form that DCP's planners take."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

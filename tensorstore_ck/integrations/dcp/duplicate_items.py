@@ -1,8 +1,8 @@
-"""What several ranks plan to write under one name as plain tensors and values: DCP lets one rank win, and the others restore its copy.
+"""Plain tensors and values that several ranks plan to write under one name: DCP stores one rank's copy, which all ranks then restore.
 
-Plans have no values, and only the planner's rank can look at them. So each rank tells hashes of its copies beside what it wrote, and the
-coordinator compares them before it publishes: all of them at a writer's first save, later the values, small tensors and a part of the
-others, in turns. Copies that are right for their rank (a generator's state) look like those that are not (an unsynced buffer).
+Plans contain no values. So each rank sends hashes of its copies along with its write results, and the coordinator compares them before it
+publishes: all of them at a writer's first save; later values, small tensors and a rotating part of the others. Copies that differ
+legitimately (a generator's state) look like errors (an unsynchronised buffer).
 """
 
 import zlib
@@ -25,41 +25,40 @@ from tensorstore_ck.state.capture import require_dense
 from tensorstore_ck.state.rank_shares import source_of
 
 SMALL_BYTES: Final = 4 << 10
-"""Tensors of up to this size are looked at in each save: the buffers of a norm are such."""
+"""Tensors up to this size, such as the buffers of a norm, are compared in each save."""
 RUN_BYTES: Final = 32 << 20
-"""What one thread hashes at a time: with small tensors, threads would do little but wait for each other."""
+"""Hashed by one thread at a time, since threads that hash small tensors one by one mostly wait for each other."""
 MAX_NAMED: Final = 4
 ROW: Final = np.dtype([("name", "<u8"), ("content", "<u8")])
 
 
 class DuplicateItems(NamedTuple):
-    """What a rank tells of its own."""
+    """The hashes of a rank's copies."""
 
     rank: int
-    """Of the job."""
     rows: bytes
-    """`ROW` for each that it looked at."""
+    """A `ROW` for each hashed copy."""
 
 
 class DifferingItem(NamedTuple):
-    """A name of which ranks have copies that are not equal."""
+    """A name under which ranks have different copies."""
 
     fqn: str
     winner: int
     """The rank whose copy is stored."""
     others: tuple[int, ...]
-    """The ranks that have another one."""
+    """The ranks with a different copy."""
 
 
 def local_items(plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
-    """What this rank planned, before DCP left each item to one rank; `plan` says nothing where DCP uses its plans again."""
+    """The items that this rank planned, before DCP assigned each to one rank; from DCP's cache if it reuses plans."""
     if plan is None or not plan.usable:
         plan = SavePlanner._cached_save_plan.get(getattr(planner, "_cached_plans_key", ""))
     return plan.items if plan is not None else ()
 
 
-def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> DuplicateItems | None:
-    """Hashes this rank's copies: in a `turn` a part of the larger tensors, else all. None where it has no others beside it."""
+def hash_copies(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> DuplicateItems | None:
+    """Hashes this rank's copies; with a `turn` only a part of the larger tensors. None if there is only one rank."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks == 1:
         return None
@@ -77,12 +76,12 @@ def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) 
     return DuplicateItems(dist.get_rank(), rows[rows["name"] != 0].tobytes())
 
 
-def differences(told: Sequence[DuplicateItems], fqns: Collection[str], writer_of: Callable[[str], int | None]) -> list[DifferingItem]:
-    """The names of which ranks told different copies, in the order of `fqns`. `writer_of`: the rank that wrote a name."""
-    if len({each.rows for each in told}) < 2:
+def differences(copies: Sequence[DuplicateItems], fqns: Collection[str], writer_of: Callable[[str], int | None]) -> list[DifferingItem]:
+    """The names with different copies, in the order of `fqns`. `writer_of`: the rank that wrote a name."""
+    if len({each.rows for each in copies}) < 2:
         return []
-    rows = np.concatenate([np.frombuffer(each.rows, ROW) for each in told])
-    ranks = np.repeat([each.rank for each in told], [len(each.rows) // ROW.itemsize for each in told])
+    rows = np.concatenate([np.frombuffer(each.rows, ROW) for each in copies])
+    ranks = np.repeat([each.rank for each in copies], [len(each.rows) // ROW.itemsize for each in copies])
     names, counts = np.unique(np.unique(rows)["name"], return_counts=True)
     wrong = set(names[counts > 1].tolist())
     found = []
@@ -99,12 +98,12 @@ def differences(told: Sequence[DuplicateItems], fqns: Collection[str], writer_of
 
 
 def explain(found: Sequence[DifferingItem]) -> str:
-    """For people."""
+    """The message for a warning."""
     shown = "; ".join(f"{fqn!r}: that of rank {winner}, not that of {named_ranks(others)}" for fqn, winner, others in found[:MAX_NAMED])
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return (
-        f"ranks have different copies under one name, DCP saves one of each, and all ranks will restore that ({shown}{more}). Give what "
-        "belongs to one rank a name of its own, such as 'rng.3'; synchronise buffers that each rank updates, as batch norm does; make "
+        f"ranks have different copies under one name, DCP saves one of each, and all ranks will restore that ({shown}{more}). Give items "
+        "of one rank their own name, such as 'rng.3'; synchronise buffers that each rank updates, as batch norm does; make "
         "parts of one tensor a DTensor"
     )
 
@@ -119,7 +118,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def _runs(items: Sequence[WriteItem]) -> list[tuple[int, int]]:
-    """Numbers of items that one thread hashes."""
+    """Ranges of items, each hashed by one thread."""
     runs, first, size = [], 0, 0
     for number, item in enumerate(items, 1):
         size += _bytes_of(item)
@@ -130,7 +129,7 @@ def _runs(items: Sequence[WriteItem]) -> list[tuple[int, int]]:
 
 
 def _content(planner: SavePlanner, item: WriteItem) -> bytes:
-    """The digest of this rank's copy; empty where it cannot be told."""
+    """The digest of this rank's copy; empty if it cannot be stored."""
     try:
         if item.type == WriteItemType.BYTE_IO:
             subtree = resolve_item(planner, item)
@@ -140,7 +139,7 @@ def _content(planner: SavePlanner, item: WriteItem) -> bytes:
         tensor = tensor.detach()
         require_dense(tensor, item.index.fqn)
     except UnsupportedValueError:
-        return b""  # the rank that is to write it says so
+        return b""  # the rank that writes it raises
     return bytes(block_id(source_of(tensor).read(0, tensor.nbytes)))
 
 

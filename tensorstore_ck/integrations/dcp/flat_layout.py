@@ -1,6 +1,6 @@
-"""DCP's flat names, and the paths that they stand for, as a layout: the same tree that a put of the nested state would make.
+"""DCP's flat names and their paths as a layout: the same tree as a save of the nested state would have.
 
-Pure. The coordinator makes it of the plans before anything is written, and of DCP's metadata when all is; both must come out the same.
+Pure. The coordinator builds it from the plans before the writes and from DCP's metadata after them; both must be equal.
 """
 
 from collections import ChainMap
@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 
 
 class TensorItem(NamedTuple):
-    """What DCP says of a whole tensor."""
+    """DCP's description of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class TensorItem(NamedTuple):
 
 
 class FlatLayout(NamedTuple):
-    """A layout, and what of DCP belongs where in it."""
+    """A layout, and which DCP item belongs where in it."""
 
     layout: Layout
     tensors: dict[str, int]
@@ -39,11 +39,11 @@ class FlatLayout(NamedTuple):
 
 
 Items = Mapping[str, TensorItem | None]
-"""fqn -> what it is; None: a byte item."""
+"""fqn -> tensor; None: a byte item."""
 
 
 def items_of_plans(plans: Sequence[SavePlan]) -> tuple[dict[str, TensorItem | None], dict[str, Path]]:
-    """What all ranks together write, and the paths of the names."""
+    """The items that all ranks together write, and the paths of their names."""
     items: dict[str, TensorItem | None] = {}
     for item in (item for plan in plans for item in plan.items):
         data = item.tensor_data
@@ -53,7 +53,7 @@ def items_of_plans(plans: Sequence[SavePlan]) -> tuple[dict[str, TensorItem | No
 
 
 def items_of_metadata(metadata: Metadata) -> tuple[dict[str, TensorItem | None], dict[str, Path]]:
-    """The same, of DCP's metadata."""
+    """The same, from DCP's metadata."""
     items = {
         fqn: _tensor(entry.size, entry.properties) if isinstance(entry, TensorStorageMetadata) else None
         for fqn, entry in metadata.state_dict_metadata.items()
@@ -62,7 +62,7 @@ def items_of_metadata(metadata: Metadata) -> tuple[dict[str, TensorItem | None],
 
 
 def _paths(planner_data: object) -> dict[str, Path]:
-    """What a planner that flattens says of its names; others say nothing, or something of their own."""
+    """The paths of names that a flattening planner has recorded; other planners record none, or something else."""
     found = planner_data if isinstance(planner_data, dict) else {}
     return {fqn: path for fqn, path in found.items() if isinstance(path, tuple) and path}
 
@@ -71,24 +71,24 @@ def _tensor(size: Sequence[int], properties: Any) -> TensorItem:
     return TensorItem(tuple(size), properties.dtype, properties.requires_grad)
 
 
-def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> FlatLayout:
+def build_flat_layout(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> FlatLayout:
     """The layout of a state with these items. `in_boxes`: each rank's part says which boxes of the tensors it has.
 
     Raises:
         UnsupportedValueError: a tensor's dtype has no stored form.
     """
-    ordered = dict.fromkeys([*(fqn for fqn in paths if fqn in items), *items])  # in the state's order, not by who writes what
+    ordered = dict.fromkeys([*(fqn for fqn in paths if fqn in items), *items])  # in the state's order, not by rank
     of_items = {fqn: paths.get(fqn, (fqn,)) for fqn in ordered}
     ends = set(of_items.values())
     root: dict[str | int, Any] = {}
     for fqn, path in of_items.items():
         if any(path[:length] in ends for length in range(1, len(path))):
-            path = (fqn,)  # below what is an item on another rank: kept beside it
-        place = root
+            path = (fqn,)  # its parent is an item on another rank: use the flat name
+        branch = root
         for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = fqn
-    return _Builder(items).skeleton(root, in_boxes=in_boxes)
+            branch = branch.setdefault(key, {})
+        branch[path[-1]] = fqn
+    return _Builder(items).build(root, in_boxes=in_boxes)
 
 
 class _Builder:
@@ -99,7 +99,7 @@ class _Builder:
         self._tensors: dict[str, int] = {}
         self._holes: list[str | None] = []
 
-    def skeleton(self, root: dict[str | int, Any], *, in_boxes: bool) -> FlatLayout:
+    def build(self, root: dict[str | int, Any], *, in_boxes: bool) -> FlatLayout:
         tree = self._container(root, "")
         layout = Layout(self._specs, tree, spreads=["boxes"] * len(self._specs) if in_boxes else ())
         return FlatLayout(layout, self._tensors, self._holes)
@@ -111,11 +111,11 @@ class _Builder:
                 f"cannot store {name}...: it is nested deeper than {MAX_NESTING} levels; flatten it", object_id=name
             )
         if children and all(type(key) is int for key in children):
-            slots: list[Any] = [None] * (max(map(int, children)) + 1)  # DCP leaves out what is empty, and fills the gaps with None
+            slots: list[Any] = [None] * (max(map(int, children)) + 1)  # DCP omits empty containers, and fills the gaps with None
             for position, child in children.items():
                 slots[int(position)] = child
             return ["l", [self._node(child, f"{path}{position}.", depth) for position, child in enumerate(slots)]]
-        keys = [encode(str(key), f"{path}{key!r:.80} (a dict key)") for key in children]  # of several ranks, some may be positions
+        keys = [encode(str(key), f"{path}{key!r:.80} (a dict key)") for key in children]  # with several ranks, some may be positions
         nodes = [self._node(child, f"{path}{key_text(key)}.", depth) for key, child in zip(keys, children.values(), strict=True)]
         return ["d", keys, nodes]
 

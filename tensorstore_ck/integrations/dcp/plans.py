@@ -1,4 +1,4 @@
-"""DCP's plans in terms of a store: who of the ranks writes which part, and what a rank's items are as a captured state."""
+"""DCP's plans in terms of a store: which rank writes which part, and a rank's items as a captured state."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,82 +12,82 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, decode_layout
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, decode_layout
 from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
-from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_skeleton, items_of_metadata, items_of_plans
+from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_flat_layout, items_of_metadata, items_of_plans
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
-from tensorstore_ck.state.rank_shares import chain_of
+from tensorstore_ck.state.rank_shares import concatenate_sources
 from tensorstore_ck.state.registered_types import torch_dtype
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
 
 class Role(NamedTuple):
-    """What a rank does in a save. Travels in its plan, and stays with it when DCP uses it again."""
+    """A rank's task in a save. Part of its plan, and of DCP's cached copy of it."""
 
     part: int
-    """Which of the snapshot's parts it writes; the coordinator the first."""
+    """The number of the part that it writes; the coordinator's is 0."""
     parts: int
     layout: bytes
     """Sealed."""
     numbers: tuple[int, ...]
-    """The tensor of each of the plan's items; -1 for a byte item."""
+    """The tensor number of each item in the plan; -1 for a byte item."""
 
     @property
     def slot(self) -> PartSlot:
         """For the part writer."""
-        return seat_of(self.part, self.parts)
+        return part_slot(self.part, self.parts)
 
 
-def seat_of(part: int, parts: int) -> PartSlot:
-    """The place of one of `parts` parts, all with one layout."""
+def part_slot(part: int, parts: int) -> PartSlot:
+    """The slot of one of `parts` parts with a common layout."""
     return PartSlot(part, parts, tuple(range(parts)), b"")
 
 
 class Tiny(NamedTuple):
-    """The bytes of a whole tensor that is so small that it lies inside the coordinator's part, where every reader finds it."""
+    """The bytes of a whole tensor small enough to be stored inside the coordinator's part."""
 
     number: int
     data: bytes
 
 
 class RankItems(NamedTuple):
-    """What a rank has to write."""
+    """The items that a rank writes."""
 
     captured: CapturedState
     results: list[WriteResult]
-    """What DCP is told of each item. Byte items and tiny tensors travel with it to the coordinator."""
+    """Results for DCP, which carry byte items and tiny tensors to the coordinator."""
 
 
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
-    """The coordinator's step: its global plan, with a `Role` for every rank that has something to write, and for itself.
+    """The coordinator's global plan, with a `Role` for itself and for every rank that writes something.
 
     Raises:
         UnsupportedValueError: a tensor cannot be stored.
     """
     if not any(plan.usable for plan in plans):
-        return list(plans)  # DCP takes the plans of its last save again, and what was in them
+        return list(plans)  # DCP reuses the plans of its last save, with their roles
     plans = _completed(plans)
     writers = [coordinator, *(rank for rank, plan in enumerate(plans) if plan.items and rank != coordinator)]
     boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
     sizes = [item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data is not None]
-    skeleton = build_skeleton(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
-    layout = skeleton.layout.encode()
+    flat = build_flat_layout(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
+    layout = flat.layout.encode()
     assigned = list(plans)
     for part, rank in enumerate(writers):
-        numbers = tuple(skeleton.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
+        numbers = tuple(flat.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
         assigned[rank] = replace(plans[rank], storage_data=Role(part, len(writers), layout, numbers))
     return assigned
 
 
-def skeleton_of(metadata: Metadata, parts: int) -> FlatLayout:
-    """The skeleton that `assign_roles` made, from what DCP says of the whole checkpoint."""
+def flat_layout_of(metadata: Metadata, parts: int) -> FlatLayout:
+    """The layout of `assign_roles`, rebuilt from DCP's metadata."""
     tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     boxes = [box for entry in tensors for box in entry.chunks]
     sizes = [entry.size for entry in tensors for _ in entry.chunks]
-    return build_skeleton(*items_of_metadata(metadata), in_boxes=parts > 1 or _are_cut(boxes, sizes))
+    return build_flat_layout(*items_of_metadata(metadata), in_boxes=parts > 1 or _are_cut(boxes, sizes))
 
 
 def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size]) -> bool:
@@ -95,10 +95,10 @@ def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size])
 
 
 def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
-    """The plans, with those from DCP's cache that ranks do not send again since they did not change.
+    """The plans, completed from DCP's cache for ranks whose plan did not change.
 
     Raises:
-        InvalidOptionError: they are not there.
+        InvalidOptionError: the cache lacks them.
     """
     if all(plan.usable for plan in plans):
         return plans
@@ -111,11 +111,11 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     )
 
 
-def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
-    """Resolves a rank's items. Nothing is copied that the planner does not copy.
+def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
+    """Resolves a rank's items, without copies except the planner's own.
 
     Raises:
-        UnsupportedValueError: an item cannot be stored; the message has its name.
+        UnsupportedValueError: an item cannot be stored; the message names it.
     """
     layout = decode_layout(role.layout, "the layout in DCP's plan")
     pieces: dict[int, list[tuple[BoxBounds, torch.Tensor]]] = {}
@@ -134,13 +134,13 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
             )
         tiny = None
         if role.part and box.sizes == spec.shape and spec.size_bytes <= INLINE_TENSOR_BYTES:
-            tiny = Tiny(number, bytes(chain_of([tensor]).read(0, spec.size_bytes)))
+            tiny = Tiny(number, bytes(concatenate_sources([tensor]).read(0, spec.size_bytes)))
         elif 0 not in box.sizes:
             pieces.setdefault(number, []).append((box, tensor))
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
-    sources = [chain_of([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
-    told = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
-    return RankItems(CapturedState(layout, (), (), sources, told if layout.spreads else ()), results)
+    sources = [concatenate_sources([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
+    explicit = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
+    return RankItems(CapturedState(layout, (), (), sources, explicit if layout.spreads else ()), results)
 
 
 def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
@@ -149,7 +149,7 @@ def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
     for number, data in tiny:
         shape = captured.layout.tensors[number].shape
         sources[number] = BytesSource(data)
-        explicit[number] = Explicit(number, (whole_box(shape),) if data else ())
+        explicit[number] = ExplicitRegions(number, (whole_box(shape),) if data else ())
     return captured._replace(sources=sources, explicit=explicit)
 
 
@@ -162,7 +162,7 @@ def _tensor(resolved: Any, item: WriteItem, box: BoxBounds) -> torch.Tensor:
     if isinstance(resolved, torch.Tensor) and is_traceable(type(resolved)):
         kind = type(resolved)
         raise UnsupportedValueError(
-            f"cannot store {item.index.fqn}: it is a {kind.__module__}.{kind.__qualname__}, and DCP's plan has no place for its inner "
+            f"cannot store {item.index.fqn}: it is a {kind.__module__}.{kind.__qualname__}, and DCP's plan cannot hold its inner "
             "tensors; Store.put_snapshot with group= stores it",
             object_id=item.index.fqn,
         )

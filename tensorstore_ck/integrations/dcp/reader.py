@@ -1,7 +1,7 @@
-"""`Reader`: what ``dcp.load`` reads through, from any snapshot, whoever put it.
+"""`Reader`: lets ``dcp.load`` read any snapshot, whatever saved it.
 
-DCP plans what it needs from metadata that is made of the layout: one box per tensor, whatever the ranks that put it held, so that a plan
-is small. Which blocks hold a wanted box follows from the layout, as in any restore.
+DCP plans its reads from metadata that is made from the layout: one box per tensor, however it was sharded, which keeps plans small. The
+layout gives the blocks of each box, as in any restore.
 """
 
 import os
@@ -25,14 +25,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.format.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
+from tensorstore_ck.format.tree import REQUIRES_GRAD, Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.integrations.dcp.byte_items import zipped
+from tensorstore_ck.integrations.dcp.byte_items import torch_zip
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
@@ -43,37 +44,38 @@ from tensorstore_ck.state.plain_memory import require_plain
 from tensorstore_ck.state.rank_shares import source_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
-from tensorstore_ck.state.wrapper_subclasses import ABOUT
+from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 from tensorstore_ck.store import ReadOnlyStore
 
 _CPU: Final = torch.device("cpu")
 
 
+@renamed_argument(allow_bad="allow_marked")
 class Reader(StorageReader):
     """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``.
 
-    Names that are one tensor here, such as an embedding and its head, may be two in the snapshot, where torch broke the tie. When those
-    are not equal, the last of them is loaded and a `LoadWarning` names them. That cannot be seen where `state` has copies of the model's
-    tensors (``StateDictOptions(cpu_offload=True)``).
+    Tied tensors, such as an embedding and its head, may be two tensors in the snapshot, if torch broke the tie. If those differ, the last
+    one is loaded and a `LoadWarning` names them. This goes undetected if `state` has copies of the model's tensors
+    (``StateDictOptions(cpu_offload=True)``).
     """
 
     def __init__(
-        self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_bad: bool = False, **open_options: Any
+        self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_marked: bool = False, **open_options: Any
     ) -> None:
         """Opens nothing yet.
 
         Args:
             store: The store's URL, or an open `Store`.
-            address: A branch, tag, root, ``ref@step`` or ``ref~n``; without it, the ``checkpoint_id`` is one. With a branch here, a
+            address: A branch, tag, root, ``ref@step`` or ``ref~n``; by default the ``checkpoint_id``. With a branch here, a
                 ``checkpoint_id`` that ends with a number means that step of it.
-            allow_bad: Also read a snapshot that is marked ``bad`` or ``damaged``.
+            allow_marked: Also read a snapshot that is marked ``bad`` or ``damaged``.
             open_options: For `tensorstore_ck.open`.
         """
         self._target = DcpTarget(store, address, open_options)
-        self._allow_bad = allow_bad
+        self._allow_marked = allow_marked
         self._checkpoint_id: CheckpointId = None
         self.snapshot: Snapshot | None = None
-        """What is read, once that is known."""
+        """The snapshot that is read, once it is known."""
         self._content: SnapshotContent
         self._tree: Tree
         self._paths: Mapping[str, Sequence[str | int]]
@@ -88,7 +90,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether it could be one."""
+        """Whether it can be a checkpoint id."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -96,16 +98,16 @@ class Reader(StorageReader):
         self._checkpoint_id = checkpoint_id
         self.snapshot = None
 
-    def read_metadata(self) -> Metadata:  # with kwargs, DCP would go on without the other ranks when it fails
-        """On every rank: the snapshot as DCP would describe it. Where it cannot be told, whoever looks into it is told why.
+    def read_metadata(self) -> Metadata:  # with kwargs, DCP would continue without the other ranks on failure
+        """On every rank: the snapshot as DCP would describe it. An error is raised later, on the first use of the result.
 
         Raises (then, and from `set_up_storage_reader`):
-            NotFoundError: nothing at that address.
-            SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
+            NotFoundError: there is no snapshot at the address.
+            SnapshotMarkedBadError: it is marked ``bad`` or ``damaged``.
         """
         try:
             return self._metadata()
-        except StoreError as exc:  # DCP would drop its type, and in older versions its message
+        except StoreError as exc:  # DCP drops its type, and in older versions its message
             return _NoMetadata(exc)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +116,7 @@ class Reader(StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """On every rank: tells which snapshot it found."""
+        """On every rank: adds the root of the snapshot that it found."""
         assert self.snapshot is not None
         return replace(plan, storage_data=self.snapshot.root)
 
@@ -122,7 +124,7 @@ class Reader(StorageReader):
         """On the coordinator.
 
         Raises:
-            ConflictError: the ref moved while the ranks looked at it.
+            ConflictError: the ref moved between the reads of the ranks.
         """
         roots = {plan.storage_data for plan in plans}
         if len(roots) > 1:
@@ -135,16 +137,16 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """On every rank: reads and verifies what it planned, each block once.
+        """On every rank: reads and verifies the planned items, each block once.
 
         Raises:
-            MismatchError: the planner planned something else than it gives.
+            MismatchError: the planner's tensors do not fit its plan.
             DamageError: stored data is damaged.
         """
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [_target(planner, item) for item in boxes]
         wanted = []
-        memory, tied = self._apart(boxes, targets)
+        memory, tied = self._separate_memory(boxes, targets)
         for item, target in zip(boxes, memory, strict=True):
             leaf = self._leaves[item.storage_index.fqn]
             if tuple(target.shape) != tuple(item.lengths):
@@ -173,12 +175,12 @@ class Reader(StorageReader):
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _apart(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
-        """Memory for each box: of several with one target, the last one has it; which box has the target of each other."""
-        last = {place: number for number, target in enumerate(targets) if (place := _place(target)) is not None}
+    def _separate_memory(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
+        """Memory for each box, since only the last of several boxes with one target gets it; and the last one, for each of the others."""
+        last = {place: number for number, target in enumerate(targets) if (place := _memory_of(target)) is not None}
         memory, tied = [*targets], dict[int, int]()
         for number, target in enumerate(targets):
-            place = _place(target)
+            place = _memory_of(target)
             if place is not None and last[place] != number:
                 tied[number] = last[place]
                 memory[number] = torch.empty_like(target)
@@ -189,8 +191,8 @@ class Reader(StorageReader):
         store.engine.log.sync()
         found = resolve(store.engine.log.view(), address)
         snapshot = Snapshot.from_info(found.info)
-        if not self._allow_bad:
-            refuse_marked(snapshot, address, "pass allow_bad=True")
+        if not self._allow_marked:
+            refuse_marked(snapshot, address, "pass allow_marked=True")
         self._content = open_snapshot(store.engine, found.info)
         metadata = self._describe(address)
         self.snapshot = snapshot
@@ -198,15 +200,15 @@ class Reader(StorageReader):
         return metadata
 
     def _describe(self, address: str) -> Metadata:
-        """Flattens the state as DCP would, with tensors that have no data. What DCP put as one item is one item."""
+        """Flattens the state as DCP would, with tensors without data. Items of DCP stay one item."""
         content = self._content
-        self._tree = _apart(parse(content.layout, len(content.values)))
+        self._tree = _unwrap(parse(content.layout, len(content.values)))
         self._children, self._zips = {}, {}
         require_buildable(self._tree, content)
         leaf_of: dict[int, Leaf] = {}
 
         def without_data(leaf: Leaf) -> object:
-            if isinstance(leaf.node, Branch):
+            if isinstance(leaf.node, Container):
                 return object()
             form = form_of(content.layout, leaf)
             stand_in = torch.empty(form.shape, dtype=form.dtype, device="meta") if isinstance(form.dtype, torch.dtype) else object()
@@ -215,12 +217,12 @@ class Reader(StorageReader):
 
         state = build(_with_items(self._tree, getattr(content, "subtrees", frozenset())), content, without_data)
         if not isinstance(state, dict):
-            raise MismatchError(f"{address} is no dict, and DCP knows nothing else: restore it with checkout", object_id=address)
+            raise MismatchError(f"{address} is not a dict, and DCP supports nothing else: restore it with checkout", object_id=address)
         try:
             items, self._paths = flatten_state_dict(state)
         except ValueError as exc:
             raise MismatchError(
-                f"{address} has names that DCP cannot tell apart ({exc}): restore it with checkout, or select= what you need",
+                f"{address} has names that are the same to DCP ({exc}): restore it with checkout, or select= what you need",
                 object_id=address,
             ) from exc
         self._leaves = {fqn: leaf_of[id(item)] for fqn, item in items.items() if isinstance(item, torch.Tensor)}
@@ -233,20 +235,19 @@ class Reader(StorageReader):
         return Metadata(described, planner_data=self._paths)
 
     def _zip(self, fqn: str) -> bytes:
-        """A byte item as DCP's planners take it; what it has of tensors and arrays is read now."""
+        """A byte item in the form that DCP's planners take; reads its tensors and arrays now."""
         tree = self._tree
         for key in self._paths[fqn]:
             tree = self._child(tree, str(key))
-        if isinstance(tree, Branch) or tree.kind != "value":
-            return zipped(build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get))
+        if isinstance(tree, Container) or tree.kind != "value":
+            return torch_zip(build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get))
         encoded = pack_body(self._content.values[tree.index])
-        if encoded not in self._zips:  # most of thousands are equal, such as an optimizer's hyperparameters
-            self._zips[encoded] = zipped(build(tree, self._content, self._read([]).get))
+        if encoded not in self._zips:  # thousands of items may be equal, such as an optimizer's hyperparameters
+            self._zips[encoded] = torch_zip(build(tree, self._content, self._read([]).get))
         return self._zips[encoded]
 
     def _child(self, tree: Tree, key: str) -> Tree:
-        """The child under a key as DCP spells it."""
-        assert isinstance(tree, Branch)
+        assert isinstance(tree, Container)
         if id(tree) not in self._children:
             texts = (own if type(own) is str else str(decode(own, decode_other=decode_torch)) for own in tree.keys)
             self._children[id(tree)] = dict(zip(texts, tree.children, strict=True))
@@ -258,13 +259,12 @@ class Reader(StorageReader):
         return fresh
 
 
-def _place(target: torch.Tensor) -> tuple[object, ...] | None:
-    """Where it lies; None for what takes no room."""
+def _memory_of(target: torch.Tensor) -> tuple[object, ...] | None:
+    """Identifies its memory; None for an empty tensor."""
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride()) if target.numel() else None
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they have the same bits."""
     return source_of(one).read(0, one.nbytes) == source_of(other).read(0, other.nbytes)
 
 
@@ -276,7 +276,7 @@ def _warn_of_untied(boxes: Sequence[ReadItem], memory: Sequence[torch.Tensor], t
     if names:
         shown = "; ".join(f"{', '.join(map(repr, [*others, name]))} (now that of {name!r})" for name, others in names.items())
         warnings.warn(
-            f"tensors that are one here are several in the snapshot, and not equal: {shown}. They were saved by a run in which they were "
+            f"tied tensors are several in the snapshot, and differ: {shown}. They were saved by a run in which they were "
             "not tied, as by parallelize_module before fully_shard: untie them here, or tie them there",
             LoadWarning,
             stacklevel=2,
@@ -284,33 +284,32 @@ def _warn_of_untied(boxes: Sequence[ReadItem], memory: Sequence[torch.Tensor], t
 
 
 class _NoMetadata(Metadata):
-    """Stands for metadata that could not be read."""
+    """Metadata that could not be read."""
 
     def __init__(self, error: StoreError) -> None:
         self.error = error
 
     @property
     def state_dict_metadata(self) -> dict[str, STORAGE_TYPES]:  # type: ignore[override]
-        """Raises what was in the way."""
         raise self.error
 
 
 def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
-    """The tree, with a leaf in the place of each subtree."""
+    """The tree, with a leaf instead of each subtree."""
     if isinstance(tree, Leaf) or not subtrees:
         return tree
     if id(tree.node) in subtrees:
         return Leaf(tree.path, "tensor", -1, tree)
-    return Branch(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
+    return Container(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
 
 
-def _apart(tree: Tree) -> Tree:
-    """The tree, with the inner tensors of wrapper subclasses in the places of these: DCP loads them by their own names."""
+def _unwrap(tree: Tree) -> Tree:
+    """The tree, with wrapper subclasses replaced by their inner tensors, which DCP loads by their own names."""
     if isinstance(tree, Leaf):
         return tree
-    if tree.node[0] == "r" and isinstance(tree.children[0], Branch) and ABOUT in tree.children[0].keys:
-        return _apart(tree.children[0])
-    return Branch(tree.node, tree.path, tree.keys, [_apart(child) for child in tree.children], tree.attributes)
+    if tree.node[0] == "r" and isinstance(tree.children[0], Container) and OUTER_KEY in tree.children[0].keys:
+        return _unwrap(tree.children[0])
+    return Container(tree.node, tree.path, tree.keys, [_unwrap(child) for child in tree.children], tree.attributes)
 
 
 def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:

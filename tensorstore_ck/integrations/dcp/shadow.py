@@ -1,7 +1,7 @@
-"""`ShadowWriter`: writes a DCP checkpoint as before, and a snapshot too, to try a store in a job before relying on it.
+"""`ShadowWriter`: writes a DCP checkpoint and also a snapshot, to try out a store before relying on it.
 
-The checkpoint comes first and is never put at risk: an error on the store's side only appears in the report and in a warning. Each rank
-reads its own items back from the checkpoint's files, and compares them with the blocks that it stored, by their ids.
+The checkpoint comes first and is never at risk: any failure of the store is only a warning and part of the report. Each rank reads its
+items back from the checkpoint's files, and compares them with its stored blocks, by their ids.
 """
 
 import io
@@ -27,44 +27,45 @@ from tensorstore_ck.integrations.dcp.plans import Tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId
 from tensorstore_ck.integrations.dcp.writer import Begun, Writer
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.state.rank_shares import chain_of
+from tensorstore_ck.state.rank_shares import concatenate_sources
 
 _logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class ShadowWarning(UserWarning):
-    """The snapshot of a checkpoint could not be saved, or is not equal to it. The checkpoint is not affected."""
+    """The snapshot of a checkpoint failed, or differs from it. The checkpoint is unharmed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowReport:
-    """A snapshot in comparison to its checkpoint."""
+    """A snapshot compared with a checkpoint of the same state."""
 
     snapshot: Snapshot | None
-    """None: there is none; see `problem`."""
+    """None: it failed; see `problem`."""
     compared_items: int
     differing: tuple[str, ...]
-    """The names of items that are not equal, bit for bit; then nothing is published."""
+    """The names of items that are not bit-identical; if any, nothing is published."""
     problem: str
-    """Why there is no snapshot; empty when there is one."""
+    """Why there is no snapshot; empty if there is one."""
     checkpoint_seconds: float
-    """Time of the slowest rank to write its data; `snapshot_seconds` too."""
+    """Of the slowest rank, to write its data."""
     snapshot_seconds: float
+    """Of the slowest rank, to write its data."""
     checkpoint_bytes: int
     snapshot_bytes: int
-    """What the store grew by."""
+    """Growth of the store."""
 
 
 class _Both(NamedTuple):
-    """The storage data of both writers in a plan."""
+    """The data of both writers in a plan."""
 
     theirs: Any
     ours: Any
 
 
 class _ShadowReport(NamedTuple):
-    """What a rank tells of its two writes."""
+    """A rank's report on its two writes."""
 
     theirs: list[WriteResult]
     ours: list[WriteResult]
@@ -77,7 +78,7 @@ class _ShadowReport(NamedTuple):
 class ShadowWriter(StorageWriter):
     """Writes with both: ``dcp.save(state, storage_writer=ShadowWriter(FileSystemWriter(path), Writer("./store", ref="runs/gpt")))``.
 
-    The coordinator has a `ShadowReport` of the last save in `report`, and logs it.
+    On the coordinator, `report` is the `ShadowReport` of the last save, which is also logged.
     """
 
     def __init__(self, theirs: FileSystemWriter, ours: Writer) -> None:
@@ -90,7 +91,7 @@ class ShadowWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether it is a valid id."""
+        """Whether it can be a checkpoint id."""
         return isinstance(checkpoint_id, str) and FileSystemWriter.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -99,7 +100,7 @@ class ShadowWriter(StorageWriter):
         self._ours.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """The checkpoint's."""
+        """The checkpoint's storage meta."""
         return self._theirs.storage_meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +121,7 @@ class ShadowWriter(StorageWriter):
         return [replace(one, storage_data=_Both(one.storage_data, two.storage_data)) for one, two in zip(theirs, ours, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On every rank: first the checkpoint."""
+        """On every rank: writes the checkpoint, then the snapshot's part."""
         both = plan.storage_data
         started = time.perf_counter()
         theirs = self._theirs.write_data(replace(plan, storage_data=both.theirs), planner)
@@ -130,9 +131,11 @@ class ShadowWriter(StorageWriter):
         ended = time.perf_counter()
         begun, results = written or (None, [])
         differing = self._guarded(lambda: _differing(plan, self._theirs, theirs.value(), begun, results)) if begun is not None else None
-        told = _ShadowReport(theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem)
+        report = _ShadowReport(
+            theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem
+        )
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(""), 0, told)])
+        done.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -142,7 +145,7 @@ class ShadowWriter(StorageWriter):
         differing = [name for rank in ranks for name in rank.differing]
         self._problem = next((rank.problem for rank in ranks if rank.problem), "")
         if differing and not self._problem:
-            self._problem = f"{len(differing)} items are not what the checkpoint holds, {differing[0]!r} first"
+            self._problem = f"{len(differing)} items differ from the checkpoint, {differing[0]!r} first"
         self._guarded(lambda: self._ours.finish(metadata, [rank.ours for rank in ranks]))
         snapshot = None if self._problem else self._ours.snapshot
         self.report = ShadowReport(
@@ -157,16 +160,16 @@ class ShadowWriter(StorageWriter):
         )
         _logger.info("%s", self.report)
         if self._problem:
-            warnings.warn(f"no snapshot of the checkpoint was saved: {self._problem}", ShadowWarning, stacklevel=2)
+            warnings.warn(f"the checkpoint has no snapshot: {self._problem}", ShadowWarning, stacklevel=2)
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
-        """Calls `work` unless something failed before; keeps the error for the report."""
+        """Calls `work` unless something has failed; keeps an error for the report."""
         if not self._problem:
             try:
                 return work()
-            except Exception as exc:  # noqa: BLE001 - a trial must not cost a checkpoint
+            except Exception as exc:  # noqa: BLE001 - a trial must never cost a checkpoint
                 self._problem = f"{type(exc).__name__}: {exc}"
         return None
 
@@ -184,7 +187,7 @@ def _differing(
     for item in plan.items:
         tiny = ours[item.index]
         if isinstance(tiny, Tiny):
-            stored = chain_of([files.read_tensor(item)])  # its memory lives as long as it does
+            stored = concatenate_sources([files.read_tensor(item)])  # keeps the memory alive
             if stored.read(0, len(tiny.data)) != tiny.data:
                 differing.append(item.index.fqn)
     boxes: dict[int, list[WriteItem]] = {}
@@ -193,10 +196,10 @@ def _differing(
             boxes.setdefault(number, []).append(item)
     captured, layout = begun.captured, begun.captured.layout
     ids, inline = iter(begun.tensors.ids), io.BytesIO(begun.tensors.inline)
-    read, source = -1, chain_of(())
+    read, source = -1, concatenate_sources(())
     for tensor, start, share in places_of(captured, begun.role.slot, begun.block_bytes):
         if tensor != read:
-            read, source = tensor, chain_of([files.read_tensor(item) for item in boxes[tensor]])
+            read, source = tensor, concatenate_sources([files.read_tensor(item) for item in boxes[tensor]])
         for length in share.lengths:
             data = source.read(start, start + length)
             is_same = data == inline.read(length) if share.is_inline else block_id(data) == next(ids)
@@ -207,7 +210,7 @@ def _differing(
 
 
 class _Files:
-    """What a rank has written to a checkpoint that is not complete yet."""
+    """A rank's files of a checkpoint that is not complete yet."""
 
     def __init__(self, writer: FileSystemWriter, written: Sequence[WriteResult]) -> None:
         self._reader = FileSystemReader(writer.path)
@@ -233,7 +236,7 @@ class _Files:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads one item."""
+    """Loads one item."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()

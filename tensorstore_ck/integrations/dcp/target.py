@@ -1,4 +1,4 @@
-"""Which store, ref, step and address a `Writer` or `Reader` means: from its own arguments and DCP's checkpoint id."""
+"""The store, ref, step and address of a `Writer` or `Reader`, from its arguments and DCP's checkpoint id."""
 
 import os
 import re
@@ -13,18 +13,18 @@ _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 
 
 class DcpTarget:
-    """A store that is opened when it is first needed, and a place in it. Picklable where it was given by its URL."""
+    """A store, opened on first use, and a ref or address in it. Picklable if the store was given by URL."""
 
-    def __init__(self, store: str | os.PathLike[str] | ReadOnlyStore, place: str | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, store: str | os.PathLike[str] | ReadOnlyStore, name: str | None, options: Mapping[str, Any]) -> None:
         if options and not isinstance(store, str | os.PathLike):
-            raise InvalidOptionError(f"the store is open already, so {', '.join(options)} has no use", object_id=next(iter(options)))
+            raise InvalidOptionError(f"the store is already open, so {', '.join(options)} has no effect", object_id=next(iter(options)))
         self._url = os.fspath(store) if isinstance(store, str | os.PathLike) else None
         self._options = dict(options)
         self._store = None if isinstance(store, str | os.PathLike) else store
-        self._place = place
+        self._name = name
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens the store anew."""
+        """For another process, which opens the store itself."""
         if self._url is None:
             raise InvalidOptionError(
                 "an open Store cannot go to another process: give the Writer the store's URL for AsyncCheckpointerType.PROCESS",
@@ -46,29 +46,29 @@ class DcpTarget:
         return self._url is None
 
     def ref_and_step(self, checkpoint_id: CheckpointId) -> tuple[str, int | None]:
-        """Where a snapshot goes.
+        """The ref and step to save to.
 
         Raises:
-            InvalidOptionError: nothing says it.
+            InvalidOptionError: they are not given.
         """
-        if self._place is not None:
+        if self._name is not None:
             found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
-            return self._place, None if found is None else int(found[1])
+            return self._name, None if found is None else int(found[1])
         ref, at, step = _needed(checkpoint_id, "ref=").partition("@")
         if at and not (step.isascii() and step.isdigit()):
-            raise InvalidOptionError(f"checkpoint_id={checkpoint_id!r}: what follows the @ must be a step", object_id="checkpoint_id")
+            raise InvalidOptionError(f"checkpoint_id={checkpoint_id!r}: the part after @ must be a step", object_id="checkpoint_id")
         return ref, int(step) if at else None
 
     def address(self, checkpoint_id: CheckpointId) -> str:
-        """Where a snapshot is.
+        """The address to read.
 
         Raises:
-            InvalidOptionError: nothing says it.
+            InvalidOptionError: it is not given.
         """
-        if self._place is None:
+        if self._name is None:
             return _needed(checkpoint_id, "address=")
         found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
-        return self._place if found is None else f"{self._place}@{int(found[1])}"
+        return self._name if found is None else f"{self._name}@{int(found[1])}"
 
 
 def _needed(checkpoint_id: CheckpointId, option: str) -> str:

@@ -1,10 +1,10 @@
 """`Writer`: what ``dcp.save`` and ``dcp.async_save`` write through.
 
-DCP's coordinator decides who writes what; each rank writes its part as in any save of many ranks, and the coordinator publishes them.
-Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects are garbage.
+DCP's coordinator assigns the items; each rank writes its part as in any group save, and the coordinator publishes the parts. Nothing needs
+to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
 
-Ranks exchange what they need in DCP's plans, since DCP may reuse plans of an earlier save with another writer. The layout in them has names
-and shapes only: the coordinator fills in the values when it has those of all ranks.
+What ranks must know of each other is in DCP's plans, since DCP may reuse plans of an earlier save, with another writer. Their layout has
+names and forms only: the coordinator adds the values when it has those of all ranks.
 """
 
 import os
@@ -33,9 +33,9 @@ from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings,
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, local_items, look_at
-from tensorstore_ck.integrations.dcp.flat_layout import build_skeleton, items_of_plans
-from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
+from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
+from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
+from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
@@ -44,7 +44,7 @@ from tensorstore_ck.store import Store
 
 
 class _WriterReport(NamedTuple):
-    """What a rank reports to the coordinator of its part."""
+    """A rank's report on its part, for the coordinator."""
 
     part: int
     layout: Digest
@@ -65,7 +65,7 @@ class Begun(NamedTuple):
 
 
 class _Saving(threading.local):
-    """The save of one thread: ``dcp.async_save`` runs each in its own, and some users do not wait for the one before."""
+    """The save of one thread: ``dcp.async_save`` runs each in its own, and some users do not wait for the previous one."""
 
     def __init__(self) -> None:
         self.checkpoint_id: CheckpointId = None
@@ -73,7 +73,7 @@ class _Saving(threading.local):
         self.step: int | None = None
         self.rank = 0
         self.turn: int | None = None
-        """Which duplicate items of ranks are compared; None: all."""
+        """Selects the duplicate items that are compared; None: all."""
         self.local_plan: SavePlan | None = None
         self.request: PutRequest | None = None
         """The coordinator's."""
@@ -84,13 +84,13 @@ class _Saving(threading.local):
 class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
-    The result is a snapshot like any other: durable and published when ``dcp.save`` returns, or nothing of it is visible.
+    The result is a snapshot like any other: when ``dcp.save`` returns it is durable and published; after a failure nothing is visible.
 
-    Of plain tensors and values that several ranks have under one name, DCP saves the copy of one rank. Where the copies differ, a
-    `SuspiciousSaveWarning` names them, their ranks and the one that is saved, before anything is published: at a writer's first save all
-    are compared, later all values, all tensors of up to 4 KiB and of the others about one in as many as there are ranks. It cannot be
-    seen here that two names were one tensor: where torch breaks a tie (`parallelize_module` before `fully_shard` makes two parameters
-    of an embedding and its head), both are saved as they are. A `Reader` warns if they then share memory.
+    Of plain tensors and values that several ranks have under one name, DCP saves one rank's copy. If the copies differ, a
+    `SuspiciousSaveWarning` names them, their ranks and the saved one before anything is published. A writer's first save compares all;
+    later saves compare values, tensors up to 4 KiB, and about one in as many of the others as there are ranks. A broken tie cannot be seen
+    here: where torch makes two parameters of an embedding and its head (`parallelize_module` before `fully_shard`), both are saved as they
+    are. A `Reader` warns when it loads them into one tensor.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Writer(StorageWriter):
         """Opens nothing yet.
 
         Args:
-            store: The store's URL, which is made if there is none; or an open `Store`. From a URL, a `Writer` continues the branch from
-                where it finds it at its first save; keep one for the whole run, and a job that was given up for dead cannot overwrite
-                its successor's work. (With `AsyncCheckpointerType.PROCESS` each save continues the branch as it finds it.) With a
-                `Store`, it is fenced like `Store.put_snapshot`, by what the coordinator's store has seen.
-            ref: The branch; without it, the ``checkpoint_id`` of each save names it, as in ``"runs/gpt@1000"``.
-            step: The training step; without it, the number that the ``checkpoint_id`` ends with.
+            store: The store's URL (created if missing), or an open `Store`. With a URL, a `Writer` continues from the branch's head at
+                its first save; keep one for the whole run, so that a job presumed dead cannot overwrite its successor's work. (With
+                `AsyncCheckpointerType.PROCESS` each save continues from the current head.) With a `Store`, the coordinator's store
+                fences the saves as `Store.put_snapshot` does.
+            ref: The branch; by default taken from each save's ``checkpoint_id``, such as ``"runs/gpt@1000"``.
+            step: The training step; by default the number at the end of the ``checkpoint_id``.
             metrics: Numbers to rank by.
-            metadata: What the run knows.
+            metadata: Anything to note about the run.
             unchanged: See `Store.put_snapshot`.
             verify_capture: See `Store.put_snapshot`.
             open_options: For `tensorstore_ck.open`.
@@ -130,7 +130,7 @@ class Writer(StorageWriter):
         self._saving = _Saving()
         self._saves = 0
         self._named: set[str] = set()
-        """Names of differing duplicates for which a warning was given."""
+        """Names whose different copies were already reported."""
         self.snapshot: Snapshot | None = None
         """The last published snapshot; on the coordinator only."""
 
@@ -145,7 +145,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether it is a valid id."""
+        """Whether it can be a checkpoint id."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -156,21 +156,24 @@ class Writer(StorageWriter):
         """On every rank.
 
         Raises:
-            InvalidOptionError: DCP runs without collectives, so that no rank could publish one snapshot.
+            InvalidOptionError: DCP uses no collectives, so no rank could publish a common snapshot.
             ConflictError: the ref is not where it must be.
         """
         if not kwargs.get("use_collectives", True):
             raise InvalidOptionError(
-                "use_collectives=False would make one checkpoint per rank, and none of all: leave it out", object_id="use_collectives"
+                "use_collectives=False would make a checkpoint of each rank instead of a common one: leave it out",
+                object_id="use_collectives",
             )
         saving = self._saving
         saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
-        saving.checkpoint_id = saving.begun = saving.local_plan = None  # for this save only
+        saving.checkpoint_id = saving.begun = saving.local_plan = None  # of this save only
         saving.rank = kwargs.get("rank", 0)
         saving.step = step if self._step is None else self._step
         saving.turn = None if not self._saves else self._saves if saving.step is None else turn_of(None, saving.step)
         self._saves += 1
-        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None  # the others open the store once it exists
+        saving.request = (
+            self._make_request(saving.ref, saving.step) if is_coordinator else None
+        )  # the others open the store when it is there
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -178,37 +181,37 @@ class Writer(StorageWriter):
         Raises:
             UnsupportedValueError: a tensor cannot be stored. Here, since a plan that fails later leaves DCP's plan cache half filled.
         """
-        build_skeleton(*items_of_plans([plan]), in_boxes=True)
+        build_flat_layout(*items_of_plans([plan]), in_boxes=True)
         self._saving.local_plan = plan
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: decides which rank writes which part."""
+        """On the coordinator: assigns the parts to ranks."""
         return assign_roles(plans, self._saving.rank)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On every rank: everything is durable when it returns.
 
         Raises:
-            UnsupportedValueError: an item cannot be stored; the message has its name.
-        CaptureChangedError: a tensor changed meanwhile; the message names it.
+            UnsupportedValueError: an item cannot be stored; the message names it.
+            CaptureChangedError: a tensor changed meanwhile; the message names it.
         """
         done: Future[list[WriteResult]] = Future()
         done.set_result(self.write(plan, planner)[1])
         return done
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Begun | None, list[WriteResult]]:
-        """As `write_data`; returns what was written, if this rank had something to write, and the results for DCP."""
+        """`write_data`; returns the written part, if this rank has one, and the results for DCP."""
         role = plan.storage_data
         if not isinstance(role, Role):
             if plan.items or self._saving.request is not None:
                 raise InvalidOptionError(
-                    "DCP reused a plan that was made for another storage writer: use a separate planner class for each, or "
+                    "DCP reused a plan that was made for another storage writer: use a separate planner class for each writer, or "
                     "enable_plan_caching=False",
                     object_id="planner",
                 )
-            return None, self._look_at_copies(planner)  # other ranks write everything that it has
-        held = held_of(plan, planner, role)
+            return None, self._look_at_copies(planner)  # other ranks write all its items
+        held = resolve_items(plan, planner, role)
         if self._saving.request is not None:
             self._saving.begun = self._begin(role, held.captured)
             return self._saving.begun, [*held.results, *self._look_at_copies(planner)]
@@ -216,14 +219,14 @@ class Writer(StorageWriter):
         return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told), *self._look_at_copies(planner)]
 
     def _look_at_copies(self, planner: SavePlanner) -> list[WriteResult]:
-        found = look_at(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
+        found = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
         return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publishes the snapshot.
 
         Raises:
-            ConflictError: the ref has moved meanwhile; nothing is visible.
+            ConflictError: the ref moved meanwhile; nothing is visible.
             SuspiciousSaveError: with ``unchanged="error"``; nothing is visible.
         """
         request, begun = self._saving.request, self._saving.begun
@@ -258,7 +261,7 @@ class Writer(StorageWriter):
         return self._target.store.engine
 
     def _compare_copies(self, request: PutRequest, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Warns of differing duplicates, once per name."""
+        """Warns of differing copies, once for each name."""
         told = {
             at: result.storage_data
             for at, of_rank in enumerate(results)
@@ -289,7 +292,7 @@ class Writer(StorageWriter):
         return request
 
     def _claim(self) -> SaveClaim:
-        """What the save claims; ranks that do not publish take the branch's head as the snapshot before."""
+        """What is saved; ranks other than the coordinator assume the branch's head as its parent."""
         saving = self._saving
         if saving.request is not None:
             return saving.request.claim
@@ -297,7 +300,7 @@ class Writer(StorageWriter):
         return SaveClaim(saving.ref, saving.step, None if branch is None else branch.root)
 
     def _known(self, role: Role) -> DedupIndex:
-        """The blocks of the snapshot before."""
+        """The blocks of the parent snapshot."""
         request = self._saving.request
         nearest = request.nearest if request is not None else self._claim().parent
         return DedupIndex(self._engine, nearest, role.part, role.parts)
@@ -314,7 +317,7 @@ class Writer(StorageWriter):
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState) -> tuple[WrittenPart, RankParts, SaveFindings]:
-        """Writes the part, with the values of `captured` if it is the first one."""
+        """Writes the part, with the values in `captured`, if any."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
             blobs = write_blobs(captured, packs, begun.role.slot, self._coding())
         packs_of_part, slot = [begun.packs, packs], begun.role.slot
@@ -333,7 +336,7 @@ class Writer(StorageWriter):
             return begun, *self._complete(begun, captured)
 
         begun, written, parts, findings = retry_expired(attempt)
-        self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn what is published
+        self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn the outcome
         return begun, _WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
 
     def _publish(self, request: PutRequest, begun: Begun, captured: CapturedState, others: list[_WriterReport]) -> SnapshotInfo:
@@ -360,11 +363,11 @@ def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) 
     """The coordinator's state, with the values of all ranks.
 
     Raises:
-        SnapshotAbortedError: DCP's metadata and what the ranks wrote are not of one plan.
+        SnapshotAbortedError: DCP's metadata and the written parts are not from one plan.
     """
-    skeleton = skeleton_of(metadata, begun.role.parts)
-    if skeleton.layout.encode() != begun.role.layout or not {fqn for fqn in skeleton.holes if fqn is not None} <= values.keys():
-        raise SnapshotAbortedError("DCP's metadata is not of the plan that the ranks wrote: see the planner in use", object_id="planner")
+    flat = flat_layout_of(metadata, begun.role.parts)
+    if flat.layout.encode() != begun.role.layout or not {fqn for fqn in flat.holes if fqn is not None} <= values.keys():
+        raise SnapshotAbortedError("DCP's metadata is not from the plan that the ranks wrote: check the planner", object_id="planner")
     blobs: list[bytes] = []
-    filled = [None if fqn is None else values[fqn].hole(blobs) for fqn in skeleton.holes]
+    filled = [None if fqn is None else values[fqn].hole(blobs) for fqn in flat.holes]
     return begun.captured._replace(values=filled, blobs=blobs)

@@ -1,13 +1,16 @@
-"""Leaves the store again: snapshots as files of other programs, streamed within bounded memory, read back and compared, atomic.
+"""Exports snapshots as files of other programs: streamed within bounded memory, read back and compared, atomic.
 
-target.py             where it goes: a temporary name, then the target's
-output.py             a file that is written in any order, and read back
-placing.py            which bytes of which stored tensor go where in it
-hollow.py             a state whose tensors have no bytes yet
-rooms.py              torch's zip files with room for the bytes
-torch_file.py, safetensors_files.py, dcp_folder.py   one for each format
-job.py, report.py     what a format's writer is given; what was written
-run.py                `export_snapshot`
+export_snapshot.py      `export_snapshot`
+job.py                  the input and the result of a format's writer
+report.py               ExportReport: what was written
+torch_file.py           the format of torch.save
+safetensors_files.py    the safetensors format
+dcp_folder.py           the format of torch.distributed.checkpoint
+byte_routing.py         which bytes of which stored tensor go to which place in a file
+meta_state.py           a state whose tensors have no bytes
+torch_zip_template.py   torch's zip files with gaps for the bytes
+output_file.py          a file that is written in any order, and read back
+atomic_target.py        writes under a temporary name, then renames
 """
 
 from tensorstore_ck.integrations.exporting.export_snapshot import FORMATS, MAX_FILE_BYTES, Format, export_snapshot

@@ -1,7 +1,7 @@
-"""Where an export goes: written under a temporary name beside the target, made durable, then renamed.
+"""The target of an export: written under a temporary name next to it, made durable, then renamed.
 
-So the target is whole, or as it was. Names of tensors never become names of files. A folder that is replaced must hold nothing but what
-an export writes: a slip of the keyboard must not cost a home folder. No link is followed. Knows nothing of formats and stores.
+So the target is either complete or unchanged. Tensor names never become file names. A folder is replaced only if an export could have
+written everything in it: a typing error must not delete a home folder. Follows no links. Knows no formats and no stores.
 """
 
 import os
@@ -19,26 +19,26 @@ _OURS: Final = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|values\.json|model\.pt|\.metadata|__0_\d+\.distcp"
 )
 MARGIN_BYTES: Final = 16 << 20
-"""Of free space: for what the file system itself needs."""
+"""Free space for the file system itself."""
 
 
 class AtomicTarget(NamedTuple):
-    """A folder, or the one file that is wanted."""
+    """A folder or a file."""
 
     path: str
     is_file: bool
 
     @property
     def parent(self) -> str:
-        """The folder that it is in."""
+        """Its folder."""
         return os.path.dirname(self.path) or "."
 
     def check(self, *, overwrite: bool) -> None:
-        """Refuses a target that cannot be written, before any work is done.
+        """Rejects a target that cannot be written, before any work.
 
         Raises:
-            NotFoundError: its folder is not there.
-            AlreadyExistsError: it is there, and `overwrite` is false; or it is not an export, or a link.
+            NotFoundError: its folder does not exist.
+            AlreadyExistsError: it exists, and `overwrite` is false, or it is a link or not an export.
         """
         path = self.path
         if not os.path.isdir(self.parent):
@@ -46,18 +46,16 @@ class AtomicTarget(NamedTuple):
         if not os.path.lexists(path):
             return
         if not overwrite:
-            raise AlreadyExistsError(
-                f"{path} is there already: give --force (overwrite=True) to replace it, or another name", object_id=path
-            )
+            raise AlreadyExistsError(f"{path} already exists: use --force (overwrite=True) to replace it, or another name", object_id=path)
         if os.path.islink(path) or os.path.isdir(path) == self.is_file:
             what = "a link" if os.path.islink(path) else "a folder" if self.is_file else "no folder"
-            raise AlreadyExistsError(f"{path} is {what}, which an export does not replace: give another name", object_id=path)
+            raise AlreadyExistsError(f"{path} is {what}, which an export does not replace: use another name", object_id=path)
         if not self.is_file:
             with os_errors("list", path):
                 others = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name) or os.path.isdir(os.path.join(path, name)))
             if others:
                 raise AlreadyExistsError(
-                    f"{path} holds {others[0]!r}, which no export writes: remove the folder yourself, or give another name", object_id=path
+                    f"{path} holds {others[0]!r}, which no export writes: remove the folder yourself, or use another name", object_id=path
                 )
 
 
@@ -69,8 +67,8 @@ def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Atomic
 
 
 @contextmanager
-def staged(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
-    """A new folder beside the target. When the block ends well, it (or the file in it) takes the target's place; else it vanishes."""
+def atomic_folder(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
+    """A new folder next to the target. On success it (or the file in it) is renamed to the target; otherwise it is deleted."""
     target.check(overwrite=overwrite)
     folder = os.path.join(target.parent, f".{os.path.basename(target.path)[:200]}.{secrets.token_hex(6)}.part")
     try:
@@ -104,18 +102,18 @@ def _publish(folder: str, target: AtomicTarget) -> None:
         _remove(old)
 
 
-def require_room(folder: str, needed_bytes: int, path: str) -> None:
-    """Refuses what cannot fit, before anything is written.
+def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
+    """Checks the free space, before anything is written.
 
     Raises:
-        NoSpaceError: less is free.
+        NoSpaceError: it is too small.
     """
     with os_errors("write", path):
         free = shutil.disk_usage(folder).free
     if needed_bytes + MARGIN_BYTES > free:
         raise NoSpaceError(
             f"{path} needs {needed_bytes:,} bytes, and {free:,} are free there: free space, choose another disk, or export a part with "
-            "--select (select=)",
+            "--include (select=)",
             object_id=path,
         )
 

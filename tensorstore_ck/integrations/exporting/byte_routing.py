@@ -1,8 +1,7 @@
-"""From blocks to files: which bytes of which stored tensor go where, and how they get there.
+"""Writes bytes of stored tensors to ranges of files.
 
-Tensors that lie in a snapshot as they are wanted go from verified block to file, one block at a time in each thread. Those that ranks
-held in shares are put together in windows of memory. Views that are not contiguous are copied out of a scratch file. So memory stays
-bounded, whatever the size of a tensor.
+A tensor that is stored contiguously goes directly from verified blocks to the file, one block at a time per thread. Sharded tensors are
+assembled in windows of memory. Non-contiguous views are copied from a scratch file. So memory stays bounded for tensors of any size.
 """
 
 import mmap
@@ -26,9 +25,9 @@ from tensorstore_ck.state.allocate import LeafForm, contiguous_strides, form_of,
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
-"""Of one tensor that ranks held in shares."""
+"""Of one sharded tensor."""
 BATCH_BYTES: Final = 64 << 20
-"""Such windows are read together up to this size."""
+"""Windows that are read together."""
 
 
 class FileRange(NamedTuple):
@@ -41,40 +40,40 @@ class FileRange(NamedTuple):
 
 
 class ByteRouter:
-    """Collects what goes where; `pour` then moves it."""
+    """Collects the ranges; `run` then writes them."""
 
     def __init__(self, content: SnapshotContent) -> None:
         self._content = content
-        self._places: defaultdict[int, list[FileRange]] = defaultdict(list)
+        self._ranges: defaultdict[int, list[FileRange]] = defaultdict(list)
         self._strided: defaultdict[int, list[tuple[LeafForm, OutputFile, int]]] = defaultdict(list)
 
     def add(self, number: int, file: OutputFile, offset: int) -> None:
-        """All bytes of a stored tensor go to `offset`."""
+        """Adds all bytes of a stored tensor, at `offset`."""
         size = self._content.layout.tensors[number].size_bytes
         if size:
-            self._places[number].append(FileRange(0, size, file, offset))
+            self._ranges[number].append(FileRange(0, size, file, offset))
 
     def add_leaf(self, leaf: Leaf, file: OutputFile, offset: int) -> None:
-        """The elements of a leaf, row-major, go to `offset`."""
+        """Adds the elements of a leaf, row-major, at `offset`."""
         form = form_of(self._content.layout, leaf)
         if is_contiguous(form):
             start, size = form.offset_bytes, size_bytes(form)
             if size:
-                self._places[leaf.index].append(FileRange(start, start + size, file, offset))
+                self._ranges[leaf.index].append(FileRange(start, start + size, file, offset))
         else:
             self._strided[leaf.index].append((form, file, offset))
 
-    def pour(self, scratch: str) -> None:
-        """Moves everything; a file `scratch` may be there meanwhile."""
-        _pour(self._content, self._places)
+    def run(self, scratch: str) -> None:
+        """Writes everything; uses a temporary file `scratch` if needed."""
+        _write_ranges(self._content, self._ranges)
         for number, wanted in self._strided.items():
-            self._pour_strided(number, wanted, scratch)
+            self._write_strided(number, wanted, scratch)
 
-    def _pour_strided(self, number: int, wanted: Sequence[tuple[LeafForm, OutputFile, int]], scratch: str) -> None:
+    def _write_strided(self, number: int, wanted: Sequence[tuple[LeafForm, OutputFile, int]], scratch: str) -> None:
         size = self._content.layout.tensors[number].size_bytes
         with OutputFile(scratch, "a scratch file") as file:
             file.unlink()
-            _pour(self._content, {number: [FileRange(0, size, file, 0)]})
+            _write_ranges(self._content, {number: [FileRange(0, size, file, 0)]})
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
             for form, target, offset in wanted:
                 source, total = CopySource(view_of(base, form)), size_bytes(form)
@@ -83,51 +82,50 @@ class ByteRouter:
 
 
 def is_contiguous(form: LeafForm) -> bool:
-    """Whether its elements lie row-major, without gaps."""
+    """Whether its elements are row-major without gaps."""
     compact = contiguous_strides(form.shape)
     return all(extent <= 1 or a == b for extent, a, b in zip(form.shape, form.strides, compact, strict=True))
 
 
 def scratch_bytes(content: SnapshotContent, leaves: Iterable[Leaf]) -> int:
-    """What the largest scratch file takes, if these leaves are placed."""
+    """The size of the largest scratch file for these leaves."""
     strided = {leaf.index for leaf in leaves if not is_contiguous(form_of(content.layout, leaf))}
     return max((content.layout.tensors[number].size_bytes for number in strided), default=0)
 
 
 def size_bytes(form: LeafForm) -> int:
-    """Of its elements."""
+    """The size of its elements."""
     return prod(form.shape) * form.dtype.itemsize
 
 
 class _FanOutTarget:
-    """`ByteTarget` that hands the bytes of one tensor to all places that want them."""
+    """`ByteTarget` that writes the bytes of one tensor to several ranges."""
 
-    def __init__(self, places: Sequence[FileRange]) -> None:
-        self._places = places
+    def __init__(self, ranges: Sequence[FileRange]) -> None:
+        self._ranges = ranges
 
     def memory(self) -> None:
         """None: bytes come through `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Writes what each place wants of them."""
-        for place in self._places:
-            first, last = max(start, place.start), min(start + len(data), place.stop)
+        for each in self._ranges:
+            first, last = max(start, each.start), min(start + len(data), each.stop)
             if first < last:
-                place.file.write(place.offset + first - place.start, data[first - start : last - start])
+                each.file.write(each.offset + first - each.start, data[first - start : last - start])
 
 
-def _pour(content: SnapshotContent, places: "dict[int, list[FileRange]]") -> None:
+def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]") -> None:
     spreads = content.layout.spreads
     whole: dict[int, ByteTarget] = {}
     shared: dict[int, _FanOutTarget] = {}
-    for number, wanted in places.items():
+    for number, wanted in ranges.items():
         if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
             shared[number] = _FanOutTarget(wanted)
         else:
             whole[number] = _FanOutTarget(wanted)
     content.read(whole)
     if shared:
-        _pour_windows(content, shared)
+        _write_windows(content, shared)
 
 
 class _FileWindow(NamedTuple):
@@ -139,8 +137,8 @@ class _FileWindow(NamedTuple):
         self.fan.write(self.start, self.memory)
 
 
-def _pour_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
-    room = memoryview(mmap.mmap(-1, BATCH_BYTES))
+def _write_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
+    memory = memoryview(mmap.mmap(-1, BATCH_BYTES))
     batch: list[_FileWindow] = []
     boxes: list[WantedBox] = []
     used = 0
@@ -153,15 +151,15 @@ def _pour_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> N
             batch, boxes, used = [], [], 0
         if number < 0:
             return
-        batch.append(_FileWindow(fans[number], first * spec.item_bytes, room[used : used + (last - first) * spec.item_bytes]))
+        batch.append(_FileWindow(fans[number], first * spec.item_bytes, memory[used : used + (last - first) * spec.item_bytes]))
         for offsets, sizes in row_boxes(spec.shape, first, last):
             part = prod(sizes) * spec.item_bytes
-            boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(room[used : used + part])))
+            boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(memory[used : used + part])))
             used += part
 
 
 def _element_windows(spec: TensorSpec) -> Iterator[tuple[int, int]]:
-    """Cuts a tensor's elements where blocks are cut as well, if possible: at multiples of a power of two of rows."""
+    """Cuts a tensor's elements at block boundaries if possible: at multiples of a power of two of rows."""
     total = prod(spec.shape)
     row = prod(spec.shape[1:])
     rows = WINDOW_BYTES // (row * spec.item_bytes)

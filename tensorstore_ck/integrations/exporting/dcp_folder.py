@@ -1,7 +1,7 @@
 """A snapshot as a checkpoint of torch.distributed.checkpoint, for `dcp.load` on any number of ranks.
 
 DCP's own planner names and describes everything, torch pickles its metadata, and every tensor is one item, as `torch.save` writes it.
-What DCP itself drops or changes is told in the report.
+The report lists what DCP drops or changes.
 """
 
 import io
@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.format.tree import ATTRIBUTES, Branch, Leaf, Tree, leaves
+from tensorstore_ck.format.tree import ATTRIBUTES, Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
-from tensorstore_ck.integrations.exporting.atomic_target import require_room
+from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
-from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, require_savable, skeleton
+from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state.allocate import LeafForm, form_of
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.select import listed
@@ -37,11 +37,11 @@ _BY_VALUE: Final = frozenset("unr")
 
 
 class _Tensor(NamedTuple):
-    """A tensor's item: torch's file with room for the bytes."""
+    """A tensor's item: torch's file with gaps for the bytes."""
 
     leaf: Leaf
     form: LeafForm
-    frame: TorchZipTemplate
+    template: TorchZipTemplate
 
 
 Item = tuple[WriteItem, _Tensor | memoryview]
@@ -51,20 +51,22 @@ def write_dcp(job: ExportJob) -> WrittenExport:
     """Writes the checkpoint into the job's folder.
 
     Raises:
-        UnsupportedValueError: the state is no dict, or two of its names are the same to DCP.
+        UnsupportedValueError: the state is not a dict, or DCP cannot distinguish two of its names.
         DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
-    if not isinstance(tree, Branch) or tree.node[0] not in _DICTS:
-        raise UnsupportedValueError("DCP holds dicts alone, and this state is none: export as torch or safetensors", object_id=target.path)
-    hollow = MetaState(content, tree, _BY_VALUE)
-    require_savable(((tensor, leaf.path) for tensor, leaf in hollow.tensors.values()), target.path)
-    planner, plan, metadata = _plan(hollow.state, target.path)
-    items = list(_items(content, hollow, planner, plan, target.path))
+    if not isinstance(tree, Container) or tree.node[0] not in _DICTS:
+        raise UnsupportedValueError(
+            "DCP holds only dicts, and this state is not one: export as torch or safetensors", object_id=target.path
+        )
+    meta = MetaState(content, tree, _BY_VALUE)
+    require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
+    planner, plan, metadata = _plan(meta.state, target.path)
+    items = list(_items(content, meta, planner, plan, target.path))
     scratch = scratch_bytes(content, (item.leaf for _, item in items if isinstance(item, _Tensor)))
-    require_room(folder, sum(map(_size, items)) + scratch, target.path)
+    require_disk_space(folder, sum(map(_size, items)) + scratch, target.path)
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for number, group in enumerate(_split(items, job.max_file_bytes)):
+    for number, group in enumerate(split_files(items, _size, job.max_file_bytes)):
         name = f"__0_{number}.distcp"
         with OutputFile(os.path.join(folder, name), target.path) as file:
             at = 0
@@ -91,15 +93,15 @@ def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadat
         (plan,), metadata = planner.create_global_plan([local])
     except ValueError as exc:
         raise UnsupportedValueError(
-            f"DCP cannot hold this state ({exc}): its names are str(key) joined by dots, and two of them would be one; leave one out with "
-            "--skip (skip=), or export as torch",
+            f"DCP cannot hold this state ({exc}): its names are str(key) joined by dots, and two of them would be equal; exclude one with "
+            "--exclude (exclude=), or export as torch",
             object_id=shown,
         ) from exc
     return planner, plan, metadata
 
 
 def _require_sizes(plan: SavePlan) -> None:
-    """Refuses tensors of dtypes whose size DCP cannot tell."""
+    """Rejects tensors of dtypes whose size DCP cannot determine."""
     unknown = []
     for item in plan.items:
         try:
@@ -108,67 +110,54 @@ def _require_sizes(plan: SavePlan) -> None:
             unknown.append(f"{item.index.fqn} ({item.tensor_data.properties.dtype})" if item.tensor_data else item.index.fqn)
     if unknown:
         raise UnsupportedValueError(
-            f"DCP cannot hold the dtype of {listed(unknown)}: leave out what you do not need with --skip NAME (skip=), or export as torch",
+            f"DCP cannot hold the dtype of {listed(unknown)}: leave it out with --exclude NAME (exclude=), or export as torch",
             object_id=unknown[0].partition(" ")[0],
         )
 
 
-def _items(content: SnapshotContent, hollow: MetaState, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
-    """Everything that is saved: a tensor, or the bytes of something else."""
-    frames: dict[tuple[tuple[int, ...], torch.dtype], TorchZipTemplate] = {}
+def _items(content: SnapshotContent, meta: MetaState, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
+    templates: dict[tuple[tuple[int, ...], torch.dtype], TorchZipTemplate] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             data = planner.resolve_data(item)
             assert isinstance(data, io.BytesIO)
             yield item, data.getbuffer()
             continue
-        leaf = hollow.tensors[id(planner.state_dict[item.index.fqn])][1]
+        leaf = meta.tensors[id(planner.state_dict[item.index.fqn])][1]
         form = form_of(content.layout, leaf)
         assert isinstance(form.dtype, torch.dtype)
-        if (form.shape, form.dtype) not in frames:
+        if (form.shape, form.dtype) not in templates:
             with untouched():
-                frames[form.shape, form.dtype] = skeleton(new_tensor(form.shape, form.dtype, torch.device("cpu")), shown)
-        yield item, _Tensor(leaf, form, frames[form.shape, form.dtype])
+                templates[form.shape, form.dtype] = build_template(new_tensor(form.shape, form.dtype, torch.device("cpu")), shown)
+        yield item, _Tensor(leaf, form, templates[form.shape, form.dtype])
 
 
 def _size(item: Item) -> int:
-    return item[1].frame.size_bytes if isinstance(item[1], _Tensor) else len(item[1])
-
-
-def _split(items: Sequence[Item], max_file_bytes: int) -> list[list[Item]]:
-    groups: list[list[Item]] = [[]]
-    used = 0
-    for item in items:
-        if groups[-1] and used + _size(item) > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(item)
-        used += _size(item)
-    return groups
+    return item[1].template.size_bytes if isinstance(item[1], _Tensor) else len(item[1])
 
 
 def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Tensor | memoryview]], size: int) -> None:
-    """Writes items at their offsets: the tensors' bytes, and when these were read back, what torch writes around them."""
-    placing = ByteRouter(job.content)
+    """Writes items at their offsets: the tensors' bytes, then, with their CRC-32s, what torch writes around them."""
+    router = ByteRouter(job.content)
     tensors = [(at, item) for at, item in items if isinstance(item, _Tensor)]
     for at, item in items:
         if not isinstance(item, _Tensor):
             file.write(at, item)
     for at, tensor in tensors:
-        for room in tensor.frame.rooms:
-            placing.add_leaf(tensor.leaf, file, at + room.offset)
-    placing.pour(os.path.join(job.folder, "scratch"))
-    regions = [range(at + room.region.start, at + room.region.stop) for at, tensor in tensors for room in tensor.frame.rooms]
+        for gap in tensor.template.gaps:
+            router.add_leaf(tensor.leaf, file, at + gap.offset)
+    router.run(os.path.join(job.folder, "scratch"))
+    regions = [range(at + gap.region.start, at + gap.region.stop) for at, tensor in tensors for gap in tensor.template.gaps]
     checksums = iter(file.read_back(regions))
     for at, tensor in tensors:
-        for offset, data in tensor.frame.sealed([next(checksums) for _ in tensor.frame.rooms]):
+        for offset, data in tensor.template.sealed([next(checksums) for _ in tensor.template.gaps]):
             file.write(at + offset, data)
     file.finish(size, regions)
 
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
-    """What DCP does not hold: empty dicts, and attributes of an OrderedDict."""
-    if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
+    """What DCP drops: empty dicts, and attributes of an OrderedDict."""
+    if not isinstance(tree, Container) or tree.node[0] in _BY_VALUE:
         return
     if tree.node[0] in _DICTS and not tree.children:
         yield tree.path or ".", "an empty dict, which DCP drops"
@@ -180,7 +169,6 @@ def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
 
 
 def _notes(tree: Tree) -> list[str]:
-    """What comes back in another form."""
     numbered: list[str] = []
     dicts: list[str] = []
     _look(tree, numbered, dicts)
@@ -196,7 +184,7 @@ def _notes(tree: Tree) -> list[str]:
 
 
 def _look(tree: Tree, numbered: list[str], dicts: list[str]) -> None:
-    if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
+    if not isinstance(tree, Container) or tree.node[0] in _BY_VALUE:
         return
     if tree.node[0] in _DICTS:
         if any(type(key) is not str for key in tree.keys):

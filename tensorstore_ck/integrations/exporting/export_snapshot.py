@@ -1,4 +1,4 @@
-"""Leaves the store again: a snapshot as files that other programs read. See `export_snapshot`."""
+"""Exports a snapshot as files that other programs read. See `export_snapshot`."""
 
 import fnmatch
 import os
@@ -6,26 +6,28 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, get_args
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
-from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
+from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
+from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
-from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, staged, target_of
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.state.rebuild_tree import NOTHING
+from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 
 Format = Literal["dcp", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 MAX_FILE_BYTES: Final = 5_000_000_000
-"""As Hugging Face splits models."""
+"""The size at which Hugging Face splits models."""
 
 
+@renamed_argument(skip="exclude", allow_bad="allow_marked")
 def export_snapshot(
     store: ReadOnlyStore,
     address: str,
@@ -33,33 +35,33 @@ def export_snapshot(
     *,
     format: Format,  # noqa: A002 - what users call it
     select: Sequence[str] | None = None,
-    skip: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
-    allow_bad: bool = False,
+    allow_marked: bool = False,
 ) -> ExportReport:
-    """Writes the snapshot at `address` as files of another program, within bounded memory; returns what was written.
+    """Writes the snapshot at `address` as files of another program, within bounded memory.
 
-    Every block is verified as it is read, and every byte of the files is read back and compared. The files are written beside `path`
-    under a temporary name and renamed when they are whole and durable: whatever happens, `path` is whole, or as it was.
+    Verifies every block that it reads, and reads back and compares every byte of the files. Writes under a temporary name next to `path`,
+    and renames when the files are complete and durable: `path` is always either complete or unchanged.
 
     Args:
         store: An open store.
-        address: As in `Store.checkout`.
-        path: The folder to make; or, where it ends in ``.safetensors``, or ``.pt``, ``.pth``, ``.bin``, ``.ckpt``, that one file.
-        format: ``safetensors``: tensors by name. ``torch``: all of it, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
-        select: Globs over names such as ``model.*``; only what fits.
-        skip: Globs over names; all but what fits.
-        max_file_bytes: Files of a folder are split beyond that, but no tensor is. A torch file is never split.
+        address: See `Store.checkout`.
+        path: The folder to create; or a single file, if it ends in ``.safetensors``, ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
+        format: ``safetensors``: tensors by name. ``torch``: everything, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
+        select: Globs over names such as ``model.*``: export only what matches.
+        exclude: Globs over names: export everything else.
+        max_file_bytes: Split larger files of a folder, between tensors. A torch file is never split.
         overwrite: Replace an earlier export.
-        allow_bad: Export a snapshot that was marked ``bad`` or ``damaged``, too.
+        allow_marked: Export even a snapshot that is marked ``bad`` or ``damaged``.
 
     Raises:
-        AlreadyExistsError: `path` is there, and `overwrite` is false, or it is no export.
+        AlreadyExistsError: `path` exists, and `overwrite` is false, or it is no export.
         UnsupportedValueError: the format cannot hold something, which the message names; nothing was written.
-        SnapshotMarkedBadError: it was marked.
+        SnapshotMarkedBadError: the snapshot is marked.
         DamageError: stored data is damaged; nothing was left behind.
-        NoSpaceError: it does not fit.
+        NoSpaceError: the files do not fit.
     """
     target = _target(path, format, max_file_bytes)
     target.check(overwrite=overwrite)
@@ -67,13 +69,13 @@ def export_snapshot(
     engine.log.sync()
     info = resolve(engine.log.view(), address).info
     snapshot = Snapshot.from_info(info)
-    if not allow_bad:
-        refuse_marked(snapshot, address, "pass allow_bad=True (--allow-bad)")
+    if not allow_marked:
+        refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content = open_snapshot(engine, info)
-    tree = _chosen(parse(content.layout, len(content.values)), select, skip)
+    tree = _chosen(parse(content.layout, len(content.values)), select, exclude)
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
-    metadata.pop(NOTE, None)  # the store's own
-    with staged(target, overwrite=overwrite) as folder:
+    metadata.pop(STORE_KEY, None)  # the store's own note
+    with atomic_folder(target, overwrite=overwrite) as folder:
         written = _writer(format)(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
@@ -100,41 +102,41 @@ def _writer(format: Format) -> Callable[[ExportJob], WrittenExport]:  # noqa: A0
     return write_dcp
 
 
-def _chosen(tree: Tree, select: Sequence[str] | None, skip: Sequence[str]) -> Tree:
-    """What is selected of a state, without what is skipped.
+def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
+    """The selected part of a state, without the excluded part.
 
     Raises:
-        MismatchError: a glob fits nothing, or nothing is left.
+        MismatchError: a glob matches nothing, or nothing is left.
     """
     if select is not None:
         selection = Selection(select)
         selection.require_used(tree)
         tree = selection.prune(tree) or tree
-    if skip:
-        Selection(skip).require_used(tree)
-        globs = [skip] if isinstance(skip, str) else skip
+    if exclude:
+        Selection(exclude).require_used(tree)
+        globs = [exclude] if isinstance(exclude, str) else exclude
         patterns = re.compile("|".join(f"(?:{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')})" for glob in globs))
         left = _without(tree, patterns)
         if left is None:
-            raise MismatchError("nothing is left to export: --skip (skip=) fits everything", object_id="skip")
+            raise MismatchError("nothing is left to export: --exclude (exclude=) matches everything", object_id="exclude")
         tree = left
     return tree
 
 
-def _without(tree: Tree, skipped: re.Pattern[str]) -> Tree | None:
-    """As `Selection.prune`, the other way round: dict entries vanish, elements of lists and tuples become None."""
+def _without(tree: Tree, excluded: re.Pattern[str]) -> Tree | None:
+    """The inverse of `Selection.prune`: drops dict entries; elements of lists and tuples become None."""
     if isinstance(tree, Leaf):
-        return None if tree is not NOTHING and skipped.match(tree.path) else tree
+        return None if tree is not UNSELECTED and excluded.match(tree.path) else tree
     if not tree.children:
-        return None if skipped.match(tree.path) else tree
-    kept = [_without(child, skipped) for child in tree.children]
+        return None if excluded.match(tree.path) else tree
+    kept = [_without(child, excluded) for child in tree.children]
     if not any(kept):
         return None
     if all(one is other for one, other in zip(kept, tree.children, strict=True)):
         return tree
     if tree.node[0] in ("l", "u", "n"):
-        return Branch(tree.node, tree.path, tree.keys, [child or NOTHING for child in kept], None)
+        return Container(tree.node, tree.path, tree.keys, [child or UNSELECTED for child in kept], None)
     if tree.node[0] == "r":
-        return tree  # whole, or not at all
+        return tree  # cannot be split
     keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-    return Branch(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+    return Container(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)

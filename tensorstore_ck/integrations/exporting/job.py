@@ -1,11 +1,13 @@
-"""What a format's writer is given, and what it tells."""
+"""The input and the result of a format's writer."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.format.tree import Tree
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget
+
+T = TypeVar("T")
 
 
 class ExportJob(NamedTuple):
@@ -13,19 +15,32 @@ class ExportJob(NamedTuple):
 
     content: SnapshotContent
     tree: Tree
-    """What of the content is wanted."""
+    """The exported part of the content."""
     metadata: Mapping[str, object]
     """The snapshot's."""
     folder: str
-    """The files go here; it takes the target's place later."""
+    """For the files; renamed to the target later."""
     target: AtomicTarget
     max_file_bytes: int
 
 
 class WrittenExport(NamedTuple):
-    """What was written; see `ExportReport`."""
+    """See `ExportReport`."""
 
     tensors: int
     tensor_bytes: int
     left_out: dict[str, str]
     notes: list[str]
+
+
+def split_files(items: Iterable[T], size: Callable[[T], int], max_file_bytes: int) -> list[list[T]]:
+    """Groups items, in order, into files of at most `max_file_bytes`; a larger item gets its own file."""
+    groups: list[list[T]] = [[]]
+    used = 0
+    for item in items:
+        if groups[-1] and used + size(item) > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += size(item)
+    return groups

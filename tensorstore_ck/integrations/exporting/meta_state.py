@@ -1,7 +1,7 @@
-"""A stored state whose tensors have addresses but no bytes: what torch and DCP need to lay out files that are filled later.
+"""A stored state whose tensors have addresses but no bytes, from which torch and DCP lay out files that are filled later.
 
-Memory that is never touched costs nothing, so a state of any size is built this way. What has to be pickled by value (numpy arrays, and
-whatever `by_value` names) is read for real. Knows no file.
+Memory that is never touched costs nothing, so this works for states of any size. Objects that must be pickled by value (numpy arrays, and
+the containers in `by_value`) are read. Knows no file.
 """
 
 from bisect import bisect_right
@@ -16,14 +16,14 @@ import torch.utils.deterministic
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import NoSpaceError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree
-from tensorstore_ck.state.allocate import Found, TensorAllocator, form_of
+from tensorstore_ck.state.allocate import TensorAllocator, TensorOrArray, form_of
 from tensorstore_ck.state.byte_sources import address_of
-from tensorstore_ck.state.rebuild_tree import NOTHING, build, require_buildable
+from tensorstore_ck.state.rebuild_tree import UNSELECTED, build, require_buildable
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """New tensors get memory as it comes: where algorithms are to be deterministic, torch fills it, and then it takes room."""
+    """Keeps torch from filling new tensors, as it does for deterministic algorithms, which would use real memory."""
     switch: Any = torch.utils.deterministic
     fills, switch.fill_uninitialized_memory = switch.fill_uninitialized_memory, False
     try:
@@ -33,39 +33,39 @@ def untouched() -> Iterator[None]:
 
 
 class MetaState:
-    """A state, and which stored tensor each address stands for."""
+    """A state, and the stored tensor for each address."""
 
     def __init__(self, content: SnapshotContent, tree: Tree, by_value: frozenset[str]) -> None:
-        """`by_value`: tags of containers, all of whose tensors are read for real.
+        """`by_value`: tags of containers whose tensors are all read.
 
         Raises:
-            UnsupportedValueError: a type in it cannot be made here.
+            UnsupportedValueError: it contains a type that cannot be created here.
         """
         require_buildable(tree, content)
         layout, cpu = content.layout, torch.device("cpu")
-        real, hollow = set[int](), list[Leaf]()
+        real, unread = set[int](), list[Leaf]()
         read: list[Leaf] = []
         for leaf, inside in _leaves(tree, by_value, inside=False):
             if inside or isinstance(form_of(layout, leaf).dtype, np.dtype):
                 real.add(id(leaf))
                 read.append(leaf)
             else:
-                hollow.append(leaf)
+                unread.append(leaf)
         filled = TensorAllocator(layout, [(leaf, None) for leaf in read], cpu)
         content.read(dict(filled.targets))
         try:
             with untouched():
-                empty = TensorAllocator(layout, [(leaf, None) for leaf in hollow], cpu)
+                empty = TensorAllocator(layout, [(leaf, None) for leaf in unread], cpu)
         except RuntimeError as exc:
             raise NoSpaceError(
-                f"this host gives no addresses for a state of that size ({str(exc).splitlines()[0]}): allow more with vm.overcommit_memory "
+                f"this host has too little address space for the state ({str(exc).splitlines()[0]}): allow more with vm.overcommit_memory "
                 "or `ulimit -v`, or export as safetensors, which needs none",
                 object_id="memory",
             ) from exc
         self.tensors: dict[int, tuple[torch.Tensor, Leaf]] = {}
-        """id -> a tensor without bytes, and its leaf; of several leaves that are one tensor, any."""
+        """id -> a tensor without bytes, and one of its leaves."""
 
-        def tensor_of(leaf: Leaf) -> Found:
+        def tensor_of(leaf: Leaf) -> TensorOrArray:
             if id(leaf) in real:
                 return filled.get(leaf)
             found = empty.get(leaf)
@@ -82,7 +82,7 @@ class MetaState:
         )
 
     def stored_in(self, storage: torch.UntypedStorage) -> list[tuple[int, int]]:
-        """(number, offset) of the stored tensors in a storage; none if it has its bytes already."""
+        """(number, offset) of the stored tensors in a storage; empty if it has its bytes."""
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         first = bisect_right(self._numbers, (start, -1))
         found = []
@@ -93,7 +93,7 @@ class MetaState:
         return found
 
     def require_one_dtype(self) -> None:
-        """Refuses tensors that see the same memory as different dtypes, which torch cannot save.
+        """Rejects tensors that share memory with different dtypes, which torch cannot save.
 
         Raises:
             UnsupportedValueError: it names two of them.
@@ -105,15 +105,15 @@ class MetaState:
             if dtype != tensor.dtype and address:
                 raise UnsupportedValueError(
                     f"{first!r} and {leaf.path!r} share memory as {dtype} and {tensor.dtype}, which torch.save cannot hold: leave one out "
-                    "with --skip (skip=), or export as safetensors or dcp, which give each its own copy",
+                    "with --exclude (exclude=), or export as safetensors or dcp, which give each its own copy",
                     object_id=leaf.path,
                 )
 
 
 def _leaves(tree: Tree, by_value: frozenset[str], *, inside: bool) -> Iterator[tuple[Leaf, bool]]:
-    """The tensors, and whether one of these containers is around them."""
+    """The tensors, and whether each is inside one of these containers."""
     if isinstance(tree, Leaf):
-        if tree.kind != "value" and tree is not NOTHING:
+        if tree.kind != "value" and tree is not UNSELECTED:
             yield tree, inside
         return
     inside = inside or tree.node[0] in by_value

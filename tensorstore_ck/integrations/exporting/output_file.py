@@ -1,7 +1,7 @@
 """A file that is written in any order, by several threads, and then read back.
 
-Every write is remembered with its hash. `read_back` reads the file through the file system, not from our buffers, and compares; `finish`
-wants every byte of the file to have been written exactly once. Knows nothing of formats, tensors and stores.
+Records the hash of every write. `read_back` reads the file from the file system and compares; `finish` also checks that every byte was
+written exactly once. Knows no formats, tensors or stores.
 """
 
 import mmap
@@ -20,7 +20,7 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.errors import CorruptObjectError
 
 PIECE_BYTES: Final = 8 << 20
-"""More is written and read back in pieces of this size."""
+"""The largest piece of one write or read."""
 
 
 class _Piece(NamedTuple):
@@ -33,7 +33,7 @@ class OutputFile:
     """A new file. A context manager; `write` is thread-safe."""
 
     def __init__(self, path: str, shown: str) -> None:
-        """`shown` is what messages call it: its name is a temporary one."""
+        """`shown`: its name in messages, since `path` is temporary."""
         self.path = path
         self._shown = shown
         with os_errors("write", shown):
@@ -48,32 +48,32 @@ class OutputFile:
         os.close(self._fd)
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Writes `data` at `offset`, where nothing was written yet."""
+        """Writes `data` at `offset`, where nothing may have been written before."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
             digest = blake3(piece).digest()
-            # The kernel lets one thread at a time write to a file, and the others would spin: a third of the system time.
+            # The kernel lets one thread at a time write to a file; the others would spin, for a third of the system time.
             with self._writing, os_errors("write", self._shown):
                 self._pieces.append(_Piece(offset + start, len(piece), digest))
                 write_at(self._fd, [piece], offset + start)
             start_write_back(self._fd, offset + start, len(piece))
 
     def unlink(self) -> None:
-        """Takes its name away; it vanishes when it is closed."""
+        """Removes its name; the file is deleted when it is closed."""
         with os_errors("write", self._shown):
             os.unlink(self.path)
 
     def mapped(self) -> mmap.mmap:
-        """Its memory as the page cache holds it; what is changed there stays private."""
+        """Maps the file; changes stay private."""
         with os_errors("read back", self._shown):
             return mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
 
     def read_back(self, regions: Sequence[range]) -> list[int]:
-        """Compares what was written to these regions, which hold whole writes, with what the file says now; returns their CRC-32.
+        """Compares these regions of whole writes with the hashes of the writes; returns their CRC-32s.
 
         Raises:
-            CorruptObjectError: it is something else, or a region was not written from end to end.
+            CorruptObjectError: the file differs, or a region was not completely written.
         """
         self._pieces.sort()
         checksums = [0] * len(regions)
@@ -85,10 +85,10 @@ class OutputFile:
         return checksums
 
     def finish(self, size: int, checked: Sequence[range] = ()) -> None:
-        """Makes the file durable while what is in none of the regions `checked` is read back.
+        """Makes the file durable, and meanwhile reads back everything outside of the regions `checked`.
 
         Raises:
-            CorruptObjectError: see `read_back`; or the file is not `size` bytes.
+            CorruptObjectError: see `read_back`; or the file does not have `size` bytes.
         """
         self._pieces.sort()
         bounds = sorted((region.start, region.stop) for region in checked if region)
@@ -110,7 +110,7 @@ class OutputFile:
             self._refuse(f"has {os.fstat(self._fd).st_size} bytes instead of {size}")
 
     def _compare(self, region: range, *, checksum: bool = False) -> int:
-        """Compares a region, and returns its CRC-32 if that is wanted."""
+        """Compares a region; returns its CRC-32 if requested."""
         buffer = bytearray(min(PIECE_BYTES, len(region)))
         crc, at = 0, region.start
         for number in range(bisect_left(self._pieces, (region.start,)), len(self._pieces)):
@@ -119,7 +119,7 @@ class OutputFile:
                 break
             view = memoryview(buffer)[: piece.size]
             if piece.offset != at or len(view) != piece.size:
-                self._refuse(f"was not written as it should at byte {at}")
+                self._refuse(f"was not written correctly at byte {at}")
             with os_errors("read back", self._shown):
                 found = read_at(self._fd, view, at)
             if found != piece.size or blake3(view).digest() != piece.digest:
@@ -133,7 +133,7 @@ class OutputFile:
 
     def _refuse(self, what: str) -> None:
         raise CorruptObjectError(
-            f"{self._shown} {what}: the export was given up; check the disk and the system's log, then try again", object_id=self._shown
+            f"{self._shown} {what}: the export was aborted; check the disk and the system's log, then try again", object_id=self._shown
         )
 
 

@@ -1,4 +1,4 @@
-"""What an export reports."""
+"""The report of an export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,28 +8,28 @@ from tensorstore_ck.log.snapshot import Snapshot
 
 
 class ExportedFile(NamedTuple):
-    """One file that was written."""
+    """A written file."""
 
     name: str
-    """In the target folder; of a target that is one file, that file's."""
+    """Its name in the target folder, or that of the target file."""
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written; every byte of it was read back from the files and compared, and is durable."""
+    """What was written. Every byte was read back and compared, and is durable."""
 
     format: str
     path: str
     snapshot: Snapshot
     files: tuple[ExportedFile, ...]
     tensors: int
-    """Names of tensors and arrays in the files; those that share memory count each."""
+    """Names of tensors and arrays in the files, including those that share memory."""
     tensor_bytes: int
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Path in the state -> why the format does not hold it."""
     notes: tuple[str, ...] = ()
-    """What a reader of the files should know."""
+    """Hints for readers of the files."""
 
     @property
     def size_bytes(self) -> int:

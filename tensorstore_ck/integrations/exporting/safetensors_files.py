@@ -1,7 +1,7 @@
 """A snapshot as safetensors: `model.safetensors`, or numbered files with an index as Hugging Face writes them.
 
-The format holds tensors by name and nothing else. Tensors that share memory become copies of their own under each name, so every reader
-finds every name. Other values go to `values.json` beside it, and are listed. Written from the layout, without the safetensors package.
+The format holds only named tensors. Tensors that share memory are copied under each name, so every reader finds every name. Other values go
+to `values.json`, and are listed in the report. Does not use the safetensors package.
 """
 
 import json
@@ -11,50 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode, describe
-from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_room
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
-from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES
 from tensorstore_ck.state.allocate import AnyDtype, LeafForm, form_of
-from tensorstore_ck.state.registered_types import decode_torch
+from tensorstore_ck.state.registered_types import DTYPE_NAMES, decode_torch
 from tensorstore_ck.state.select import listed
 
 SUFFIXES: Final = (".safetensors",)
 VALUES_NAME: Final = "values.json"
 INDEX_NAME: Final = "model.safetensors.index.json"
-MAX_HEADER_BYTES: Final = 100_000_000
-"""Readers refuse more."""
-_RESERVED: Final = "__metadata__"
-_DTYPES: Final[dict[AnyDtype, str]] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
-_NUMPY_DTYPES: Final = {"b1": "BOOL", "f2": "F16", "f4": "F32", "f8": "F64", "c8": "C64"} | {
-    f"{kind}{size}": f"{name}{size * 8}" for kind, name in (("u", "U"), ("i", "I")) for size in (1, 2, 4, 8)
-}
 
 
 class _Entry(NamedTuple):
@@ -71,13 +44,13 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
     """Writes the files into the job's folder.
 
     Raises:
-        UnsupportedValueError: safetensors has no such dtype, or no such name; nothing was written.
+        UnsupportedValueError: safetensors lacks a dtype, or reserves a name; nothing was written.
         DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, folder, target = job.content, job.folder, job.target
     entries = _entries(content, job.tree)
     values = {leaf.path: leaf for leaf in leaves(job.tree) if leaf.kind == "value" and leaf.index >= 0}
-    groups = [entries] if target.is_file else _split(entries, job.max_file_bytes)
+    groups = [entries] if target.is_file else split_files(entries, lambda entry: entry.size_bytes, job.max_file_bytes)
     texts = {**{key: text if isinstance(text, str) else json.dumps(text) for key, text in job.metadata.items()}, "format": "pt"}
     if target.is_file:
         names = [os.path.basename(target.path)]
@@ -87,15 +60,15 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
         names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     total = sum(entry.size_bytes for entry in entries)
     headers = [_header(group, texts, target.path) for group in groups]
-    require_room(folder, total + scratch_bytes(content, (entry.leaf for entry in entries)), target.path)
+    require_disk_space(folder, total + scratch_bytes(content, (entry.leaf for entry in entries)), target.path)
     for name, group, header in zip(names, groups, headers, strict=True):
         with OutputFile(os.path.join(folder, name), target.path) as file:
             file.write(0, header)
-            placing, at = ByteRouter(content), len(header)
+            router, at = ByteRouter(content), len(header)
             for entry in group:
-                placing.add_leaf(entry.leaf, file, at)
+                router.add_leaf(entry.leaf, file, at)
                 at += entry.size_bytes
-            placing.pour(os.path.join(folder, "scratch"))
+            router.run(os.path.join(folder, "scratch"))
             file.finish(at)
     if len(groups) > 1:
         weights = {entry.leaf.path: name for name, group in zip(names, groups, strict=True) for entry in group}
@@ -108,7 +81,7 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
 
 
 def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
-    """Every tensor and array, those of large items first, so that each begins where its dtype wants."""
+    """Every tensor and array, those of large items first, so that each is aligned."""
     entries, unknown = [], []
     for leaf in leaves(tree):
         if leaf.kind == "value":
@@ -117,16 +90,16 @@ def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
         dtype = _dtype_name(form.dtype)
         if dtype is None:
             unknown.append(f"{leaf.path} ({form.dtype})")
-        elif leaf.path == _RESERVED:
+        elif leaf.path == METADATA:
             raise UnsupportedValueError(
-                f"safetensors keeps the name {_RESERVED!r} for itself: leave that tensor out with --skip {_RESERVED} (skip=)",
-                object_id=_RESERVED,
+                f"safetensors reserves the name {METADATA!r}: exclude that tensor with --exclude {METADATA} (exclude=)",
+                object_id=METADATA,
             )
         else:
             entries.append(_Entry(leaf, form, dtype))
     if unknown:
         raise UnsupportedValueError(
-            f"safetensors has no dtype for {listed(unknown)}: leave out what you do not need with --skip NAME (skip=), or export as torch "
+            f"safetensors has no dtype for {listed(unknown)}: leave it out with --exclude NAME (exclude=), or export as torch "
             "or dcp, which hold all dtypes",
             object_id=unknown[0].partition(" ")[0],
         )
@@ -135,24 +108,12 @@ def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
 
 def _dtype_name(dtype: AnyDtype) -> str | None:
     if isinstance(dtype, np.dtype):
-        return _NUMPY_DTYPES.get(f"{dtype.kind}{dtype.itemsize}") if dtype.isnative or dtype.itemsize == 1 else None
-    return _DTYPES.get(dtype)
-
-
-def _split(entries: Sequence[_Entry], max_file_bytes: int) -> list[list[_Entry]]:
-    groups: list[list[_Entry]] = [[]]
-    used = 0
-    for entry in entries:
-        if groups[-1] and used + entry.size_bytes > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(entry)
-        used += entry.size_bytes
-    return groups
+        return NUMPY_DTYPES.get(f"{dtype.kind}{dtype.itemsize}") if dtype.isnative or dtype.itemsize == 1 else None
+    return TORCH_DTYPES.get(DTYPE_NAMES.get(dtype, ""))
 
 
 def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> bytes:
-    table: dict[str, Any] = {_RESERVED: texts}
+    table: dict[str, Any] = {METADATA: texts}
     at = 0
     for entry in entries:
         table[entry.leaf.path] = {"dtype": entry.dtype, "shape": entry.form.shape, "data_offsets": [at, at + entry.size_bytes]}
@@ -161,8 +122,8 @@ def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> 
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedValueError(
-            f"{shown}: {len(entries):,} names take {len(text):,} bytes, and readers accept {MAX_HEADER_BYTES:,} in a file: export to a "
-            "folder with a smaller --max-file-size, or a part with --select",
+            f"{shown}: the header of {len(entries):,} names has {len(text):,} bytes, and readers accept {MAX_HEADER_BYTES:,}: export to a "
+            "folder with a smaller --max-file-size, or a part with --include",
             object_id=shown,
         )
     return len(text).to_bytes(8, "little") + text
@@ -176,7 +137,7 @@ def _write_json(folder: str, name: str, document: object, target: AtomicTarget) 
 
 
 def _documents(content: SnapshotContent, values: Mapping[str, Leaf]) -> dict[str, dict[str, object]]:
-    """Values as JSON, apart by whether JSON holds them exactly."""
+    """Values as JSON, grouped by whether JSON holds them exactly."""
     exact: dict[str, object] = {}
     as_text: dict[str, object] = {}
     for path, leaf in values.items():

@@ -1,7 +1,7 @@
-"""Torch's zip files with room for the tensors' bytes, which are filled in later.
+"""Torch's zip files with gaps for the tensors' bytes, which are filled in later.
 
-Torch itself pickles the state and lays the file out (`torch.serialization.skip_data`), so the file is what `torch.save` would have
-written. CRC-32s are only known when the bytes are: `TorchZipTemplate.sealed` then puts them where zip readers look. Knows no store.
+Torch itself pickles the state and lays out the file (`torch.serialization.skip_data`), so the file equals that of `torch.save`. The CRC-32s
+are known only after the bytes: `TorchZipTemplate.sealed` then adds them. Knows no store.
 """
 
 import os
@@ -20,7 +20,7 @@ _ENTRY: Final = b"PK\x01\x02"
 
 
 class StorageGap(NamedTuple):
-    """Where the bytes of one storage go."""
+    """The place for the bytes of one storage."""
 
     offset: int
     storage: torch.UntypedStorage
@@ -36,19 +36,19 @@ class TorchZipTemplate(NamedTuple):
     """A torch file without the bytes of its tensors."""
 
     pieces: list[tuple[int, bytearray]]
-    """(offset, bytes) of everything between the rooms."""
-    rooms: list[StorageGap]
+    """(offset, bytes) of everything between the gaps."""
+    gaps: list[StorageGap]
     size_bytes: int
 
     def sealed(self, checksums: list[int]) -> list[tuple[int, bytearray]]:
-        """The pieces, with the CRC-32 of each room in its place."""
-        of_key = {room.key: checksum for room, checksum in zip(self.rooms, checksums, strict=True)}
+        """The pieces, with the CRC-32s of the gaps filled in."""
+        of_key = {gap.key: checksum for gap, checksum in zip(self.gaps, checksums, strict=True)}
         pieces = [(offset, bytearray(data)) for offset, data in self.pieces]
-        behind = dict(pieces)
-        for room, checksum in zip(self.rooms, checksums, strict=True):
-            data = behind[room.region.stop]
+        after = dict(pieces)
+        for gap, checksum in zip(self.gaps, checksums, strict=True):
+            data = after[gap.region.stop]
             if data[:4] != _DESCRIPTOR:
-                raise _strange("no checksum follows a tensor")
+                raise _unknown_file_layout("no checksum follows a tensor")
             struct.pack_into("<I", data, 4, checksum)
         offset, tail = pieces[-1]
         at = _directory_offset(offset, tail) - offset
@@ -60,42 +60,42 @@ class TorchZipTemplate(NamedTuple):
                 struct.pack_into("<I", tail, at + 16, of_key[key])
                 found += 1
             at += 46 + name_length + sum(others)
-        if found != len(self.rooms):
-            raise _strange(f"its directory has {found} of {len(self.rooms)} tensors")
+        if found != len(self.gaps):
+            raise _unknown_file_layout(f"its directory has {found} of {len(self.gaps)} tensors")
         return pieces
 
 
-def skeleton(state: object, path: str) -> TorchZipTemplate:
-    """What `torch.save` makes of a state, with room for the bytes of its storages.
+def build_template(state: object, path: str) -> TorchZipTemplate:
+    """The file of `torch.save` for a state, with gaps for the bytes of its storages.
 
     Raises:
-        UnsupportedValueError: torch cannot save it; `path` is what the message calls it.
+        UnsupportedValueError: torch cannot save it; the message calls it `path`.
     """
     file, pickling = _Recorder(), _Pickling()
     try:
         with torch.serialization.skip_data():
             torch.save(state, file, pickle_module=pickling)  # type: ignore[arg-type]
     except (RuntimeError, pickle.PicklingError, TypeError, KeyError, AttributeError) as exc:
-        raise UnsupportedValueError(f"torch cannot save {path}: {exc}; leave that out with --skip (skip=)", object_id=path) from exc
+        raise UnsupportedValueError(f"torch cannot save {path}: {exc}; exclude that with --exclude (exclude=)", object_id=path) from exc
     filled = [(key, storage) for key, storage in pickling.storages.items() if storage.nbytes()]
-    if [storage.nbytes() for _, storage in filled] != [size for _, size in file.rooms]:
-        raise _strange("it has other tensors than were saved")
-    rooms = [StorageGap(offset, storage, key) for (offset, _), (key, storage) in zip(file.rooms, filled, strict=True)]
-    return TorchZipTemplate(file.pieces, rooms, file.position)
+    if [storage.nbytes() for _, storage in filled] != [size for _, size in file.gaps]:
+        raise _unknown_file_layout("it has different tensors")
+    gaps = [StorageGap(offset, storage, key) for (offset, _), (key, storage) in zip(file.gaps, filled, strict=True)]
+    return TorchZipTemplate(file.pieces, gaps, file.position)
 
 
 def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> None:
-    """Refuses tensors, by name, of dtypes that `torch.save` does not know.
+    """Rejects tensors whose dtype `torch.save` does not support.
 
     Raises:
-        UnsupportedValueError: there are such.
+        UnsupportedValueError: it names the tensors.
     """
     known: dict[torch.dtype, bool] = {}
     unknown = []
     for tensor, name in tensors:
         if tensor.dtype not in known:
             try:
-                skeleton(tensor.detach(), shown)
+                build_template(tensor.detach(), shown)
                 known[tensor.dtype] = True
             except UnsupportedValueError:
                 known[tensor.dtype] = False
@@ -103,19 +103,17 @@ def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> 
             unknown.append(f"{name} ({tensor.dtype})")
     if unknown:
         raise UnsupportedValueError(
-            f"torch.save does not know the dtype of {listed(unknown)}: leave out what you do not need with --skip NAME (skip=)",
+            f"torch.save does not support the dtype of {listed(unknown)}: exclude what you do not need with --exclude NAME (exclude=)",
             object_id=unknown[0].partition(" ")[0],
         )
 
 
-def _strange(what: str) -> UnsupportedValueError:
-    return UnsupportedValueError(
-        f"torch {torch.__version__} lays its files out in a way that is unknown here ({what}): export with torch 2.13"
-    )
+def _unknown_file_layout(what: str) -> UnsupportedValueError:
+    return UnsupportedValueError(f"torch {torch.__version__} has an unknown file layout ({what}): export with torch 2.13")
 
 
 def _directory_offset(start: int, tail: bytearray) -> int:
-    """Of the zip's directory, in the file; `tail` is the end of it, from `start` on."""
+    """The offset of the zip's directory; `tail` is the end of the file, from `start` on."""
     end = len(tail) - 22
     (offset,) = struct.unpack_from("<I", tail, end + 16)
     if offset != 0xFFFFFFFF:
@@ -125,12 +123,12 @@ def _directory_offset(start: int, tail: bytearray) -> int:
 
 
 class _Recorder:
-    """A file that remembers what is written, and where torch leaves room by seeking forward."""
+    """A file that records what torch writes, and the gaps over which it seeks."""
 
     def __init__(self) -> None:
         self.position = 0
         self.pieces: list[tuple[int, bytearray]] = [(0, bytearray())]
-        self.rooms: list[tuple[int, int]] = []
+        self.gaps: list[tuple[int, int]] = []
 
     def write(self, data: Any) -> int:
         self.pieces[-1][1].extend(data)
@@ -139,7 +137,7 @@ class _Recorder:
 
     def seek(self, count: int, whence: int) -> int:
         assert whence == os.SEEK_CUR, "torch seeks forward over what it skips"
-        self.rooms.append((self.position, count))
+        self.gaps.append((self.position, count))
         self.position += count
         self.pieces.append((self.position, bytearray()))
         return self.position
@@ -149,7 +147,7 @@ class _Recorder:
 
 
 class _Pickling:
-    """Stands for the module `pickle`; remembers under which key torch saves each storage."""
+    """Replaces the module `pickle`; records the key under which torch saves each storage."""
 
     __name__ = "pickle"
 
@@ -158,7 +156,7 @@ class _Pickling:
         storages = self.storages
 
         class Pickler(pickle.Pickler):
-            def __init_subclass__(cls) -> None:  # torch makes a subclass, whose persistent_id names the storages
+            def __init_subclass__(cls) -> None:  # torch creates a subclass, whose persistent_id names the storages
                 named = cls.persistent_id
 
                 def persistent_id(self: Any, found: Any) -> Any:

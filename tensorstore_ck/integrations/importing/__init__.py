@@ -1,7 +1,29 @@
-"""Brings checkpoints of other libraries into a store: torch.save, Lightning, safetensors, torch.distributed.checkpoint.
+"""Imports checkpoints of other libraries: torch.save, Lightning, safetensors, torch.distributed.checkpoint.
 
-Foreign files are untrusted to the last byte. Nothing in them is run or imported, each size is checked before it is believed, and what
-is not understood is refused by name. What is imported is one put; a history is one for each of its checkpoints.
+import_checkpoint.py      imports one checkpoint as one snapshot
+import_history.py         imports several checkpoints of a run, one snapshot each
+detect_format.py          detects the format, and reads the state
+detect_history.py         distinguishes one checkpoint in several files from several steps
+step_from_filename.py     training steps in file names
+lookup.py                 one value by its path in a state
+torch_file.py             files of torch.save
+zip_directory.py          their zip archives
+safe_unpickler.py         pickles, read without running anything
+pickle_allowlist.py       the names that a pickle may use
+placeholders.py           what stands for an object while a pickle is read
+omegaconf.py              OmegaConf's containers as plain ones
+key_types.py              which keys a foreign dict may have
+resolve_placeholders.py   the final state, without placeholders
+safetensors_file.py       safetensors files
+sharded_index.py          several files with an index
+dcp_folder.py             folders of torch.distributed.checkpoint
+tensor_pieces.py          a tensor in several pieces
+mapped_files.py           foreign files, opened with care and mapped
+crc_check.py              checks CRC-32s while a save reads the bytes
+compare_snapshot.py       whether a snapshot equals a checkpoint
+malformed.py              the error for malformed bytes
+
+Foreign files are untrusted. Nothing in them is run or imported, every size is checked before use, and anything unknown is rejected by name.
 """
 
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError

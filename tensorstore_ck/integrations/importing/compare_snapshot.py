@@ -1,4 +1,4 @@
-"""Tells whether a snapshot holds exactly what a checkpoint holds, by hashing the checkpoint: no block of the snapshot is read."""
+"""Whether a snapshot has exactly the content of a checkpoint; hashes the checkpoint, and reads no block of the snapshot."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -21,7 +21,7 @@ _RUN_BLOCKS: Final = 64
 
 
 def is_in_snapshot(engine: Engine, captured: CapturedState, info: SnapshotInfo) -> bool:
-    """Whether a put of `captured` would store the content that the snapshot has: tensors, values and structure.
+    """Whether a save of `captured` would store the snapshot's tensors, values and structure.
 
     Raises:
         CorruptObjectError: the snapshot's record, or the source of `captured`, is damaged.
@@ -30,7 +30,7 @@ def is_in_snapshot(engine: Engine, captured: CapturedState, info: SnapshotInfo) 
 
 
 def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
-    """The id of the part that a put by one process would write (FORMAT.md, "Parts")."""
+    """The id of the part that a save by one process would write (FORMAT.md, "Parts")."""
     slot = slot_of_one(captured)
     layout = captured.layout.encode()
     blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)

@@ -1,7 +1,7 @@
-"""Compares bytes of mapped files with the CRC-32 that their format has for them, while a put reads them: nothing is read twice.
+"""Checks CRC-32s of mapped files while a save reads them, so nothing is read twice.
 
-A put reads each region of a tensor once, in blocks, in any order, from several threads; the sums of the blocks are combined. What is
-no region as a whole (a storage of which only a part is a tensor) is read beforehand. A wrong sum fails the read, and so the put.
+A save reads each region of a tensor once, in blocks, in any order, from several threads; the sums of the blocks are combined. Bytes that
+are not exactly one region (a storage that is only partly a tensor) are read beforehand. A wrong sum fails the read, and so the save.
 """
 
 import threading
@@ -24,7 +24,7 @@ _POLYNOMIAL: Final = 0xEDB88320
 
 
 class ExpectedCrc(NamedTuple):
-    """Bytes in memory, and the sum they must have."""
+    """Bytes in memory, and their expected sum."""
 
     address: int
     size: int
@@ -35,31 +35,31 @@ class ExpectedCrc(NamedTuple):
     """In the file."""
 
     def compare(self, found: int) -> None:
-        """Raises CorruptObjectError if the sum is another one."""
+        """Raises CorruptObjectError if the sum differs."""
         if found != self.checksum:
             raise CorruptObjectError(
-                f"{self.path} is damaged: the {self.size} bytes from byte {self.start} on do not have their checksum; get or save it again",
+                f"{self.path} is damaged: the {self.size} bytes from byte {self.start} do not match their checksum; get or save it again",
                 object_id=self.path,
             )
 
 
-def watched(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> CapturedState:
-    """The same, but what is read from it must have its sum. What will not be read in whole is read now.
+def with_crc_check(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> CapturedState:
+    """`captured`, with sources that check sums as they are read. Reads bytes that a save will not read in whole now.
 
     Raises:
-        CorruptObjectError: it has not.
+        CorruptObjectError: a sum differs.
     """
     regions = set(_regions(captured))
     for_each((each for each in expected if (each.address, each.size) not in regions), _read, cpu_threads())
     sums = _Sums([each for each in expected if (each.address, each.size) in regions])
-    return captured._replace(sources=[_Watched(source, sums) for source in captured.sources])
+    return captured._replace(sources=[_CheckedSource(source, sums) for source in captured.sources])
 
 
 def _regions(captured: CapturedState) -> Iterator[tuple[int, int]]:
-    """Address and size of each region that a put will read."""
-    told = {each.tensor: each.boxes for each in captured.explicit}
+    """Address and size of each region that a save will read."""
+    boxes_of = {each.tensor: each.boxes for each in captured.explicit}
     for number, (spec, source) in enumerate(zip(captured.layout.tensors, captured.sources, strict=True)):
-        sizes = [prod(box.sizes) * spec.item_bytes for box in told[number]] if number in told else [spec.size_bytes]
+        sizes = [prod(box.sizes) * spec.item_bytes for box in boxes_of[number]] if number in boxes_of else [spec.size_bytes]
         start = 0
         for size in sizes:
             if size:
@@ -74,15 +74,14 @@ def _read(expected: ExpectedCrc) -> None:
     expected.compare(found)
 
 
-class _Watched:
-    """`ByteSource` that has what it reads summed."""
+class _CheckedSource:
+    """`ByteSource` that sums what it reads."""
 
     def __init__(self, source: ByteSource, sums: "_Sums") -> None:
         self._source, self._sums = source, sums
         self.size_bytes = source.size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes of the source."""
         view = self._source.read(start, stop)
         self._sums.add(view)
         return view
@@ -94,11 +93,11 @@ class _Sums:
         self._starts = [each.address for each in self._expected]
         self._lock = threading.Lock()
         self._found: list[dict[int, tuple[int, int]]] = [{} for _ in self._expected]
-        """Address -> size and sum, of what was read."""
+        """Address -> size and sum of the bytes that were read."""
         self._left = [each.size for each in self._expected]
 
     def add(self, view: memoryview) -> None:
-        """Takes bytes that were read; those of nothing that is expected do not matter."""
+        """Takes bytes that were read; ignores those without an expected sum."""
         address = _address(view) if len(view) else 0
         number = bisect_right(self._starts, address) - 1
         if number < 0 or address + len(view) > self._starts[number] + self._expected[number].size or not self._left[number]:
@@ -106,7 +105,7 @@ class _Sums:
         found = zlib.crc32(view)
         with self._lock:
             if address in self._found[number]:
-                return  # of a put that began anew
+                return  # read again by a retried save
             self._found[number][address] = len(view), found
             self._left[number] -= len(view)
             is_whole = not self._left[number]

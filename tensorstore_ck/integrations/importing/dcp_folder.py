@@ -1,8 +1,8 @@
-"""Directories of torch.distributed.checkpoint, as its FileSystemWriter of torch 2.3 and newer leaves them.
+"""Folders of torch.distributed.checkpoint, as written by FileSystemWriter of torch 2.3 and newer.
 
-``.metadata`` is a pickle of a few classes, which are read into `_Fields` stand-ins; it says which tensors there are, in which pieces, and
-in which bytes of which file each lies: a torch file of its own. A piece stays there, mapped. All else are values, torch files, too. The
-tree is the one that torch's own reader makes when nobody gives it one to fill (`_EmptyStateDictLoadPlanner`).
+``.metadata`` is a pickle of a few classes, read as `_Fields`; it lists the tensors, their pieces, and the position of each piece: a torch
+file inside a file, which stays mapped. Other values are torch files, too. The tree is that of torch's own reader without a target state
+(`_EmptyStateDictLoadPlanner`).
 """
 
 from itertools import pairwise
@@ -13,12 +13,12 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.integrations.importing.key_types import unlike
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
-from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
+from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
 from tensorstore_ck.integrations.importing.tensor_pieces import assembled
 from tensorstore_ck.integrations.importing.torch_file import load_torch_file
 from tensorstore_ck.state.sharded_tensors import LocalPiece
@@ -41,11 +41,11 @@ _MEMORY_FORMATS: Final = (
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 )
 MAX_PADDING: Final = 10_000_000
-"""Of all lists together: a path in the metadata can ask for any position."""
+"""Of all lists together: a path in the metadata can have any position."""
 
 
 class _Fields:
-    """An object of one of DCP's own classes: its class's name, and what the pickle says of it."""
+    """An object of a DCP class: the name of its class, and its fields in the pickle."""
 
     __slots__ = ("items", "kind", "named")
 
@@ -53,10 +53,9 @@ class _Fields:
         self.kind = kind
         self.named: dict[Any, Any] = {}
         self.items: tuple[Any, ...] = ()
-        """Of the one class that has its fields without their names."""
+        """The fields of the one class that pickles them without names."""
 
     def build(self, state: Any) -> None:
-        """Takes what the pickle says."""
         if type(state) is dict:
             self.named = state
         elif type(state) is tuple:
@@ -65,42 +64,40 @@ class _Fields:
             raise MalformedError(f"its {self.kind} is malformed")
 
     def get(self, name: str, kind: type[Any]) -> Any:
-        """A field, which must be of that type."""
         found = self.named.get(name)
         if not isinstance(found, kind) or isinstance(found, bool):
-            raise MalformedError(f"its {self.kind} has no sound {name}")
+            raise MalformedError(f"its {self.kind} has no valid {name}")
         return found
 
 
 class _StoredChunk(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     path: object
-    """As the metadata has it."""
+    """As in the metadata."""
     start: int
     size: int
 
 
 class DcpContent(NamedTuple):
-    """What such a directory holds."""
+    """The content of a DCP folder."""
 
     state: dict[Any, Any]
     unknown: dict[str, str]
-    """Names in its pickles that nobody knows -> the file."""
+    """Names in its pickles that are not allowed -> the file."""
 
 
 def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent:
-    """The state in a directory that has a ``.metadata``.
+    """The state in a folder with a ``.metadata``.
 
     Raises:
-        CorruptObjectError: it is damaged, incomplete, or contradicts itself.
-        UnsupportedValueError: it was written in a way that is not read.
+        CorruptObjectError: it is damaged, incomplete or inconsistent.
+        UnsupportedValueError: it was written in an unsupported way.
     """
     return _Reader(files, folder, known).read()
 
 
 def _names() -> PickleAllowlist:
-    """What the pickle of the metadata may name."""
     return PickleAllowlist(
         {
             **{(f"torch.distributed.{module}", name): AllowedGlobal(name, _maker(name)) for module, name in _CLASSES},
@@ -120,20 +117,20 @@ class _Reader:
     def __init__(self, files: Files, folder: Folder, known: PickleAllowlist) -> None:
         self._files, self._folder, self._known = files, folder, known
         self._mapped: dict[str, MappedFile] = {}
-        self._places: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
+        self._chunks: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
         self._unknown: dict[str, str] = {}
         self._left: dict[str, int] = {}
-        """File -> bytes of it that no item has had yet."""
+        """File -> number of its bytes that no item has used yet."""
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
-        with blamed_on(path, KIND):
+        with naming_file(path, KIND):
             metadata = self._metadata(path)
             entries = metadata.get("state_dict_metadata", dict)
             paths = metadata.named.get("planner_data")
             if paths is not None and type(paths) is not dict:
                 self._unsupported(path, "has planner data of an unknown kind")
-            self._places = self._locate(metadata.get("storage_data", dict), path)
+            self._chunks = self._locate(metadata.get("storage_data", dict), path)
             tree = _Tree()
             for name, entry in entries.items():
                 if type(name) is not str or not isinstance(entry, _Fields):
@@ -146,34 +143,34 @@ class _Reader:
         if file.size > MAX_PICKLE_BYTES:
             raise MalformedError(f"its metadata takes {file.size} bytes")
         self._known.parsed_bytes += file.size
-        found, end, unknown = unpickle(file.data, _names())
+        found, end, unknown = safe_unpickle(file.data, _names())
         if isinstance(found, UnknownObject) or unknown:
-            self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which nothing of torch.distributed.checkpoint needs")
+            self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which torch.distributed.checkpoint does not use")
         if not isinstance(found, _Fields) or found.kind != "Metadata" or end != file.size:
             raise MalformedError("its metadata is of another kind, or something follows it")
         return found
 
     def _locate(self, storage: dict[Any, Any], path: str) -> dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]]:
-        """Name -> where its pieces, by their offsets, or its only item lies."""
-        places: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
+        """Name -> offsets and position of its pieces, or of its only item."""
+        chunks: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
         for index, info in storage.items():
             if not isinstance(index, _Fields) or not isinstance(info, _Fields):
-                raise MalformedError("its list of places is malformed")
+                raise MalformedError("its list of positions is malformed")
             if info.named.get("transform_descriptors"):
                 self._unsupported(path, "was written through an extension (such as compression)")
             offset = index.named.get("offset")
             if offset is not None and not isinstance(offset, torch.Size):
-                raise MalformedError("its list of places is malformed")
+                raise MalformedError("its list of positions is malformed")
             start, size = info.get("offset", int), info.get("length", int)
-            place = _StoredChunk(info.named.get("relative_path"), start, size)
-            places.setdefault(index.get("fqn", str), []).append((None if offset is None else tuple(offset), place))
-        return places
+            chunk = _StoredChunk(info.named.get("relative_path"), start, size)
+            chunks.setdefault(index.get("fqn", str), []).append((None if offset is None else tuple(offset), chunk))
+        return chunks
 
     def _value(self, name: str, entry: _Fields) -> Any:
         if entry.kind == "BytesStorageMetadata":
-            found = self._places.get(name, [])
+            found = self._chunks.get(name, [])
             if len(found) != 1:
-                raise MalformedError(f"the value {printable(name)!r} lies in {len(found)} places")
+                raise MalformedError(f"the value {printable(name)!r} has {len(found)} positions")
             return self._item(found[0][1])
         if entry.kind != "TensorStorageMetadata":
             raise MalformedError(f"{printable(name)!r} is neither a tensor nor a value")
@@ -182,48 +179,48 @@ class _Reader:
         shape, chunks = tuple(entry.get("size", torch.Size)), entry.get("chunks", list)
         if not isinstance(dtype, torch.dtype) or len(shape) > MAX_DIMS or not 0 <= _bytes(shape, dtype) <= MAX_TENSOR_BYTES:
             raise MalformedError(f"the tensor {printable(name)!r} has an impossible size or dtype")
-        told = self._places.get(name, [])
-        unlike([offsets for offsets, _ in told])
-        places = dict(told)
+        stored = self._chunks.get(name, [])
+        require_cheap_keys([offsets for offsets, _ in stored])
+        chunk_of = dict(stored)
         pieces = []
         for chunk in chunks:
             if not isinstance(chunk, _Fields):
                 raise MalformedError(f"the tensor {printable(name)!r} has a malformed piece")
             box = BoxBounds(tuple(chunk.get("offsets", torch.Size)), tuple(chunk.get("sizes", torch.Size)))
             if 0 in box.sizes:
-                continue  # of ranks that have nothing of it
-            if box.offsets not in places:
-                raise MalformedError(f"nothing says where the piece at {list(box.offsets)[:8]} of {printable(name)!r} lies")
-            pieces.append(LocalPiece(box, self._piece(name, dtype, box, places[box.offsets])))
+                continue  # from ranks that have nothing of it
+            if box.offsets not in chunk_of:
+                raise MalformedError(f"the piece at {list(box.offsets)[:8]} of {printable(name)!r} has no position")
+            pieces.append(LocalPiece(box, self._piece(name, dtype, box, chunk_of[box.offsets])))
         return assembled(name, shape, dtype, pieces)
 
-    def _piece(self, name: str, dtype: torch.dtype, box: BoxBounds, place: _StoredChunk) -> torch.Tensor:
-        tensor = self._item(place)
+    def _piece(self, name: str, dtype: torch.dtype, box: BoxBounds, chunk: _StoredChunk) -> torch.Tensor:
+        tensor = self._item(chunk)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != box.sizes:
             what = f"a tensor of {tensor.dtype} and shape {list(tensor.shape)[:8]}" if isinstance(tensor, torch.Tensor) else "no tensor"
             raise MalformedError(
-                f"the metadata says that a piece of {printable(name)!r} has {dtype} and shape {list(box.sizes)[:8]}, but {what} lies there"
+                f"the metadata lists a piece of {printable(name)!r} with {dtype} and shape {list(box.sizes)[:8]}, but the file has {what}"
             )
         return tensor.detach()
 
-    def _item(self, place: _StoredChunk) -> Any:
-        """The object in the torch file at a place."""
-        file = self._mapped.get(place.path) if type(place.path) is str else None
+    def _item(self, chunk: _StoredChunk) -> Any:
+        """The object in the torch file at this position."""
+        file = self._mapped.get(chunk.path) if type(chunk.path) is str else None
         if file is None:
-            file = self._mapped[str(place.path)] = self._files.map(self._folder.join(place.path))
-        if not 0 <= place.start <= place.start + place.size <= file.size or place.size <= 0:
-            raise MalformedError(f"it has an item of {place.size} bytes at byte {place.start} of {file.path}, which has {file.size}")
+            file = self._mapped[str(chunk.path)] = self._files.map(self._folder.join(chunk.path))
+        if not 0 <= chunk.start <= chunk.start + chunk.size <= file.size or chunk.size <= 0:
+            raise MalformedError(f"it has an item of {chunk.size} bytes at byte {chunk.start} of {file.path}, which has {file.size}")
         left = self._left.setdefault(file.path, file.size)
-        if place.size > left:
+        if chunk.size > left:
             raise MalformedError(f"its items in {file.path} overlap")
-        self._left[file.path] = left - place.size
-        loaded = load_torch_file(self._files, file, self._known, place.start, place.size)
+        self._left[file.path] = left - chunk.size
+        loaded = load_torch_file(self._files, file, self._known, chunk.start, chunk.size)
         self._unknown.update(dict.fromkeys(loaded.unknown, file.path))
         return loaded.value
 
     @staticmethod
     def _unsupported(path: str, what: str) -> NoReturn:
-        raise UnsupportedValueError(f"{path} {what}, which is not imported: load it with torch, and put the state", object_id=path)
+        raise UnsupportedValueError(f"{path} {what}, which is not supported: load it with torch, then store the state", object_id=path)
 
 
 def _is_position(part: object) -> bool:
@@ -240,16 +237,16 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 class _Tree:
-    """The nested state, put together from paths, as torch.distributed.checkpoint._traverse.set_element does it."""
+    """The nested state, built from paths like torch.distributed.checkpoint._traverse.set_element."""
 
     def __init__(self) -> None:
         self.root: dict[Any, Any] = {}
         self._left = MAX_PADDING
 
     def set(self, path: Any, value: Any) -> None:
-        """Puts a value where texts are keys, and numbers positions in lists."""
+        """Sets a value at a path, in which text is a key and a number a list position."""
         if type(path) is not tuple or not path or any(type(part) is not str and not _is_position(part) for part in path):
-            raise MalformedError("it has a path that is none")
+            raise MalformedError("it has an invalid path")
         here: Any = self.root
         for part, below in pairwise(path):
             found = self._get(here, part)

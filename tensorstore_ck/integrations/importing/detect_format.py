@@ -1,4 +1,4 @@
-"""Finds out what lies at a path, by its content and never by its name, and reads it with the reader of that kind."""
+"""Detects the format at a path, by content and never by name, and reads it with the format's reader."""
 
 import os
 from collections.abc import Mapping
@@ -15,32 +15,32 @@ from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load
 
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 _LIGHTNING_META: Final = "meta.pt"
-_KINDS: Final = "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, or a DCP folder"
+_FORMATS: Final = "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, or a DCP folder"
 
 
 class FoundState(NamedTuple):
-    """What lies at a path, as its own reader gives it."""
+    """The state at a path, as the format's own reader returns it."""
 
     format: str
     state: Any
     metadata: Mapping[str, object]
     unknown: Mapping[str, str]
-    """Names in its pickles that nobody knows -> the file."""
+    """Names in its pickles that are not allowed -> the file."""
     step: int | None = None
     skipped: tuple[tuple[str, str], ...] = ()
+    """Files next to it that are not part of it, and why."""
     files: tuple[str, ...] = ()
-    """That an index names."""
-    """Files beside it that are no part of it, and why."""
+    """The files that its index names."""
 
 
 def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool = False) -> FoundState:
-    """The state at a path. With `as_one`, the checkpoints in a folder are one state even if they are of several steps.
+    """The state at a path. `as_one`: treat the checkpoints in a folder as one state even if they have several steps.
 
     Raises:
-        SeveralStepsError: a folder of checkpoints of several steps.
-        NotFoundError: there is nothing, or nothing that is a checkpoint.
-        UnsupportedValueError: it is of no known kind.
-        CorruptObjectError: it is damaged, incomplete, or contradicts itself.
+        SeveralStepsError: the folder has checkpoints of several steps.
+        NotFoundError: there is no checkpoint.
+        UnsupportedValueError: its format is unknown.
+        CorruptObjectError: it is damaged, incomplete or inconsistent.
     """
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
@@ -61,7 +61,7 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
         return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
     if sharded_index.is_index(file):
         return _indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
-    raise UnsupportedValueError(f"{file.path} is of no kind that is imported: give {_KINDS}", object_id=file.path)
+    raise UnsupportedValueError(f"{file.path} has no supported format: give {_FORMATS}", object_id=file.path)
 
 
 def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: bool) -> FoundState:
@@ -70,14 +70,14 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
         return _dcp(files, folder, known)
     if any(name.startswith("__") and name.endswith(dcp_folder.METADATA) for name in names):
         raise UnsupportedValueError(
-            f"{folder.path} was saved with use_collectives=False, in a part for each rank, which is not imported: load and put it",
+            f"{folder.path} was saved with use_collectives=False, as a part for each rank, which is not supported: load it with DCP",
             object_id=folder.path,
         )
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
         raise AmbiguousAddressError(
-            f"{folder.path} has several indexes: give the path of one of {', '.join(indexes)}", object_id=folder.path
+            f"{folder.path} has several indexes: use the path of one of {', '.join(indexes)}", object_id=folder.path
         )
     if indexes:
         found = _indexed(files, folder, files.map(folder.join(indexes[0])), known)
@@ -99,13 +99,13 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     file = files.map(folder.join(_LIGHTNING_META))
     loaded = load_torch_file(files, file, known)
     if not isinstance(loaded.value, dict):
-        raise CorruptObjectError(f"{file.path} holds no dict, as Lightning writes: get or save it again", object_id=file.path)
+        raise CorruptObjectError(f"{file.path} is not a dict, as Lightning writes it: get or save it again", object_id=file.path)
     unknown = {**content.unknown, **dict.fromkeys(loaded.unknown, file.path)}
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
 
 
 def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowlist, *, as_one: bool) -> FoundState:
-    """A folder of several, such as accelerate's: each under its own name."""
+    """A folder of several checkpoints, such as accelerate's: each under its own name."""
     found: dict[str, FoundState] = {}
     skipped = []
     for name in names:
@@ -120,9 +120,9 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
                 found[name] = _in_file(files, file, known)
             else:
                 files.drop(file)
-                skipped.append((name, "no checkpoint"))
+                skipped.append((name, "not a checkpoint"))
     if not found:
-        raise NotFoundError(f"{folder.path} holds nothing that is imported: give {_KINDS}", object_id=folder.path)
+        raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: give {_FORMATS}", object_id=folder.path)
     if len(found) == 1:
         (only,) = found.values()
         return only._replace(skipped=tuple(skipped))
@@ -136,7 +136,6 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
 
 
 def _with_lightning(found: FoundState) -> FoundState:
-    """What a Lightning checkpoint says of its step and epoch, where the log can show it."""
     state = found.state
     if not isinstance(state, dict) or type(state.get(LIGHTNING_VERSION)) is not str:
         return found

@@ -1,7 +1,7 @@
-"""Tells a folder of one checkpoint (of several ranks, or of model, optimizer and schedule) from one of several training steps.
+"""Distinguishes a folder of one checkpoint (of several ranks, or of model, optimizer and schedule) from one of several training steps.
 
-The second must not become one snapshot without a step. It is known by steps in the names of its files, or by different values of a usual
-counter (``global_step``) in files that have the same keys.
+The second must not become one snapshot. It has steps in its file names, or different values of a usual counter (``global_step``) in files
+with the same keys.
 """
 
 import fnmatch
@@ -19,15 +19,15 @@ _COUNTERS: Final = ("global_step", "global_steps", "step", "steps", "current_ste
 
 
 class SeveralStepsError(AmbiguousAddressError):
-    """A folder has the checkpoints of several steps: they are a history, and not one snapshot."""
+    """A folder has checkpoints of several steps: they are a history, not one snapshot."""
 
     def __init__(self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str]) -> None:
-        """`steps`: of files in the folder, by name, as `step_from` has them."""
+        """`steps`: file name -> step, according to `step_from`."""
         by_step: dict[int, str] = {}
         same = next(((by_step[step], name) for name, step in steps.items() if by_step.setdefault(step, name) != name), None)
         first, last = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
         self._what = (
-            f"{folder} has checkpoints of several steps ({first}: {steps[first]}, {last}: {steps[last]}), which are no single snapshot"
+            f"{folder} has checkpoints of several steps ({first}: {steps[first]}, {last}: {steps[last]}), which are not one snapshot"
         )
         self._same = same
         self._patterns = [] if same else _patterns(list(steps), all_names)
@@ -37,37 +37,37 @@ class SeveralStepsError(AmbiguousAddressError):
         super().__init__(self.message(shlex.join(command)), object_id=folder)
 
     def paths(self, folder: str) -> list[str]:
-        """What fits exactly those files of `folder`, as its caller writes it; nothing where two have the same step."""
+        """Globs or paths for exactly those files, with `folder` as the caller writes it; empty if two have the same step."""
         patterns = [os.path.join(glob.escape(folder), pattern) for pattern in self._patterns]
         return patterns or [os.path.join(folder, name) for name in self._names]
 
     def message(self, command: str) -> str:
-        """What happened, and that `command` imports them as a history."""
-        as_one = "--as-one (as_one=True) puts all files into one snapshot nevertheless"
+        """The error message, with `command`, which imports them as a history."""
+        as_one = "--as-one (as_one=True) imports all files as one snapshot"
         if self._same:
             one, other = self._same
             return (
-                f"{self._what}. {one} and {other} have the same step: give the files of one step a folder of their own, "
-                f"or take one of them away, and import the rest with --history; {as_one}"
+                f"{self._what}. {one} and {other} have the same step: move the files of each step to a separate folder, "
+                f"or remove one of them, and import the rest with --history; {as_one}"
             )
         return f"{self._what}: import them one by one with `{command}` (tsck.import_history in Python); {as_one}"
 
 
 def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence[str]) -> None:
-    """Refuses the checkpoints in a folder, by name, if they are of several steps.
+    """Rejects a folder of checkpoints, by name, of several steps.
 
     Raises:
-        SeveralStepsError: they are.
+        SeveralStepsError: there are several steps.
     """
-    said = {name: step for name in states if (step := step_in_name(name)) is not None}
-    if len(set(said.values())) > 1:
-        raise SeveralStepsError(folder, said, "name", all_names)
+    named = {name: step for name in states if (step := step_in_name(name)) is not None}
+    if len(set(named.values())) > 1:
+        raise SeveralStepsError(folder, named, "name", all_names)
     alike: dict[frozenset[object], list[str]] = {}
     for name, state in states.items():
         if isinstance(state, Mapping):
             alike.setdefault(frozenset(key for key in state if isinstance(key, str)), []).append(name)
     for keys, members in alike.items():
-        if 2 * len(members) <= len(states):  # such as two objects of one class, among all that a job saved at one step
+        if 2 * len(members) <= len(states):  # for example two objects of one class, among the files of one step
             continue
         for key in _COUNTERS:
             found = {name: step for name in members if key in keys and (step := top_level_step(states[name], key)) is not None}
@@ -79,7 +79,7 @@ def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence
 
 
 def _patterns(chosen: Sequence[str], all_names: Sequence[str]) -> list[str]:
-    """A glob that fits these files of a folder and no others, if there is a plain one."""
+    """A simple glob that matches exactly these files of a folder, if there is one."""
     visible = [name for name in all_names if not name.startswith(".")]
     suffixes = {os.path.splitext(name)[1] for name in chosen}
     suffix = glob.escape(suffixes.pop()) if len(suffixes) == 1 else ""

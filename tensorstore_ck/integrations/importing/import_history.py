@@ -1,7 +1,7 @@
-"""Imports a folder of checkpoints of one run as a history: one snapshot a file, in the order of their training steps.
+"""Imports the checkpoints of one run as a history: one snapshot for each, in the order of their training steps.
 
-Everything that can be refused without reading tensors is refused before the first snapshot is put. Killed and run again, an import skips
-the steps that are on the branch, after hashing their files and comparing the hashes with the snapshots.
+Checks everything that needs no tensor bytes before the first snapshot. An import that is interrupted and run again skips the steps on the
+branch, after comparing the hashes of their files with the snapshots.
 """
 
 import glob
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
-from tensorstore_ck.integrations.importing.crc_check import watched
+from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened, put_captured
 from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
 from tensorstore_ck.integrations.importing.step_from_filename import steps_of_names
@@ -29,7 +30,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 @dataclass(frozen=True, slots=True)
 class PlannedImport:
-    """A checkpoint of a history, and what its snapshot will say."""
+    """A checkpoint of a history, and the data of its future snapshot."""
 
     path: str
     step: int
@@ -44,9 +45,10 @@ class ImportedStep:
     path: str
     snapshot: Snapshot
     was_there: bool
-    """It was on the branch before, and holds exactly what the file holds."""
+    """It was already on the branch, with the same content."""
 
 
+@renamed_argument(leave_out="exclude")
 def import_history(
     store: Store,
     paths: Paths,
@@ -55,37 +57,37 @@ def import_history(
     step_from: str,
     metrics: Mapping[str, str | float] | None = None,
     metadata: Mapping[str, object] | None = None,
-    leave_out: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     planned: Callable[[Sequence[PlannedImport]], None] = lambda plan: None,
     imported: Callable[[ImportedStep], None] = lambda step: None,
 ) -> tuple[ImportedStep, ...]:
-    """Puts several checkpoints of one run as the next snapshots on a branch, one each, in the order of their steps.
+    """Imports several checkpoints of one run as the next snapshots on a branch, in the order of their steps.
 
-    It can be killed and run again at any time: steps that are on the branch already are skipped if the file's content has the hashes of
-    the snapshot; metrics that such a snapshot lacks are added to it. Memory is bounded as for `import_checkpoint` of one of them.
+    It can be interrupted and run again at any time: it skips a step that is already on the branch if the file has the hashes of the
+    snapshot, and adds metrics that the snapshot lacks. Memory is bounded as in `import_checkpoint`.
 
     Args:
         store: The store.
-        paths: A glob such as ``old/*.pt``, a path, or several of both; each fitting file or folder is one checkpoint.
-        ref: The branch to put them on; made if it does not exist.
-        step_from: Where a checkpoint's step is: ``name`` (``step_100.pt``), or ``key:PATH`` for the value at a path inside the
+        paths: A glob such as ``old/*.pt``, a path, or several of both; each matching file or folder is one checkpoint.
+        ref: The branch; created if it does not exist.
+        step_from: The source of a checkpoint's step: ``name`` (``step_100.pt``), or ``key:PATH`` for the value at a path inside the
             checkpoint, such as ``key:trainer.global_step``.
         metrics: Name -> ``key:PATH``, or a number for all.
-        metadata: What is known of the run, for all.
-        leave_out: As in `import_checkpoint`.
-        planned: Called once, with what will be imported, before anything is put.
-        imported: Called with each step, once it is published or found.
+        metadata: For all snapshots.
+        exclude: See `import_checkpoint`.
+        planned: Called once, with the plan, before anything is stored.
+        imported: Called with each step, when it is published or found.
 
     Raises:
-        InvalidOptionError: an argument cannot be used, or a step comes before the one that the branch is at; the message names it.
-        NotFoundError: nothing fits a path, or a checkpoint lacks a key; the message names the file.
+        InvalidOptionError: an argument is invalid, or a step comes before the branch's head; the message names it.
+        NotFoundError: nothing matches a path, or a checkpoint lacks a key; the message names the file.
         AmbiguousAddressError: two checkpoints have the same step; the message names both.
-        MismatchError: a step is on the branch already, and is not what the file holds.
-        StoreError: as `import_checkpoint`, for one of the files. Those before it are published, and the same call goes on.
+        MismatchError: a step is already on the branch, with another content.
+        StoreError: see `import_checkpoint`. The files before the failed one are published, and the same call continues after them.
     """
     validate_ref_name(ref)
     encode_metadata(metadata)
-    plan = inspect_history(paths, step_from=step_from, metrics=metrics, leave_out=leave_out)
+    plan = inspect_history(paths, step_from=step_from, metrics=metrics, exclude=exclude)
     view = _synced(store)
     branch = view.branch(ref)
     check_expected(store.engine, view, ref, branch.root if branch else None)
@@ -93,7 +95,7 @@ def import_history(
     planned(plan)
     done = []
     for each in plan:
-        with opened(each.path, leave_out) as found:
+        with opened(each.path, exclude) as found:
             _require_unchanged(each, found, step_from, metrics or {})
             step = _import_one(store, each, found, ref, metadata or {})
         imported(step)
@@ -101,16 +103,17 @@ def import_history(
     return tuple(done)
 
 
+@renamed_argument(leave_out="exclude")
 def inspect_history(
-    paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, leave_out: Sequence[str] = ()
+    paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, exclude: Sequence[str] = ()
 ) -> tuple[PlannedImport, ...]:
-    """What `import_history` would import, in its order, with the same errors; no tensor is read."""
+    """What `import_history` would import, in order, with the same errors; reads no tensors."""
     _check_arguments(step_from, metrics)
     origins = _expanded(paths)
     step_of = _steps_of_names(origins) if step_from == "name" else {}
     plan: dict[int, PlannedImport] = {}
     for origin in origins:
-        with opened(origin, leave_out) as found:
+        with opened(origin, exclude) as found:
             step = step_of[origin] if step_of else step_at(found.state, step_from.removeprefix(KEY), origin)
             each = PlannedImport(origin, step, _metrics(found, metrics or {}, origin), found.contents)
         other = plan.setdefault(step, each)
@@ -123,7 +126,7 @@ def inspect_history(
 
 def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, metadata: Mapping[str, object]) -> ImportedStep:
     view = _synced(store)
-    captured = watched(found.captured, found.files.expected)
+    captured = with_crc_check(found.captured, found.files.expected)
     ulid = view.newest_with_step(ref, each.step)
     there = view.snapshot(ulid) if ulid is not None else None
     if there is None:
@@ -134,8 +137,8 @@ def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, meta
         return ImportedStep(each.path, snapshot, was_there=False)
     if not is_in_snapshot(store.engine, captured, there):
         raise MismatchError(
-            f"{ref}@{each.step} is on the branch already, and is not what {each.path} holds: it came from elsewhere, the file has changed, "
-            "or other values were left out. Import to another ref, or leave this file out",
+            f"{ref}@{each.step} is already on the branch, and differs from {each.path}: it came from elsewhere, the file has changed, "
+            "or other values were excluded. Import to another ref, or omit this file",
             object_id=each.path,
         )
     missing = {name: value for name, value in each.metrics.items() if name not in there.metrics}
@@ -143,7 +146,7 @@ def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, meta
     return ImportedStep(each.path, store.annotate(root, missing) if missing else Snapshot.from_info(there), was_there=True)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _check_arguments(step_from: object, metrics: object) -> None:
@@ -171,7 +174,7 @@ def _expanded(paths: Paths) -> list[str]:
     for path in [os.fspath(path) for path in several]:
         fitting = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
         if not fitting:
-            what = "nothing fits" if glob.has_magic(path) else "there is no file"
+            what = "nothing matches" if glob.has_magic(path) else "there is no file"
             raise NotFoundError(f"{what} {path}: give a glob such as 'old/*.pt', or paths of checkpoints", object_id=path)
         found.update(dict.fromkeys(map(os.path.abspath, fitting)))
     return list(found)
@@ -179,13 +182,13 @@ def _expanded(paths: Paths) -> list[str]:
 
 def _steps_of_names(origins: Sequence[str]) -> dict[str, int]:
     names = [os.path.basename(origin) for origin in origins]
-    said = steps_of_names(names)
+    by_name = steps_of_names(names)
     steps: dict[str, int] = {}
     for origin, name in zip(origins, names, strict=True):
-        step = said[name]
+        step = by_name[name]
         if step is None:
             raise InvalidOptionError(
-                f"the name of {origin} does not say its step, as step_100.pt does: leave it out of the paths, or take the step from "
+                f"the name of {origin} does not contain its step, as step_100.pt does: omit it from the paths, or take the step from "
                 "inside the checkpoints with --step-from key:PATH",
                 object_id=origin,
             )
@@ -200,7 +203,7 @@ def _metrics(found: Opened, metrics: Mapping[str, str | float], origin: str) -> 
     }
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _synced(store: Store) -> RefTable:
@@ -209,15 +212,15 @@ def _synced(store: Store) -> RefTable:
 
 
 def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> None:
-    """Refuses steps that would come after a later one."""
+    """Rejects a step that would come after a later one."""
     branch = view.branch(ref)
     if branch is None or branch.step is None:
         return
     late = next((each for each in plan if each.step < branch.step and view.newest_with_step(ref, each.step) is None), None)
     if late is not None:
         raise InvalidOptionError(
-            f"{late.path} has step {late.step}, and {ref} is at step {branch.step} already without it: a history is imported in order. "
-            "Give another ref, or leave the file out",
+            f"{late.path} has step {late.step}, and {ref} is already at step {branch.step}: a history is imported in order. "
+            "Use another ref, or omit the file",
             object_id=late.path,
         )
 
@@ -225,7 +228,7 @@ def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> N
 def _require_unchanged(each: PlannedImport, found: Opened, step_from: str, metrics: Mapping[str, str | float]) -> None:
     step = each.step if step_from == "name" else step_at(found.state, step_from.removeprefix(KEY), each.path)
     now = _metrics(found, metrics, each.path)
-    if step != each.step or repr(now) != repr(each.metrics):  # as text: a NaN is equal to itself
+    if step != each.step or repr(now) != repr(each.metrics):  # as text: NaN is equal to itself
         raise SnapshotAbortedError(
-            f"{each.path} was changed while the history was imported: wait until its writer is done, and import again", object_id=each.path
+            f"{each.path} changed during the import: wait until its writer is done, and import again", object_id=each.path
         )

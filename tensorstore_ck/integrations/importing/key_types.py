@@ -1,36 +1,36 @@
-"""What may be a key of a dict, or in a set, in a foreign pickle: of kinds whose hash is cheap and safe, and few of one hash.
+"""Which keys of dicts and sets a foreign pickle may have: types with a cheap and safe hash, and few keys of one hash.
 
-Hashes of texts and bytes are random; those of numbers and tuples can be chosen, and a dict of keys with one hash takes quadratic time.
+Hashes of text and bytes are random; those of numbers and tuples can be chosen, and a dict whose keys have one hash takes quadratic time.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tensorstore_ck.format.values import MAX_ALIKE, RANDOM_HASHES, require_unlike
+from tensorstore_ck.format.values import MAX_EQUAL_HASHES, RANDOM_HASHES, reject_hash_collisions
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import UnknownObject
 
 MAX_KEY_DEPTH: Final = 8
-"""Tuples in tuples as a key: their hash recurses."""
+"""Of nested tuples, whose hash recurses."""
 MAX_KEY_ITEMS: Final = 4096
-"""Items in a key, those of the tuples in it included each time: a tuple may hold one tuple many times."""
+"""Items in a key. A nested tuple counts each time it occurs."""
 
 _KEY_TYPES: Final = frozenset({str, int, float, complex, bool, bytes, type(None)})
 
 
 class HashCrowding:
-    """The keys of dicts and sets that are filled bit by bit."""
+    """Counts the keys of dicts and sets that are filled step by step."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[Any, Counter[int]]] = {}
-        """By the id of the container: itself, and how many of its keys have one hash, of kinds where that can be chosen."""
+        """Container id -> the container, and the number of keys per hash, for types whose hash can be chosen."""
 
     def add(self, container: Any, keys: Sequence[Any]) -> int:
-        """Told of keys before they are put into a container; tells how many items their hashes go through.
+        """Call it before adding keys to a container. Returns the number of items in these keys.
 
         Raises:
-            MalformedError: one may not be a key, or many have one hash.
+            MalformedError: a key has a wrong type, or too many have one hash.
         """
         items = 0
         for key in keys:
@@ -40,28 +40,28 @@ class HashCrowding:
             items += _items(key)
             _, counts = self._counts.setdefault(id(container), (container, Counter()))
             counts[hash(key)] += 1
-            if counts[hash(key)] > MAX_ALIKE:
-                raise MalformedError(f"it has more than {MAX_ALIKE} keys of one hash in one dict or set")
+            if counts[hash(key)] > MAX_EQUAL_HASHES:
+                raise MalformedError(f"it has more than {MAX_EQUAL_HASHES} keys of one hash in one dict or set")
         return items
 
 
-def unlike(keys: Sequence[Any]) -> Sequence[Any]:
-    """`keys`, if they may all be keys of one dict.
+def require_cheap_keys(keys: Sequence[Any]) -> Sequence[Any]:
+    """`keys`, if one dict may have them all.
 
     Raises:
-        MalformedError, ValueError: they may not.
+        MalformedError, ValueError: it may not.
     """
     for key in keys:
         _items(key)
-    require_unlike(keys)
+    reject_hash_collisions(keys)
     return keys
 
 
 def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
-    """How many items a key has.
+    """The number of items in a key.
 
     Raises:
-        MalformedError: it may not be one.
+        MalformedError: it may not be a key.
     """
     kind = type(key)
     if kind in _KEY_TYPES:
@@ -80,4 +80,4 @@ def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
         or kind.__module__ in ("torch", "numpy")
     ):
         return 1
-    raise MalformedError(f"it has a {kind.__name__} as a key, or too deep a one")
+    raise MalformedError(f"it has a {kind.__name__} as a key, or a tuple that is nested too deep")

@@ -1,6 +1,6 @@
 """Reads one value by its path out of an imported state: ``trainer.global_step`` is ``state["trainer"]["global_step"]``.
 
-A key may itself contain dots, so at each level the longest key that fits is taken first. List positions are numbers.
+A key may contain dots, so each level tries the longest matching key first. List positions are numbers.
 """
 
 from collections.abc import Mapping
@@ -18,26 +18,26 @@ _SHOWN_KEYS: Final = 12
 
 
 def step_at(state: Any, path: str, origin: str) -> int:
-    """The training step that a state holds at `path`.
+    """The training step at `path` in a state.
 
     Raises:
         NotFoundError: there is nothing at `path`; the message names `origin`, the file.
-        MismatchError: it is no whole number from 0 on.
+        MismatchError: it is not a whole number from 0 on.
     """
     value = _number(_require(state, path, origin))
     if value is None or value != int(value) or not 0 <= value <= MAX_STEP:
         raise MismatchError(
-            f"{origin}: {path!r} is {_shown(state, path)}, not a training step: give the path of a whole number", object_id=origin
+            f"{origin}: {path!r} is {_shown(state, path)}, not a training step: use the path of a whole number", object_id=origin
         )
     return int(value)
 
 
 def metric_at(state: Any, path: str, origin: str) -> float:
-    """The number that a state holds at `path`.
+    """The number at `path` in a state.
 
     Raises:
         NotFoundError: there is nothing at `path`; the message names `origin`, the file.
-        MismatchError: it is no number.
+        MismatchError: it is not a number.
     """
     value = _number(_require(state, path, origin), finite=False)
     if value is None:
@@ -46,7 +46,7 @@ def metric_at(state: Any, path: str, origin: str) -> float:
 
 
 def top_level_step(state: Any, key: str) -> int | None:
-    """The whole number at a key of a state's outermost dict, if there is one."""
+    """The whole number at a key of a state's outermost dict, if any."""
     value = _number(state[key]) if isinstance(state, Mapping) and key in state else None
     return int(value) if value is not None and value == int(value) else None
 
@@ -96,7 +96,7 @@ def _shown(state: Any, path: str) -> str:
 
 
 def _known(state: Any) -> str:
-    """The keys of the outermost dicts, and of those directly in them that are plain numbers."""
+    """The keys of the outermost dict, and those one level deeper with plain numbers."""
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     names = [printable(key, 60) for key in state]

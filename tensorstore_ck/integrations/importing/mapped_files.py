@@ -1,7 +1,7 @@
-"""Foreign files, opened with suspicion and mapped into memory: no byte of a tensor is read before it is needed, none is copied.
+"""Foreign files, checked and mapped into memory: tensor bytes are read only when needed, and never copied.
 
-A file must be a regular one. What a folder's own files name must lie in that folder: no absolute names, no ``..``, no links that
-lead out. Knows no format. What is mapped stays mapped until its `Files` is closed and no tensor lies in it any more.
+Only regular files. A file that a folder's own files name must lie in that folder: no absolute names, no ``..``, no links that lead out.
+Knows no format. A file stays mapped until its `Files` is closed and no tensor uses it.
 """
 
 import ctypes
@@ -36,21 +36,21 @@ class MappedFile:
         self.address = address_of(self._array)
 
     def storage(self, start: int, size: int) -> torch.UntypedStorage:
-        """The memory of bytes [start, start + size), which must never be written. Keeps the file mapped."""
+        """The read-only memory of bytes [start, start + size). Keeps the file mapped."""
         if not size:
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
-        memory: Any = (ctypes.c_ubyte * size).from_address(self.address + start)  # torch takes a read-only buffer with a warning only
-        memory.owner = self._array  # what prints an error's frames, as pytest does, looks at tensors after the import has ended
+        memory: Any = (ctypes.c_ubyte * size).from_address(self.address + start)  # torch warns about a read-only buffer
+        memory.owner = self._array  # pytest, for example, prints tensors of an error's frames after the import
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 class Files:
-    """All files of one import. A context manager: nothing that was mapped may be used afterwards."""
+    """All files of one import. A context manager: its tensors must not be used afterwards."""
 
     def __init__(self) -> None:
         self._open: dict[str, MappedFile] = {}
         self.expected: list[ExpectedCrc] = []
-        """Sums of bytes in them: see `checksums`."""
+        """CRC-32s of bytes in them: see `crc_check`."""
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,7 @@ class Files:
         """The file at a path; the same one for the same path.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: it does not exist.
             UnsupportedValueError: it is no regular file.
         """
         if path not in self._open:
@@ -83,16 +83,16 @@ class Files:
         return self._open[path]
 
     def drop(self, file: MappedFile) -> None:
-        """Lets go of a file that nothing was made of: a process can map some ten thousands."""
+        """Closes an unused file: a process can map only some ten thousands."""
         self._open.pop(file.path, None)
 
     def expect(self, file: MappedFile, start: int, size: int, checksum: int) -> None:
-        """Remembers which CRC-32 bytes of a file must have."""
+        """Adds the CRC-32 that bytes of a file must have."""
         self.expected.append(ExpectedCrc(file.address + start, size, checksum, file.path, start))
 
 
 class Folder:
-    """A folder whose own files say which others belong to it."""
+    """A folder whose files may name other files in it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class Folder:
             self._blobs = os.path.join(os.path.dirname(os.path.dirname(self._root)), "blobs")
 
     def names(self) -> list[str]:
-        """What lies in it, sorted."""
+        """Its entries, sorted."""
         with os_errors("list", self.path):
             return sorted(os.listdir(self.path))
 
@@ -111,7 +111,7 @@ class Folder:
         return os.path.isfile(os.path.join(self.path, name))
 
     def join(self, name: object) -> str:
-        """The path of a file in it that something foreign names.
+        """The path of a file in it that a foreign file names.
 
         Raises:
             InvalidNameError: the name leads out of the folder.
@@ -127,7 +127,7 @@ class Folder:
         with suppress(OSError, ValueError):
             real = os.path.realpath(path, strict=True)
         if real == self._root:
-            raise CorruptObjectError(f"{self.path} names {shown!r}, which is not there: get the whole checkpoint", object_id=shown)
+            raise CorruptObjectError(f"{self.path} names {shown!r}, which does not exist: get the whole checkpoint", object_id=shown)
         if not any(real.startswith(root + os.sep) for root in (self._root, self._blobs) if root is not None):
             raise InvalidNameError(
                 f"{path} is a link that leads out of its folder, to {printable(real)}: copy the checkpoint with `cp -rL` if you trust it",

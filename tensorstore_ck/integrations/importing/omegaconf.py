@@ -1,14 +1,13 @@
-"""The containers of OmegaConf, which Lightning and Hydra keep as hyper-parameters, as plain ones.
+"""OmegaConf containers, in which Lightning and Hydra keep hyper-parameters, as plain ones.
 
-The result is that of ``OmegaConf.to_container(config, resolve=False)``: interpolations stay text. What a config says about itself (types of
-its fields, flags) is not kept.
+The result equals ``OmegaConf.to_container(config, resolve=False)``: interpolations stay text, field types and flags are dropped.
 """
 
 from collections import Counter
 from functools import partial
 from typing import Any, Final
 
-from tensorstore_ck.integrations.importing.key_types import unlike
+from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
 
@@ -20,7 +19,7 @@ _NODES: Final = ("AnyNode", "BooleanNode", "BytesNode", "EnumNode", "FloatNode",
 
 
 def config_makers(converted: "Counter[str]") -> dict[tuple[str, str], object]:
-    """What makes them; each is counted in `converted`."""
+    """The functions that make them; each container is counted in `converted`."""
     makers: dict[tuple[str, str], object] = {("omegaconf.nodes", name): AllowedGlobal(name, _Node) for name in _NODES}
     makers["omegaconf.base", "UnionNode"] = AllowedGlobal("UnionNode", _Node)
     for (module, name), kind in _CONTAINERS.items():
@@ -33,7 +32,6 @@ class _Node(Deferred):
     """A value in a config."""
 
     def build(self, state: Any) -> None:
-        """Takes its attributes."""
         if type(state) is not dict:
             raise MalformedError("it has a malformed OmegaConf value")
         self.value = _plain(state["_val"] if "_val" in state else state.get("_content"))
@@ -41,17 +39,16 @@ class _Node(Deferred):
 
 
 class _Container(Deferred):
-    """A dict or list in a config, or what stands in its place: None, or an interpolation."""
+    """A dict or list in a config; or None, or an interpolation."""
 
     def __init__(self, kind: type[Any], count: Any) -> None:
         super().__init__()
         self._kind, self._count = kind, count
 
     def build(self, state: Any) -> None:
-        """Takes its attributes."""
         content = state.get("_content") if type(state) is dict else self
         if type(content) is dict and self._kind is dict:
-            keys = unlike([_plain(key) for key in content])
+            keys = require_cheap_keys([_plain(key) for key in content])
             self.value = dict(zip(keys, map(_plain, content.values()), strict=True))
         elif type(content) is list and self._kind is list:
             self.value = [_plain(item) for item in content]

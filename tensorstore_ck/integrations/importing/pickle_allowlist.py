@@ -1,7 +1,7 @@
-"""What the names in a checkpoint's pickles stand for: the allow-list of `machine`, and nothing is made that is not in it.
+"""The names that a checkpoint's pickles may use: `safe_unpickle` creates nothing else.
 
-Tensors are made over storages that are already there, and only where they fit into them. Containers of known frameworks become plain
-ones, which is counted in `PickleAllowlist.converted`. Everything else stays unknown. No name is imported: the table is all there is.
+Tensors are created over existing storages, and only if they fit into them. Containers of known frameworks become plain ones, which
+`PickleAllowlist.converted` counts. Everything else stays unknown. No name is ever imported.
 """
 
 import re
@@ -15,7 +15,7 @@ import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.format.values import numpy_dtype
-from tensorstore_ck.integrations.importing.key_types import unlike
+from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.omegaconf import config_makers
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
@@ -49,14 +49,14 @@ _NUMPY_CORES: Final = ("numpy.core", "numpy._core")
 
 
 class StorageType:
-    """The class of a storage, which a pickle names to say what its elements are."""
+    """The class of a storage, which gives the dtype of its elements."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
 class Stored:
-    """A storage that a tensor may lie in."""
+    """A storage, for tensors."""
 
     __slots__ = ("dtype", "storage")
 
@@ -66,14 +66,14 @@ class Stored:
 
 
 class PickleAllowlist:
-    """The `Find` of checkpoints: a table made once for each, so that it can count what it converted."""
+    """The `FindGlobal` of checkpoints: a table, created for each import to count conversions."""
 
     def __init__(self, more: dict[tuple[str, str], object] | None = None) -> None:
-        """`more`: names beside those that all checkpoints may use."""
+        """`more`: names in addition to those that all checkpoints may use."""
         self.converted: Counter[str] = Counter()
-        """What was read as something else, in words -> how often."""
+        """Conversions to other types, in words -> how often."""
         self.parsed_bytes = 0
-        """Of pickles and headers: what the state may stand for is in proportion to it."""
+        """Size of pickles and headers, which limits the size of the state."""
         self._table: dict[tuple[str, str], object] = dict(more or {})
         for name, dtype in DTYPES.items():
             self._table["torch", name] = dtype
@@ -98,8 +98,8 @@ class PickleAllowlist:
                 self._convert(module, name, _path, "text")
 
     def __call__(self, module: str, name: str) -> object:
-        """What a name stands for; see `machine.Find`."""
-        if module == "__builtin__":  # as protocol 2 has it
+        """The value of a name; see `safe_unpickler.FindGlobal`."""
+        if module == "__builtin__":  # in protocol 2
             module, name = "builtins", _OLD_NAMES.get(name, name)
         return self._table[module, name]
 
@@ -112,17 +112,17 @@ class PickleAllowlist:
         self._table[module, name] = AllowedGlobal(name, convert)
 
     def _from_type(self, maker: object, kind: object, args: tuple[Any, ...], state: object) -> torch.Tensor:
-        """A tensor with attributes. (Of a subclass that is not known, `machine` makes something unknown.)"""
+        """A tensor with attributes. (`safe_unpickle` makes an `UnknownObject` of an unknown subclass.)"""
         if (
             not isinstance(maker, AllowedGlobal)
             or maker.make is None
             or not isinstance(kind, AllowedGlobal)
             or kind.name not in ("Tensor", "Parameter")
         ):
-            raise MalformedError("it makes a tensor in an unknown way")
+            raise MalformedError("it creates a tensor in an unknown way")
         made = maker.make(*args)
         if not isinstance(made, torch.Tensor):
-            raise MalformedError("it makes a tensor of something else")
+            raise MalformedError("it creates a tensor from something else")
         if state:
             self.converted["attributes of a tensor, left out"] += 1
         return made
@@ -136,24 +136,23 @@ class PickleAllowlist:
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
-def _tensor(  # noqa: PLR0917 - as torch._utils has it
+def _tensor(  # noqa: PLR0917 - as in torch._utils
     stored: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> torch.Tensor:
     if not isinstance(stored, Stored):
-        raise MalformedError("it makes a tensor without a storage")
+        raise MalformedError("it creates a tensor without a storage")
     return _finished(_over(stored.storage, stored.dtype, offset, shape, strides), requires_grad, bits)
 
 
-def _tensor_v3(  # noqa: PLR0917 - as torch._utils has it
+def _tensor_v3(  # noqa: PLR0917 - as in torch._utils
     stored: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any, bits: Any = None
 ) -> torch.Tensor:
     if not isinstance(stored, Stored) or not isinstance(dtype, torch.dtype):
-        raise MalformedError("it makes a tensor without a storage or dtype")
+        raise MalformedError("it creates a tensor without a storage or dtype")
     return _finished(_over(stored.storage, dtype, offset, shape, strides), requires_grad, bits)
 
 
 def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
-    """The tensor, if its elements lie within the storage."""
     sizes, steps = tuple(shape), tuple(strides)
     if len(sizes) != len(steps) or len(sizes) > MAX_DIMS or any(type(number) is not int for number in (offset, *sizes, *steps)):
         raise MalformedError("it has a tensor whose shape and strides do not fit each other")
@@ -181,19 +180,19 @@ def _finished(tensor: torch.Tensor, requires_grad: Any, bits: Any) -> torch.Tens
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None) -> torch.nn.Parameter:
     if not isinstance(data, torch.Tensor):
-        raise MalformedError("it makes a parameter of something else")
+        raise MalformedError("it creates a parameter from something else")
     return torch.nn.Parameter(data.detach(), requires_grad is True)
 
 
 def _size(items: Any = ()) -> torch.Size:
     if type(items) not in (tuple, list) or any(type(item) is not int for item in items):
-        raise MalformedError("it has a size that is none")
+        raise MalformedError("it has an invalid size")
     return torch.Size(items)
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:
     if type(kind) is not str or (index is not None and type(index) is not int):
-        raise MalformedError("it has a device that is none")
+        raise MalformedError("it has an invalid device")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
@@ -207,7 +206,6 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:
-    """Bytes as pickles of protocol 2 have them."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise MalformedError("it has bytes in an unknown encoding")
     return text.encode("latin-1")
@@ -222,11 +220,11 @@ def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    return set(unlike(_items(items)))
+    return set(require_cheap_keys(_items(items)))
 
 
 def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(unlike(_items(items)))
+    return frozenset(require_cheap_keys(_items(items)))
 
 
 def _items(items: Any) -> Any:
@@ -259,12 +257,12 @@ def _counter(items: Any = None) -> "Counter[Any]":
 def _ordered(items: Any = ()) -> "OrderedDict[Any, Any]":
     if type(items) not in (list, tuple):
         raise MalformedError("it has an OrderedDict of something else")
-    unlike([key for key, _ in items])
+    require_cheap_keys([key for key, _ in items])
     return OrderedDict(items)
 
 
 def _path(*parts: Any) -> str:
-    """As str() of the path gives it: the first part is its root, if it has one."""
+    """str() of the path; its first part is the root, if it has one."""
     if any(type(part) is not str for part in parts):
         raise MalformedError("it has a path of something else")
     first = parts[0] if parts else ""
@@ -275,7 +273,7 @@ def _path(*parts: Any) -> str:
 
 
 class _NumpyDtype:
-    """A dtype while it is being made: its byte order comes last."""
+    """A dtype under construction: its byte order comes last."""
 
     def __init__(self, name: Any = None, align: Any = False, copy: Any = False) -> None:
         if type(name) is not str or len(name) > 16:
@@ -284,7 +282,7 @@ class _NumpyDtype:
         self.dtype()
 
     def build(self, state: Any) -> None:
-        """Takes version, byte order, and what only other dtypes have."""
+        """Takes version, byte order, and fields of other dtypes."""
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
             raise MalformedError("it has an unknown numpy dtype")
         if self._dtype.kind in "mM":
@@ -292,12 +290,12 @@ class _NumpyDtype:
         self._dtype = self._dtype.newbyteorder(state[1])
 
     def dtype(self) -> np.dtype[Any]:
-        """The dtype, if the store can hold it."""
+        """The dtype, if a store can hold it."""
         return numpy_dtype(self._dtype.str)
 
 
 def _unit_of(state: tuple[Any, ...]) -> str:
-    """``[25s]``: what datetimes count in."""
+    """The unit of datetimes, such as ``[25s]``."""
     try:
         unit, count, divisor, _ = state[8][1]
     except (IndexError, TypeError, ValueError):
@@ -334,7 +332,7 @@ class NumpyArray(Deferred):
             raise MalformedError("it has an unknown numpy array")
         _, shape, dtype, is_fortran, data = state
         array = _array(data, dtype, shape, "F" if is_fortran else "C")
-        self.value = array.astype(array.dtype.newbyteorder("="), copy=False)  # as numpy does it
+        self.value = array.astype(array.dtype.newbyteorder("="), copy=False)  # like numpy
 
 
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
@@ -385,4 +383,4 @@ _CLASSES: Final[dict[type[Any], Callable[..., Any] | None]] = {
     float: None,
     str: None,
 }
-"""Classes that may be called (with a maker), and those that only say what a defaultdict is made of."""
+"""Classes that may be called (with their function), and others that may only be the factory of a defaultdict."""

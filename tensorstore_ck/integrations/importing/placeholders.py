@@ -1,11 +1,11 @@
-"""What stands for an object while a pickle is read: its class in a pickle's words (`AllowedGlobal`), or the object itself."""
+"""Placeholders while a pickle is read: for a global that it names (`AllowedGlobal`), or for an object."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class UnknownObject:
-    """Something that a pickle wants made, and nobody here makes."""
+    """An object that a pickle creates in a way that is not allowed."""
 
     __slots__ = ("held", "name")
 
@@ -13,18 +13,18 @@ class UnknownObject:
         self.name = name
         """``module.name``, shortened and printable."""
         self.held: list[object] = list(held)
-        """What the pickle gave it."""
+        """Its arguments and state in the pickle."""
 
 
 class AllowedGlobal:
-    """What a name in a pickle stands for: a function of the arguments that the pickle gives it."""
+    """An allowed name in a pickle: a function of the arguments in the pickle."""
 
     __slots__ = ("make", "name", "value")
 
     def __init__(self, name: str, make: Callable[..., Any] | None, value: object = None) -> None:
-        """`make` raises ValueError, TypeError or RuntimeError for what it does not take. `value`: what it is when it is not called.
+        """`make` raises ValueError, TypeError or RuntimeError for wrong arguments. `value`: its value if it is not called.
 
-        What it makes may have a method ``build`` that takes a state.
+        The result of `make` may have a method ``build`` that takes a state.
         """
         self.name = name
         self.make = make
@@ -32,14 +32,14 @@ class AllowedGlobal:
 
 
 class Deferred:
-    """An object whose contents come after it was made: `settle` puts its value in its place."""
+    """An object whose content comes after its creation; `resolve_placeholders` replaces it by its value."""
 
     def __init__(self) -> None:
         self.value: Any = self
-        """Itself, until it has one."""
+        """Itself, until `build` is called."""
         self.held: list[object] = []
-        """What else the pickle gave it."""
+        """Everything in its state."""
 
     def build(self, state: Any) -> None:
-        """Takes the contents; raises ValueError or TypeError for those that it does not know."""
+        """Takes the content; raises ValueError or TypeError for unknown content."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Goes over what was read before it is taken apart: puts made things in their places, leaves out what is to be left out, refuses the rest.
+"""Resolves placeholders, drops excluded paths, rejects unsupported objects.
 
-Bounds what a state may ask of those who walk it: how deep it is nested, and how many items it has when everything that it refers to
-twice is counted twice, so that a small file cannot stand for an endless state.
+Also limits the nesting of a state, and its number of items when shared ones count each time, so that a small file cannot expand to an
+endless state.
 """
 
 import fnmatch
@@ -17,11 +17,11 @@ from tensorstore_ck.integrations.importing.pickle_allowlist import Stored
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred, UnknownObject
 
 FREE_ITEMS: Final = 1 << 17
-"""What a state may have, however short its pickles are."""
+"""Allowed items for pickles of any length."""
 ITEMS_PER_BYTE: Final = 16
-"""What each of their bytes adds to that: a list that several things share is counted for each of them."""
+"""Additional items per byte of the pickles; a shared list counts each time."""
 BYTES_PER_ITEM: Final = 16
-"""Text and bytes count as so many items more."""
+"""Of text and bytes: one more item for each 16 bytes."""
 
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple)
@@ -29,53 +29,52 @@ _GONE: Final = object()
 
 
 class ResolvedState(NamedTuple):
-    """A state that holds only what can be told by its type."""
+    """A state without placeholders."""
 
     state: Any
     left_out: list[str]
     """Paths."""
 
 
-def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
-    """The state, without what is to be left out.
+def resolve_placeholders(state: Any, exclude: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
+    """The final state, without excluded paths.
 
     Args:
-        state: What was read.
-        leave_out: Globs over paths, as `select` has them.
-        unknown: Names in pickles that nobody knows -> the file. Each must be in the state, where its path tells what it is.
-        origin: What messages call the whole.
-        parsed_bytes: What its pickles and headers take.
+        state: As read, with placeholders.
+        exclude: Globs over paths, as in `select`.
+        unknown: Names in pickles that are not allowed -> the file. Each must occur in the state, for a message with its path.
+        origin: The name of the checkpoint in messages.
+        parsed_bytes: The size of its pickles and headers.
 
     Raises:
-        UnsupportedValueError: it holds things that would have to be run to be made, or is nested too deep, or endless.
-        MismatchError: a glob fits nothing.
+        UnsupportedValueError: it holds objects that only their own code could create, or is nested too deep or too large.
+        MismatchError: a glob matches nothing.
     """
-    walk = _Resolver(leave_out, origin)
-    walk.bound(state, parsed_bytes)
-    settled = walk.visit(state, "")
-    walk.require_all_told(unknown)
-    return ResolvedState(settled, walk.left_out)
+    resolver = _Resolver(exclude, origin)
+    resolver.bound(state, parsed_bytes)
+    resolved = resolver.visit(state, "")
+    resolver.raise_on_leftovers(unknown)
+    return ResolvedState(resolved, resolver.left_out)
 
 
 class _Resolver:
-    def __init__(self, leave_out: Sequence[str], origin: str) -> None:
+    def __init__(self, exclude: Sequence[str], origin: str) -> None:
         self.left_out: list[str] = []
         self._origin = origin
-        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in leave_out}
+        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in exclude}
         self._unused = set(self._patterns)
         self._refused: dict[str, list[str]] = {}
         self._seen: set[str] = set()
-        self._told: set[int] = set()
+        self._noted: set[int] = set()
 
-    def require_all_told(self, unknown: Mapping[str, str]) -> None:
-        """Refuses what is not to be stored, now that all of it is known."""
+    def raise_on_leftovers(self, unknown: Mapping[str, str]) -> None:
         if self._unused:
             glob = min(self._unused)
-            raise MismatchError(f"nothing in {self._origin} fits {glob!r}, which was to be left out", object_id=glob)
+            raise MismatchError(f"nothing in {self._origin} matches {glob!r}, which is to be excluded", object_id=glob)
         for name, path in unknown.items():
             if name not in self._seen:
                 raise UnsupportedValueError(
-                    f"{path} uses {name} in a way that leaves no trace in what it holds: no checkpoint needs that, so do not trust it",
+                    f"{path} uses {name} in a way that leaves no trace in its content: no checkpoint needs that, so do not trust it",
                     object_id=path,
                 )
         if self._refused:
@@ -88,14 +87,14 @@ class _Resolver:
         more = len(self._refused) - 4
         first = next(iter(self._refused.values()))[0]
         raise UnsupportedValueError(
-            f"{self._origin} holds objects that only their own code could make, and nothing in a checkpoint is ever run: {shown}"
-            f"{f' and {more} more kinds' if more > 0 else ''}; leave them out (--leave-out '{first}'), or load it where you trust it "
+            f"{self._origin} holds objects that only their own code could create, and nothing in a checkpoint is ever run: {shown}"
+            f"{f' and {more} more kinds' if more > 0 else ''}; exclude them (--exclude '{first}'), or load it where you trust it "
             "and save plain values",
             object_id=first,
         )
 
     def bound(self, state: Any, parsed_bytes: int) -> None:
-        """Counts items, and levels, without walking anything twice."""
+        """Limits items and levels; visits every object once."""
         known: dict[int, tuple[int, int]] = {}
         begun: set[int] = set()
 
@@ -124,14 +123,14 @@ class _Resolver:
         items, _ = measure(state, 0)
         if items > FREE_ITEMS + ITEMS_PER_BYTE * parsed_bytes:
             raise UnsupportedValueError(
-                f"{self._origin} stands for {items:,} values, and the {parsed_bytes:,} bytes of its pickles are too few for these: it was "
+                f"{self._origin} expands to {items:,} values, and the {parsed_bytes:,} bytes of its pickles are too few for these: it was "
                 "made to exhaust memory, so do not trust it",
                 object_id=self._origin,
             )
 
     def _too_deep(self) -> None:
         raise UnsupportedValueError(
-            f"{self._origin} is nested deeper than {MAX_NESTING} levels, or holds itself: flatten it where it is made",
+            f"{self._origin} is nested deeper than {MAX_NESTING} levels, or contains itself: flatten it where it is created",
             object_id=self._origin,
         )
 
@@ -147,7 +146,7 @@ class _Resolver:
                 return value
             return kind(None if item is _GONE else item for item in items)
         if isinstance(value, Deferred):
-            self._tell(value)
+            self._note_names(value)
             finished = _finished(value)
             return self._note(value, "an unfinished object", path) if isinstance(finished, Deferred) else self.visit(finished, path)
         if isinstance(value, UnknownObject):
@@ -185,7 +184,7 @@ class _Resolver:
         return made
 
     def _note(self, value: object, name: str, path: str) -> object:
-        self._tell(value)
+        self._note_names(value)
         self._refused.setdefault(name, []).append(path or "all of it")
         return value
 
@@ -194,23 +193,23 @@ class _Resolver:
         if fitting:
             self._unused.difference_update(fitting)
             self.left_out.append(path)
-            self._tell(value)
+            self._note_names(value)
         return bool(fitting)
 
-    def _tell(self, value: Any) -> None:
-        """Notes the names of all stand-ins in a value, and of what they were given."""
+    def _note_names(self, value: Any) -> None:
+        """Records the names of all placeholders in a value, and in their contents."""
         pending = [value]
         while pending:
             item = pending.pop()
-            if id(item) in self._told:
+            if id(item) in self._noted:
                 continue
             if isinstance(item, UnknownObject):
                 self._seen.add(item.name)
             if isinstance(item, UnknownObject | Deferred):
-                self._told.add(id(item))
+                self._noted.add(id(item))
                 pending.extend(item.held)
             elif type(item) in _CONTAINERS or type(item) in (set, frozenset):
-                self._told.add(id(item))
+                self._noted.add(id(item))
                 pending.extend(item)
                 if isinstance(item, dict):
                     pending.extend(item.values())
@@ -222,7 +221,7 @@ _SETS: Final = frozenset({set, frozenset})
 
 
 def _finished(value: Any) -> Any:
-    """What `value` stands for; itself, if that was never said."""
+    """The value of a `Deferred`; itself, if it has none."""
     for _ in range(MAX_NESTING):
         if not isinstance(value, Deferred):
             break

@@ -1,9 +1,9 @@
-"""A pickle machine that runs nothing: it reads the instructions of a pickle, and makes plain containers and what a table says.
+"""A pickle reader that runs nothing: it creates plain containers, and objects that a table allows.
 
-What a pickle names is looked up in that table and nowhere else: no module is imported, no attribute is read, no class is called that
-the table does not hold. A name that is not in it becomes a stand-in (`UnknownObject`) that swallows whatever the pickle does with it; the
-caller finds it in the result, and refuses it by its path. Pure: bytes in, objects out. Invariants: sizes are checked before they are
-believed, there is no recursion, objects are counted, what is copied is bounded by the bytes that were read, and keys are as `keys` has it.
+Names in a pickle are looked up only in that table: no module is imported, no attribute is read, no class outside it is called. Any other
+name becomes an `UnknownObject`, which accepts whatever the pickle does with it; the caller finds it in the result, and rejects it
+by its path. Pure. Invariants: sizes are checked before use, there is no recursion, the numbers of objects and of copied bytes are bounded,
+and keys obey `key_types`.
 """
 
 import struct
@@ -11,50 +11,50 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from tensorstore_ck.integrations.importing.key_types import HashCrowding, unlike
+from tensorstore_ck.integrations.importing.key_types import HashCrowding, require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
 
 MAX_PICKLE_BYTES: Final = 256 << 20
 MAX_OBJECTS: Final = 16_000_000
-"""Containers and made objects of one pickle: each costs up to a few hundred bytes, and one byte of the pickle may ask for one."""
+"""Containers and created objects of one pickle: one byte of the pickle may create one, of up to a few hundred bytes."""
 MAX_MARKS: Final = 10_000
-"""Containers that are begun in each other: a state may be nested much less deep."""
+"""Nested unfinished containers: the limit for a state is much lower."""
 MAX_INT_BYTES: Final = 4096
 COPIES: Final = 8
-"""How often what a pickle holds may be copied, on average: makers and states may get one list again and again."""
+"""How often a pickle's content may be copied, on average: many calls may use one list as their argument."""
 FREE_COPIES: Final = 1 << 20
-"""What may be copied, however short the pickle is."""
+"""Allowed copies for a pickle of any length."""
 
 _SIZED: Final = frozenset({str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter})
 
 
 FindGlobal = Callable[[str, str], object]
-"""(module, name) -> a `AllowedGlobal`, or a plain value that the name stands for; LookupError for what nobody knows."""
+"""(module, name) -> an `AllowedGlobal`, or the plain value of the name; LookupError for other names."""
 
 
-def unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
-    """The object of one pickle, where the pickle ends, and the names in it that nobody knows.
+def safe_unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
+    """The object of one pickle, the end of the pickle, and the names in it that are not allowed.
 
     Args:
-        data: The pickle, and perhaps what follows it.
+        data: The pickle, possibly with more bytes after it.
         find: See `FindGlobal`.
-        persistent: Makes what a persistent id stands for; raises ValueError or TypeError for one that it does not know.
+        persistent: Returns the object of a persistent id; raises ValueError or TypeError for an unknown one.
 
     Raises:
-        MalformedError: the pickle is damaged, too large, or uses what nobody needs.
+        MalformedError: the pickle is damaged, too large, or uses an unsupported instruction.
     """
-    machine = _SafeUnpickler(data, find, persistent)
+    unpickler = _SafeUnpickler(data, find, persistent)
     try:
-        result = machine.run()
+        result = unpickler.run()
     except MalformedError:
         raise
     except (IndexError, KeyError, struct.error) as exc:
-        raise MalformedError(f"it is cut off or damaged near byte {machine.at}") from exc
-    except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as exc:  # of makers, for arguments that they do not take
+        raise MalformedError(f"it is cut off or damaged near byte {unpickler.at}") from exc
+    except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as exc:  # from `AllowedGlobal.make`, for wrong arguments
         what = str(exc).partition("\n")[0] or type(exc).__name__
-        raise MalformedError(f"{printable(what)} (near byte {machine.at})") from exc
-    return result, machine.at, machine.unknown
+        raise MalformedError(f"{printable(what)} (near byte {unpickler.at})") from exc
+    return result, unpickler.at, unpickler.unknown
 
 
 class _SafeUnpickler:
@@ -70,7 +70,7 @@ class _SafeUnpickler:
         self._objects = 0
         self._found: dict[tuple[str, str], object] = {}
         self._copied = 0
-        self._crowds = HashCrowding()
+        self._crowding = HashCrowding()
 
     def run(self) -> Any:
         data, table = self.data, _TABLE
@@ -84,7 +84,7 @@ class _SafeUnpickler:
                 return result
             step = table.get(code)
             if step is None:
-                raise MalformedError(f"it has the instruction {bytes([code])!r} at byte {self.at - 1}, which no checkpoint needs")
+                raise MalformedError(f"it has the instruction {bytes([code])!r} at byte {self.at - 1}, which no checkpoint uses")
             step(self)
         raise MalformedError(f"it is longer than {MAX_PICKLE_BYTES >> 20} MiB")
 
@@ -174,7 +174,7 @@ class _SafeUnpickler:
         if len(items) % 2:
             raise MalformedError("it has a key without a value")
         if type(target) in (dict, OrderedDict, Counter, defaultdict):
-            self.copy(self._crowds.add(target, items[::2]))
+            self.copy(self._crowding.add(target, items[::2]))
             for key, value in zip(items[::2], items[1::2], strict=True):
                 target[key] = value
         elif isinstance(target, UnknownObject):
@@ -185,7 +185,7 @@ class _SafeUnpickler:
     def add_items(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if type(target) is set:
-            self.copy(self._crowds.add(target, items))
+            self.copy(self._crowding.add(target, items))
             target.update(items)
         elif isinstance(target, UnknownObject):
             target.held.extend(items)
@@ -193,7 +193,7 @@ class _SafeUnpickler:
             raise MalformedError(f"it adds to a {type(target).__name__}")
 
     def copy(self, size: int) -> None:
-        """Counts items or bytes that are copied, or gone through once more."""
+        """Counts items or bytes that are copied or iterated again."""
         self._copied += size
         if self._copied > FREE_COPIES + COPIES * self.at:
             raise MalformedError(f"it has {self.at} bytes so far, and asks for copies of {self._copied} items in them")
@@ -214,7 +214,7 @@ class _SafeUnpickler:
         self._stack.append(self._found[key])
 
     def make(self, args: Any) -> None:
-        """Replaces the maker on the stack by what it makes."""
+        """Replaces the callable on the stack by its result."""
         maker = self._stack.pop()
         if isinstance(maker, UnknownObject):
             self.push_new(UnknownObject(maker.name, args))
@@ -222,7 +222,7 @@ class _SafeUnpickler:
         if not isinstance(maker, AllowedGlobal) or maker.make is None or type(args) is not tuple:
             raise MalformedError(f"it calls a {maker.name if isinstance(maker, AllowedGlobal) else type(maker).__name__}")
         if any(isinstance(arg, UnknownObject) for arg in args):
-            # e.g. a subclass of a tensor: a known function that is to make something unknown
+            # for example a tensor subclass: a known function with an unknown class as its argument
             self.push_new(UnknownObject(next(arg.name for arg in args if isinstance(arg, UnknownObject)), args))
             return
         self.copy(sum(len(arg) for arg in args if type(arg) in _SIZED))
@@ -230,7 +230,7 @@ class _SafeUnpickler:
 
     def make_with_names(self, args: Any, named: Any) -> None:
         if not isinstance(self._stack[-1], UnknownObject) and named:
-            raise MalformedError("it makes an object with named arguments")
+            raise MalformedError("it creates an object with named arguments")
         self.make(args)
 
     def build(self) -> None:
@@ -246,7 +246,7 @@ class _SafeUnpickler:
             vars(target).update(state)
         elif type(target) is dict:  # a Namespace, or a dict with attributes
             if type(state) is not dict or not all(type(key) is str for key in state):
-                raise MalformedError("it sets attributes that are none")
+                raise MalformedError("it sets malformed attributes")
             target.update(state)
         elif callable(build := getattr(target, "build", None)):
             build(state)
@@ -255,12 +255,12 @@ class _SafeUnpickler:
 
     def persistent_id(self) -> None:
         if self._persistent is None:
-            raise MalformedError("it refers to something outside of itself")
+            raise MalformedError("it references something outside of itself")
         self.push(self._persistent(self.pop()))
 
 
 def plain_of(item: Any) -> Any:
-    """What an item on the stack is as a value: a name that is not called is what it stands for."""
+    """The value of an item on the stack: of a name that is not called, the name's value."""
     return item.value if isinstance(item, AllowedGlobal) and item.value is not None else item
 
 
@@ -268,23 +268,23 @@ def _nothing(_: object) -> None:
     pass
 
 
-def _bytes(machine: _SafeUnpickler, size: int) -> None:
-    machine.push_new(bytes(machine.take(size)))
+def _bytes(unpickler: _SafeUnpickler, size: int) -> None:
+    unpickler.push_new(bytes(unpickler.take(size)))
 
 
-def _text(machine: _SafeUnpickler, size: int) -> None:
-    machine.push(str(machine.take(size), "utf-8", "surrogatepass"))
+def _text(unpickler: _SafeUnpickler, size: int) -> None:
+    unpickler.push(str(unpickler.take(size), "utf-8", "surrogatepass"))
 
 
-def _old_text(machine: _SafeUnpickler, size: int) -> None:
+def _old_text(unpickler: _SafeUnpickler, size: int) -> None:
     """Text of Python 2, read as torch does."""
-    machine.push(str(machine.take(size), "utf-8"))
+    unpickler.push(str(unpickler.take(size), "utf-8"))
 
 
-def _long(machine: _SafeUnpickler, size: int) -> None:
+def _long(unpickler: _SafeUnpickler, size: int) -> None:
     if not 0 <= size <= MAX_INT_BYTES:
         raise MalformedError(f"it has an integer of {size} bytes")
-    machine.push(int.from_bytes(machine.take(size), "little", signed=True))
+    unpickler.push(int.from_bytes(unpickler.take(size), "little", signed=True))
 
 
 _U1, _U2, _U4, _U8 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
@@ -292,31 +292,31 @@ _I4, _F8 = struct.Struct("<i"), struct.Struct(">d")
 _STOP: Final = ord(".")
 
 
-def _protocol(machine: _SafeUnpickler) -> None:
-    if machine.number(_U1) > 5:
-        raise MalformedError("it is of a pickle protocol that does not exist")
+def _protocol(unpickler: _SafeUnpickler) -> None:
+    if unpickler.number(_U1) > 5:
+        raise MalformedError("it has an unknown pickle protocol")
 
 
-def _pair(machine: _SafeUnpickler) -> list[Any]:
-    value, key = machine.pop(), machine.pop()
+def _pair(unpickler: _SafeUnpickler) -> list[Any]:
+    value, key = unpickler.pop(), unpickler.pop()
     return [key, value]
 
 
-def _named_args(machine: _SafeUnpickler) -> None:
-    named, args = machine.pop(), machine.pop()
-    machine.make_with_names(args, named)
+def _named_args(unpickler: _SafeUnpickler) -> None:
+    named, args = unpickler.pop(), unpickler.pop()
+    unpickler.make_with_names(args, named)
 
 
-def _stack_name(machine: _SafeUnpickler) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.name(module, name)
+def _stack_name(unpickler: _SafeUnpickler) -> None:
+    name, module = unpickler.pop(), unpickler.pop()
+    unpickler.name(module, name)
 
 
 _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
     ord(code): step
     for code, step in {
         "\x80": _protocol,
-        "\x95": lambda m: _nothing(m.number(_U8)),  # how long a frame is: nobody has to know
+        "\x95": lambda m: _nothing(m.number(_U8)),  # the length of a frame is not needed
         "(": _SafeUnpickler.mark,
         "0": _SafeUnpickler.pop_anything,
         "1": lambda m: _nothing(m.pop_mark()),
@@ -353,7 +353,7 @@ _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
         "u": lambda m: m.set_items(m.pop_mark()),
         "\x8f": lambda m: m.push_new(set()),
         "\x90": lambda m: m.add_items(m.pop_mark()),
-        "\x91": lambda m: m.push_new(frozenset(unlike(m.pop_mark()))),
+        "\x91": lambda m: m.push_new(frozenset(require_cheap_keys(m.pop_mark()))),
         "q": lambda m: m.memoize(m.number(_U1)),
         "r": lambda m: m.memoize(m.number(_U4)),
         "\x94": _SafeUnpickler.memoize_next,
@@ -368,4 +368,4 @@ _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
         "Q": _SafeUnpickler.persistent_id,
     }.items()
 }
-"""The instructions of protocols 2 to 5, without those that look up registered extensions, call by text, or take buffers from elsewhere."""
+"""The instructions of protocols 2 to 5, without those for registered extensions, calls by text and external buffers."""

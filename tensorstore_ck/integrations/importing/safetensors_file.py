@@ -1,7 +1,7 @@
-"""Files of the safetensors format: a JSON header that says where each tensor's bytes lie, then the bytes.
+"""Safetensors files: a JSON header with the position of each tensor's bytes, then the bytes.
 
-Read here rather than by the library: the format is small, the file can be mapped, and nothing but this package is needed. As the library
-does, refuses headers of more than 100 MB, and tensors that overlap or leave bytes of the file to nobody.
+Does not use the library: the format is small, and the file can be mapped. Like the library it rejects headers over 100 MB, and tensors
+that overlap or leave gaps.
 """
 
 import json
@@ -11,48 +11,27 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import MappedFile
+from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, TORCH_DTYPES
 from tensorstore_ck.state.byte_sources import strided
+from tensorstore_ck.state.registered_types import DTYPES
 
 KIND: Final = "safetensors file"
-MAX_HEADER_BYTES: Final = 100_000_000
-
-_DTYPE_NAMES: Final = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
-_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, dtype) for name, dtype in _DTYPE_NAMES.items() if hasattr(torch, dtype)}
+_DTYPES: Final = {code: DTYPES[name] for name, code in TORCH_DTYPES.items() if name in DTYPES}
 
 
 class SafetensorsContent(NamedTuple):
-    """What such a file holds."""
+    """The content of a safetensors file."""
 
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str]
-    """What it says about itself."""
+    """The file's own metadata."""
     header_bytes: int
 
 
 def is_safetensors(file: MappedFile) -> bool:
-    """Whether it begins like one."""
+    """Whether it begins like a safetensors file."""
     return file.size >= 10 and int.from_bytes(file.data[:8], "little") <= MAX_HEADER_BYTES and bytes(file.data[8:9]) == b"{"
 
 
@@ -60,14 +39,14 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
     """Its tensors, mapped, in the order of their names.
 
     Raises:
-        CorruptObjectError: it is damaged, or its header lies.
+        CorruptObjectError: it is damaged or inconsistent.
     """
-    with blamed_on(file.path, KIND):
+    with naming_file(file.path, KIND):
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
             raise MalformedError(f"it claims a header of {header_bytes} bytes, and has {file.size}")
         header = _header(bytes(file.data[8 : 8 + header_bytes]))
-        metadata = header.pop("__metadata__", None) or {}
+        metadata = header.pop(METADATA, None) or {}
         if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
             raise MalformedError("its metadata is not text")
         tensors, spans = {}, []
@@ -88,17 +67,17 @@ def parse_json(data: bytes) -> Any:
     """Foreign JSON.
 
     Raises:
-        MalformedError: it is none, has a key twice, or is nested too deep.
+        MalformedError: it is invalid, has a duplicate key, or is nested too deep.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise MalformedError("its JSON has a key twice")
+            raise MalformedError("its JSON has a duplicate key")
         return found
 
     def no_constant(text: str) -> NoReturn:
-        raise MalformedError(f"its JSON has {text}, which is no number")
+        raise MalformedError(f"its JSON has {text}, which is not a number")
 
     try:
         return json.loads(data, object_pairs_hook=unique, parse_constant=no_constant)
@@ -111,31 +90,31 @@ def parse_json(data: bytes) -> Any:
 def _header(data: bytes) -> dict[str, Any]:
     header = parse_json(data)
     if type(header) is not dict:
-        raise MalformedError("its header is no JSON object")
+        raise MalformedError("its header is not a JSON object")
     return header
 
 
 def _tensor(file: MappedFile, name: str, entry: Any, base: int) -> tuple[torch.Tensor, tuple[int, int]]:
-    """A tensor, and which bytes of the file it takes."""
+    """A tensor, and the start and end of its bytes in the file."""
     shown = printable(name, 100)
     if type(entry) is not dict or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise MalformedError(f"its header says nothing sound of {shown!r}")
+        raise MalformedError(f"its header has an invalid entry for {shown!r}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     if dtype is None:
         raise MalformedError(f"{shown!r} has the dtype {printable(entry['dtype'], 40)!r}, which this torch does not have")
     for numbers in (shape, offsets):
         if type(numbers) is not list or any(type(number) is not int or not 0 <= number <= MAX_TENSOR_BYTES for number in numbers):
-            raise MalformedError(f"{shown!r} has an impossible shape or place")
+            raise MalformedError(f"{shown!r} has an impossible shape or position")
     if len(shape) > MAX_DIMS or len(offsets) != 2:
-        raise MalformedError(f"{shown!r} has an impossible shape or place")
+        raise MalformedError(f"{shown!r} has an impossible shape or position")
     start, stop = base + offsets[0], base + offsets[1]
     if not start <= stop <= file.size or prod(shape) * dtype.itemsize != stop - start:
         raise MalformedError(
             f"{shown!r} claims {prod(shape)} elements of {dtype} in bytes {start} to {stop} of the file, which has {file.size}"
         )
     if prod(size or 1 for size in shape) > MAX_TENSOR_BYTES:
-        raise MalformedError(f"{shown!r} has an impossible shape or place")
+        raise MalformedError(f"{shown!r} has an impossible shape or position")
     memory = torch.empty(0, dtype=torch.uint8).set_(file.storage(start, stop - start))
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return strided(memory, dtype, tuple(shape), tuple(strides), 0), (start, stop)

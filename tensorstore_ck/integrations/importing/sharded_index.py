@@ -1,33 +1,34 @@
-"""Checkpoints in several files with an index that says which tensor is in which: ``model.safetensors.index.json`` and its like.
+"""Checkpoints in several files with an index, such as ``model.safetensors.index.json``, that maps tensors to files.
 
-As their readers do, takes all that is in the files which the index names; more strictly than they, refuses an index that contradicts them.
+Like their own readers it imports everything in the files that the index names; unlike those it rejects an index that does not match them.
 """
 
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.importing.safetensors_file import MAX_HEADER_BYTES, is_safetensors, load_safetensors, parse_json
+from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors, parse_json
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
+from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES
 
 SUFFIX: Final = ".index.json"
 KIND: Final = "index of a checkpoint"
 
 
 class IndexedContent(NamedTuple):
-    """What an index and its files hold."""
+    """The content of an index and its files."""
 
     state: dict[Any, Any]
     metadata: dict[str, str]
-    """What all files say about themselves alike."""
+    """Metadata entries that all files have in common."""
     unknown: dict[str, str]
     files: tuple[str, ...]
 
 
 def is_index(file: MappedFile) -> bool:
-    """Whether it begins like one: like any JSON object."""
+    """Whether it begins like a JSON object."""
     return bytes(file.data[:64]).lstrip()[:1] == b"{" and file.size <= MAX_HEADER_BYTES
 
 
@@ -35,33 +36,33 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
     """The state in the files that an index names.
 
     Raises:
-        CorruptObjectError: a file is missing or damaged, or is not as the index says.
+        CorruptObjectError: a file is missing or damaged, or does not match the index.
         InvalidNameError: the index names a file outside of its folder.
     """
-    with blamed_on(index.path, KIND):
+    with naming_file(index.path, KIND):
         found = parse_json(bytes(index.data))
-        places = found.get("weight_map") if type(found) is dict else None
-        if type(places) is not dict or not places:
+        files_of = found.get("weight_map") if type(found) is dict else None
+        if type(files_of) is not dict or not files_of:
             raise MalformedError("it has no weight_map")
         names: dict[str, set[str]] = {}
-        for name, place in places.items():
-            if type(place) is not str:
-                raise MalformedError("its weight_map names something that is no file")
-            names.setdefault(place, set()).add(name)
+        for name, part_name in files_of.items():
+            if type(part_name) is not str:
+                raise MalformedError("its weight_map has a file name that is not text")
+            names.setdefault(part_name, set()).add(name)
         state: dict[Any, Any] = {}
         metadata: dict[str, str] | None = None
         unknown: dict[str, str] = {}
-        for place in sorted(names):
-            file = files.map(folder.join(place))
-            part, said = _load(files, file, known, unknown)
-            missing = sorted(names[place] - part.keys())
+        for part_name in sorted(names):
+            file = files.map(folder.join(part_name))
+            part, described = _load(files, file, known, unknown)
+            missing = sorted(names[part_name] - part.keys())
             if missing:
-                raise MalformedError(f"it says that {printable(place)} has {printable(missing[0])!r}, which it has not")
+                raise MalformedError(f"it lists {printable(missing[0])!r} in {printable(part_name)}, which lacks it")
             twice = state.keys() & part.keys()
             if twice:
                 raise MalformedError(f"two of its files have {printable(min(map(str, twice)))!r}")
             state.update(part)
-            metadata = said if metadata is None else dict(metadata.items() & said.items())
+            metadata = described if metadata is None else dict(metadata.items() & described.items())
         return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, tuple(sorted(names)))
 
 
@@ -71,9 +72,9 @@ def _load(files: Files, file: MappedFile, known: PickleAllowlist, unknown: dict[
         known.parsed_bytes += content.header_bytes
         return dict(content.tensors), content.metadata
     if not is_torch_file(file):
-        raise UnsupportedValueError(f"{file.path}, which an index names, is no safetensors or torch file", object_id=file.path)
+        raise UnsupportedValueError(f"{file.path}, which an index names, is not a safetensors or torch file", object_id=file.path)
     loaded = load_torch_file(files, file, known)
     unknown.update(dict.fromkeys(loaded.unknown, file.path))
     if not isinstance(loaded.value, dict):
-        raise MalformedError(f"{file.path} holds no dict of tensors")
+        raise MalformedError(f"{file.path} is not a dict of tensors")
     return loaded.value, {}

@@ -17,12 +17,12 @@ _DIGITS: Final = re.compile(r"(\d+)")
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a name says in so many words."""
+    """The step that a name contains after the word "step"."""
     return _after(_STEP, name)
 
 
 def progress_in_names(names: Sequence[str]) -> dict[str, int]:
-    """Name -> how far the training was, where names count iterations, epochs or checkpoints; empty if that may be a count of ranks."""
+    """Name -> number of the iteration, epoch or checkpoint; empty if the numbers may be ranks."""
     for pattern in (_ITERATION, _EPOCH, _CHECKPOINT):
         found = {name: number for name in names if not _OF_RANKS.search(name) and (number := _after(pattern, name)) is not None}
         numbers = sorted(found.values())
@@ -33,11 +33,11 @@ def progress_in_names(names: Sequence[str]) -> dict[str, int]:
 
 
 def steps_of_names(names: Sequence[str]) -> dict[str, int | None]:
-    """Name -> step, where the names were said to have it: by a word, or as the one number that differs among them."""
+    """Name -> step, after a word such as "step" or "epoch", or as the only number that differs among the names."""
     found: dict[str, int | None] = {}
     for name in names:
-        said = [number for pattern in (_STEP, _ITERATION, _EPOCH, _CHECKPOINT) if (number := _after(pattern, name)) is not None]
-        found[name] = said[0] if said else None
+        numbers = [number for pattern in (_STEP, _ITERATION, _EPOCH, _CHECKPOINT) if (number := _after(pattern, name)) is not None]
+        found[name] = numbers[0] if numbers else None
     rest = [name for name, step in found.items() if step is None]
     found.update(_by_position(rest))
     return found
@@ -49,16 +49,16 @@ def _after(pattern: re.Pattern[str], name: str) -> int | None:
 
 
 def _by_position(names: Sequence[str]) -> dict[str, int | None]:
-    """The number of each name that is the only one in it, or the only one in which the names differ."""
+    """The only number in a name, or the only one in which the names differ."""
     parts = {name: _DIGITS.split(name) for name in names}
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         alike.setdefault(tuple(parts[name][::2]), []).append(name)
     steps: dict[str, int | None] = {}
     for members in alike.values():
-        places = range(1, len(parts[members[0]]), 2)
-        differing = [place for place in places if len({parts[name][place] for name in members}) > 1]
-        candidates = differing or list(places)
+        positions = range(1, len(parts[members[0]]), 2)
+        differing = [position for position in positions if len({parts[name][position] for name in members}) > 1]
+        candidates = differing or list(positions)
         for name in members:
             number = parts[name][candidates[0]] if len(candidates) == 1 else ""
             steps[name] = int(number) if 0 < len(number) <= MAX_DIGITS else None

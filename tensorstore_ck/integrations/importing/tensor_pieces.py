@@ -1,7 +1,7 @@
-"""A tensor that lies in several pieces of several files, told to `state.capture` as a rank would tell its share of it.
+"""A tensor in several pieces of several files, passed to `state.capture` like a rank's boxes of it.
 
-It is never put together: each piece stays where it is, and the store gets the boxes, cut into the same blocks as when the ranks that
-hold these pieces put them.
+The pieces are never assembled: each stays in its file, and the store gets the boxes, cut into the same blocks as in a save by the ranks
+that held these pieces.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 
 from tensorstore_ck.format.sharding import whole_box
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
-from tensorstore_ck.state.boxes import Box, Boxes, fault_of
+from tensorstore_ck.state.boxes import Box, Boxes, coverage_error
 from tensorstore_ck.state.sharded_tensors import LocalPiece
 
 MAX_PIECES: Final = 1 << 16
@@ -19,13 +19,13 @@ MAX_PIECES: Final = 1 << 16
 
 
 def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[LocalPiece]) -> torch.Tensor | Boxes:
-    """The tensor that the pieces are, which must be all of it, and nothing twice.
+    """The tensor of these pieces, which must cover it exactly once.
 
     Raises:
-        MalformedError: they are not.
+        MalformedError: they do not.
     """
     held = sorted((piece for piece in pieces if 0 not in piece.box.sizes), key=lambda piece: piece.box)
-    problem = f"there are {len(held)} pieces" if len(held) > MAX_PIECES else fault_of(shape, [piece.box for piece in held])
+    problem = f"there are {len(held)} pieces" if len(held) > MAX_PIECES else coverage_error(shape, [piece.box for piece in held])
     if problem:
         raise MalformedError(f"{problem} of the tensor {printable(name)!r}, of shape {list(shape)[:8]}")
     if len(held) == 1 and held[0].box == whole_box(shape):

@@ -1,7 +1,7 @@
-"""What torch.save writes: today's zip archives, and the run of pickles from before torch 1.6.
+"""Files of torch.save: today's zip archives, and the sequence of pickles from before torch 1.6.
 
-Never `torch.load`: the pickle goes through `machine` with the names of `known`, so nothing in it is run, and every tensor lies in the
-mapped file. Also reads a file that is a part of another one, as in the files of torch.distributed.checkpoint.
+Never uses `torch.load`: `safe_unpickle` reads the pickle with the names of a `PickleAllowlist`, so nothing in it is run, and every tensor
+stays in the mapped file. Also reads a file inside another one, as in the files of torch.distributed.checkpoint.
 """
 
 import struct
@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist, StorageType, Stored
 from tensorstore_ck.integrations.importing.placeholders import UnknownObject
-from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
+from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
 from tensorstore_ck.integrations.importing.zip_directory import is_archive, read_archive
 
 KIND: Final = "torch file"
@@ -29,27 +29,27 @@ class LoadedTorchFile(NamedTuple):
     """The object in a torch file."""
 
     value: Any
-    """May hold `UnknownObject` stand-ins, and others that `settle` knows."""
+    """May hold placeholders, for `resolve_placeholders`."""
     unknown: set[str]
-    """Names that nobody knows: each must turn up as a stand-in in the value, or was used behind our back."""
+    """Names that are not allowed: each must occur as an `UnknownObject` in the value, or the pickle used it and hid that."""
 
 
 def is_torch_file(file: MappedFile) -> bool:
-    """Whether it begins like one."""
+    """Whether it begins like a torch file."""
     first = bytes(file.data[:_FIRST_BYTES])
     name = first[30 : 30 + int.from_bytes(first[26:28], "little")]
     return (is_archive(file.data) and name.endswith(b"/data.pkl")) or (first[:1] == b"\x80" and first[2:15] == _MAGIC_PICKLED)
 
 
 def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None) -> LoadedTorchFile:
-    """The object in a torch file that takes bytes [start, start + size) of `file`.
+    """The object in the torch file at bytes [start, start + size) of `file`.
 
     Raises:
-        CorruptObjectError: it is damaged, or contradicts itself.
-        UnsupportedValueError: it is sound, but of a kind that is not read.
+        CorruptObjectError: it is damaged or inconsistent.
+        UnsupportedValueError: its kind is not supported.
     """
     stop = file.size if size is None else start + size
-    with blamed_on(file.path, KIND):
+    with naming_file(file.path, KIND):
         data = file.data[start:stop]
         if is_archive(data):
             return _from_archive(files, file, known, start, data)
@@ -81,7 +81,7 @@ def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start:
             if record is None or record.size != count * dtype.itemsize:
                 held = "is not in the archive" if record is None else f"has {record.size} bytes"
                 raise MalformedError(f"it claims {count} elements of {dtype} in storage {printable(key, 40)}, which {held}")
-            if record.checksum and record.size:  # torch.serialization.set_crc32_options(False) leaves it out
+            if record.checksum and record.size:  # torch.serialization.set_crc32_options(False) omits it
                 files.expect(file, start + record.start, record.size, record.checksum)
             storages[key] = Stored(file.storage(start + record.start, record.size), dtype)
         elif storages[key].dtype != dtype:
@@ -90,23 +90,22 @@ def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start:
 
     code = data[pickle.start : pickle.start + pickle.size]
     if pickle.checksum not in (0, zlib.crc32(code)):
-        raise MalformedError("its pickle does not have its checksum")
+        raise MalformedError("its pickle does not match its checksum")
     known.parsed_bytes += pickle.size
-    value, end, unknown = unpickle(code, known, storage)
+    value, end, unknown = safe_unpickle(code, known, storage)
     if end != pickle.size:
         raise MalformedError("something follows its pickle")
     return LoadedTorchFile(value, unknown)
 
 
 def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
-    """dtype, key and number of elements of a storage that a pickle refers to."""
     if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-        raise MalformedError("it refers to something outside of it that is no storage")
+        raise MalformedError("it references something outside that is no storage")
     kind, key, _, count = pid[1:5]
     if isinstance(kind, UnknownObject):
         raise MalformedError(f"it has a storage of the unknown kind {kind.name}")
     if not isinstance(kind, StorageType) or type(key) is not str or type(count) is not int or count < 0:
-        raise MalformedError("it refers to a malformed storage")
+        raise MalformedError("it references a malformed storage")
     return kind.dtype, key, count
 
 
@@ -114,12 +113,12 @@ def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
 
 
 def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
-    """Magic, protocol, system, the object, the keys of its storages; then the storages, each behind its number of elements."""
+    """Magic, protocol, system, the object, the keys of its storages; then each storage, after its number of elements."""
     at = 0
 
     def next_plain() -> Any:
         nonlocal at
-        value, end, _ = unpickle(data[at:], _nothing)
+        value, end, _ = safe_unpickle(data[at:], _nothing)
         at += end
         return value
 
@@ -130,7 +129,7 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
     system = next_plain()
     if type(system) is not dict or system.get("little_endian") is not True:
         _unsupported(file.path, "was saved on a big-endian machine", "load it with torch, and save it again on this machine")
-    # Where the storages lie is known only behind the object, so it is gone through twice: first to find its end and which there are.
+    # The storages come after the object, so it is read twice: first to find its end and its storages.
     kinds: dict[str, torch.dtype] = {}
 
     def note(pid: Any) -> object:
@@ -139,12 +138,12 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         return UnknownObject("a storage")
 
     body = data[at:]
-    _, end, _ = unpickle(body, _StorageTypes(known), note)
+    _, end, _ = safe_unpickle(body, _StorageTypes(known), note)
     at += end
     known.parsed_bytes += end
     keys = next_plain()
     if type(keys) is not list or any(type(key) is not str for key in keys) or len(keys) != len(kinds) or set(keys) != set(kinds):
-        raise MalformedError("its list of storages does not fit its object")
+        raise MalformedError("its list of storages does not match its object")
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
         if at + 8 > len(data):
@@ -169,16 +168,16 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
             raise MalformedError(f"it claims {count} elements of {dtype} in storage {printable(key, 40)}, which has {size} bytes")
         if key not in storages:
             storages[key] = file.storage(start + begin, size)
-            if (start + begin) % dtype.itemsize:  # the format aligns nothing, but views of one memory must be addressable
+            if (start + begin) % dtype.itemsize:  # the format has no alignment, but tensors need it
                 storages[key] = torch.empty(0, dtype=torch.uint8).set_(storages[key]).clone().untyped_storage()
         return Stored(storages[key], dtype)
 
-    value, _, unknown = unpickle(body, known, storage)
+    value, _, unknown = safe_unpickle(body, known, storage)
     return LoadedTorchFile(value, unknown)
 
 
 class _StorageTypes:
-    """A `Find` that knows the classes of storages alone."""
+    """A `FindGlobal` that knows only the classes of storages."""
 
     def __init__(self, known: PickleAllowlist) -> None:
         self._known = known

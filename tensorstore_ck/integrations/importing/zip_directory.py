@@ -1,8 +1,7 @@
-"""The directory of a zip archive, read strictly: where each record's bytes lie. Pure: a buffer in, positions out.
+"""The directory of a zip archive, read strictly: the position of each record. Pure.
 
-torch writes its archives with every record stored as it is, so that it can be mapped. Whatever torch does not write (compressed or
-encrypted records, records that overlap, several of one name, an archive with something behind it) is refused rather than guessed at:
-no archive can claim more bytes than it has.
+torch stores every record uncompressed, so that it can be mapped. Anything that torch does not write (compressed, encrypted, overlapping or
+duplicate records, trailing data) is rejected, so no archive can claim more bytes than it has.
 """
 
 import struct
@@ -26,22 +25,22 @@ class ZipRecord(NamedTuple):
     """One record of an archive."""
 
     start: int
-    """Where its bytes begin in the archive."""
+    """Its position in the archive."""
     size: int
     checksum: int
-    """CRC-32 of the bytes; 0: not told."""
+    """CRC-32 of the bytes; 0: unknown."""
 
 
 def is_archive(data: memoryview) -> bool:
-    """Whether the bytes begin as those of a zip archive."""
+    """Whether the bytes begin like a zip archive."""
     return bytes(data[:4]) == b"PK\x03\x04"
 
 
 def read_archive(data: memoryview) -> dict[str, ZipRecord]:
-    """Name -> record, of an archive that takes all of `data`.
+    """Name -> record, of the archive `data`.
 
     Raises:
-        MalformedError: it is none, is damaged, or is not as torch writes it.
+        MalformedError: it is damaged, or torch did not write it.
     """
     try:
         return _records(data)
@@ -83,7 +82,7 @@ def _records(data: memoryview) -> dict[str, ZipRecord]:
 
 
 def _directory(data: memoryview) -> tuple[int, int, int]:
-    """How many records the directory has, and where it lies."""
+    """The number of records, and the start and end of the directory."""
     end = len(data) - _END.size
     if end < 0:
         raise MalformedError("it is too short for a zip archive, or cut off")
@@ -100,12 +99,12 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
         if magic != b"PK\x06\x06":
             raise MalformedError("its zip directory is damaged")
     if disk or first_disk or here != count or start + size != stop or count > min(MAX_RECORDS, size // _ENTRY.size):
-        raise MalformedError("its zip directory does not fit the file: it is damaged, or something was put before or behind it")
+        raise MalformedError("its zip directory does not fit the file: it is damaged, or something was added before or after it")
     return count, start, stop
 
 
 def _wide(extra: memoryview, numbers: list[int]) -> list[int]:
-    """The numbers of an entry, those that do not fit 32 bits from its extra field."""
+    """The numbers of an entry, with those over 32 bits from its extra field."""
     if _FULL_32 not in numbers:
         return numbers
     at = 0
@@ -123,11 +122,11 @@ def _wide(extra: memoryview, numbers: list[int]) -> list[int]:
 
 
 def _local_end(data: memoryview, local: int, name_size: int, directory: int) -> int:
-    """Where the bytes of the record begin whose header is at `local`."""
+    """The start of the bytes of the record whose header is at `local`."""
     if local > directory - _LOCAL.size:
         raise MalformedError("its zip directory points beyond the records")
     magic, _, _, _, _, _, _, _, _, own_name_size, extra_size = _LOCAL.unpack_from(data, local)
     begin: int = local + _LOCAL.size + own_name_size + extra_size
     if magic != b"PK\x03\x04" or own_name_size != name_size or begin > directory:
-        raise MalformedError("its zip directory points to what is no record")
+        raise MalformedError("its zip directory points to something that is no record")
     return begin

@@ -1,8 +1,16 @@
 """The host's cache: an ordered table of keys and values, in LMDB or in memory.
 
-Knows nothing of stores. What lies in a table can always be made again from the store, so losing one loses nothing. Users
-share a table by the first two bytes of their keys: ``r/`` is the ref table (see `tensorstore_ck.log`), ``l/`` the log's
-own bookkeeping, ``b/`` the block index.
+Knows nothing of stores. A table can always be rebuilt from the store, so losing one loses nothing. Users share a table by the
+first two bytes of their keys: ``r/`` is the ref table (see `tensorstore_ck.log`), ``l/`` the log's own bookkeeping, ``b/`` and ``p/``
+the block index.
+
+protocol.py           what the log and the block index need of a table
+open_cache.py         where a host keeps its cache
+lmdb_table.py         a handle on a table in LMDB
+lmdb_environment.py   one LMDB environment of this process
+batch_lock.py         the lock of a batch against other processes
+memory_table.py       a table in memory
+failover_table.py     a table on disk, replaced by one in memory when it fails
 """
 
 from tensorstore_ck.log.cache.failover_table import FailoverTable

@@ -1,8 +1,7 @@
-"""The lock that a batch holds against other processes, with a counter by which those that wait see whether its holder works.
+"""The lock that a batch holds against other processes, with a counter that shows waiting processes the holder's progress.
 
-A record lock, since flock's would be inherited by a forked child that lives on. The lock file holds two numbers of 8 bytes,
-little-endian: a count that grows while a batch works, and the process id of the last holder. They are hints: whatever is
-read there, the lock excludes.
+A record lock, since a forked child would inherit flock's. The lock file contains two numbers of 8 bytes, little-endian: a count
+that grows while a batch works, and the process id of the last holder. They are only hints.
 """
 
 import fcntl
@@ -24,7 +23,7 @@ class BatchLock:
     """One process's side of the lock; its threads exclude each other otherwise."""
 
     def __init__(self, path: Path, patience_seconds: float) -> None:
-        """`patience_seconds`: how long to wait for a holder that shows no progress and is not stopped, as one that syncs a busy disk."""
+        """`patience_seconds`: how long to wait for a holder without progress that is not stopped, such as one that syncs a busy disk."""
         self._path = path
         self._patience_seconds = patience_seconds
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -48,11 +47,11 @@ class BatchLock:
 
     def show_progress(self) -> None:
         """Called by the holder while it works."""
-        with suppress(OSError):  # a full disk: those who wait give up sooner
+        with suppress(OSError):  # a full disk: waiting processes give up sooner
             os.pwrite(self._file, _NUMBERS.pack((self._progress()[0] + 1) % (1 << 64), os.getpid()), 0)
 
     def close(self) -> None:
-        """Gives the file up."""
+        """Closes the file."""
         os.close(self._file)
         self._file = -1
 
@@ -85,7 +84,7 @@ class BatchLock:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped that process, as Linux says it (proc_pid_stat(5)); false where nobody can tell."""
+    """Whether a signal or a debugger has stopped that process (Linux, proc_pid_stat(5)); False if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")

@@ -1,8 +1,7 @@
-"""A table on disk, and one in memory that takes its place when the disk's fails: the cache is never in the way of a save.
+"""A table on disk, and one in memory that replaces it when it fails: the cache never blocks a save.
 
-Readers and the fold of the log see one table that always answers. When the table on disk fails, or another process stands
-still with its lock, a table in memory is filled from the log, and used instead: until the lock is free, or, after a failure,
-for as long as this handle is open.
+Readers and the fold of the log see one table that always answers. When the table on disk fails, or a stopped process holds its lock,
+a table in memory is filled from the log and used instead: until the lock is free, or, after a failure, as long as this handle is open.
 """
 
 import logging
@@ -19,7 +18,7 @@ from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Table, 
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 _STUCK_SECONDS: Final = 5.0
-"""After so long without the lock, a warning names the process that holds it."""
+"""After this long without the lock, a warning names the process that holds it."""
 
 
 class FailoverTable:
@@ -33,7 +32,7 @@ class FailoverTable:
         self._lock = ProcessLock()
         self._memory: MemoryTable | None = None
         self._busy_since: float | None = None
-        """Since when the disk is left because its lock was held; None: it is in use, or it failed."""
+        """Since when memory is used because the lock was held; None: the disk is in use, or failed."""
         self._warned = False
         self._pid = os.getpid()
 
@@ -47,7 +46,7 @@ class FailoverTable:
                 self._leave(table, exc)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`. Goes on in memory behind the last item that the disk gave."""
+        """See `Reader.scan`. After a failure it continues in memory after the last item."""
         last: bytes | None = None
         while True:
             table = self._current()
@@ -80,11 +79,11 @@ class FailoverTable:
             raise
 
     def use_memory(self) -> None:
-        """Leaves the disk for good: what it holds makes no sense."""
-        self._leave(self._disk, TableError("it holds what was never put there", object_id="cache"))
+        """Stops using the disk permanently: its contents are invalid."""
+        self._leave(self._disk, TableError("its contents are invalid", object_id="cache"))
 
     def return_to_disk(self) -> None:
-        """Goes back to the table on disk if it was left because of its lock, and the lock is free. Never waits for it."""
+        """Returns to the table on disk if its lock was held before and is free now. Never waits for it."""
         since = self._busy_since
         if since is None or self._pid != os.getpid():
             return
@@ -113,7 +112,7 @@ class FailoverTable:
         return self._disk if self._memory is None else self._memory
 
     def _enter_child(self) -> None:
-        """A forked child reads the log itself: the parent's files and locks are not its own."""
+        """A forked child reads the log itself, since it must not use the parent's files and locks."""
         memory = MemoryTable()
         self._fill(memory)
         with self._lock:
@@ -121,7 +120,7 @@ class FailoverTable:
                 self._memory, self._busy_since, self._pid = memory, None, os.getpid()
 
     def _leave(self, table: Table, cause: TableError) -> None:
-        """Uses memory instead of `table`, the disk's; unless another thread was faster."""
+        """Uses memory instead of `table`, if that is the one on disk and still in use."""
         if table is not self._disk or table is not self._current():
             return
         is_busy = isinstance(cause, TableBusyError)
@@ -139,7 +138,7 @@ class FailoverTable:
             self._warned = True
             try:
                 warnings.warn(CacheWarning(message), stacklevel=2)
-            except CacheWarning:  # warnings are errors: raised here, it would make a save that is published look as if it had failed
+            except CacheWarning:  # warnings are errors: raised here, it would make a published save look like a failed one
                 _logger.warning("%s", message)
 
 

@@ -1,11 +1,11 @@
-"""One LMDB environment of this process, shared by all who open its folder.
+"""One LMDB environment of this process, shared by all handles on its folder.
 
-The only file that touches LMDB. py-lmdb refuses a second open of a path in one process (closing one would drop the
-other's file locks), therefore `lmdb_table` counts users in a process-wide registry. Invariants: an environment is never
-used by a forked child; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and
-`_write_lock` before it); a batch holds `batch.lock` in the folder from start to end, so that it can begin again, when
-the map has to grow, without any other process's batch in between; an environment that failed is not used again, and stays
-open until it is closed, as a thread may have a transaction. LMDB has no checksums: each value ends with a CRC.
+The only file that uses LMDB's data. py-lmdb refuses a second open of a path in one process (closing one would drop the
+other's file locks), so `lmdb_table` counts handles in a process-wide registry. Invariants: a forked child never uses an
+environment; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and `_write_lock` before it); a
+batch holds `batch.lock` in the folder from start to end, so that it can begin again in a larger map without any other process's
+batch in between; an environment that failed is not used again, and stays open until it is closed, as a thread may have a
+transaction. LMDB has no checksums: each value ends with a CRC.
 """
 
 import os
@@ -33,15 +33,15 @@ from tensorstore_ck.log.cache.protocol import (
     scan_pages,
 )
 
-with suppress(ImportError):  # of some versions, which else import it at the first `lmdb.open`: a child forked meanwhile would wait for ever
+with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CRC_BYTES = 4
-_LOOKS: Final = 3
-_LOOK_AGAIN_SECONDS: Final = 0.002
+_CHECK_TRIES: Final = 3
+_CHECK_AGAIN_SECONDS: Final = 0.002
 _META: Final = struct.Struct("<16xII112xQ")
-"""Of LMDB's meta page: magic, version, number of the last page in use."""
+"""LMDB's meta page: magic, version, number of the last page in use."""
 _META_MAGIC: Final = 0xBEEFC0DE
 _DAMAGE: Final = (
     lmdb.CorruptedError,
@@ -51,7 +51,7 @@ _DAMAGE: Final = (
     lmdb.VersionMismatchError,
     lmdb.IncompatibleError,
 )
-"""What another opening would meet again, as the files stay as they are."""
+"""Errors that opening the same files again would raise again."""
 
 
 class Environment:
@@ -98,9 +98,9 @@ class Environment:
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
         """A batch that excludes those of all threads and processes."""
-        self._require_usable()  # a child's locks may be held by a thread that it does not have
+        self._require_usable()  # in a child, a thread that it does not have may hold the locks
         with self._write_lock:
-            self._require_usable()  # another thread may have closed it: the numbers of its files may be those of other files by now
+            self._require_usable()  # another thread may have closed it, and its file descriptors may be other files now
             try:
                 with self.lock.held(wait=wait):
                     batch = _LmdbBatch(self)
@@ -124,7 +124,7 @@ class Environment:
             return self._lmdb.begin(write=write)
 
     def begin_writing(self) -> Any:
-        """A write transaction, in a map as large as other processes made it; the caller holds the batch."""
+        """A write transaction, in a map as large as other processes made it; the caller holds the batch's lock."""
         with self._map_lock:
             try:
                 return self.begin(write=True)
@@ -133,17 +133,17 @@ class Environment:
                 return self.begin(write=True)
 
     def grow(self) -> None:
-        """Doubles the map; the caller holds the batch and has no transaction open."""
+        """Doubles the map; the caller holds the batch's lock and has no open transaction."""
         with self._map_lock:
             self._lmdb.set_mapsize(2 * self._lmdb.info()["map_size"])
 
     def cover_last_page(self) -> None:
-        """Makes the file as long as its last page needs; the caller holds the batch, which it has committed.
+        """Extends the file to the end of its last page; the caller holds the batch's lock, and has committed.
 
-        LMDB writes no page that a batch took at the file's end and gave back, so a file may end before it though nothing was cut.
+        LMDB does not write a page that a batch allocated at the file's end and freed, so an intact file may end before it.
         """
         size_bytes = (self._lmdb.info()["last_pgno"] + 1) * self._page_bytes
-        with suppress(OSError):  # then `_require_intact` takes it for one that was cut
+        with suppress(OSError):  # then `_require_intact` takes the file for a truncated one
             if os.fstat(self._data_file).st_size < size_bytes:
                 os.ftruncate(self._data_file, size_bytes)
 
@@ -164,7 +164,7 @@ class Environment:
                 with self._map_lock, self.begin(write=False) as txn:
                     yield txn
             except lmdb.MapResizedError:  # only `begin` raises it: nothing was yielded
-                # Another process made the map larger. Its size can be adopted only while no thread of ours writes.
+                # Another process enlarged the map. Its size can be adopted only while no thread of ours writes.
                 with self._write_lock, self._map_lock:
                     self._lmdb.set_mapsize(0)
                     with self.begin(write=False) as txn:
@@ -179,7 +179,7 @@ class Environment:
             raise TableDamagedError(self._failure, object_id=str(self.folder))
 
     def _failed(self, cause: lmdb.Error) -> TableDamagedError:
-        """Not to be used again. What is damaged is removed, so that other processes, and later ones, begin with an empty table."""
+        """Marks the environment as unusable. Removes damaged files, so that other and later processes begin with an empty table."""
         if not self._failure:
             self._failure = f"{self.folder}: {cause}"
             if isinstance(cause, _DAMAGE) and self._write_lock.acquire(blocking=False):  # else a thread of ours holds `lock` in a batch
@@ -196,7 +196,7 @@ class Environment:
             str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=1024, mode=0o600
         )
         try:
-            opened.reader_check()  # readers that were killed keep their slots, and the pages that they read
+            opened.reader_check()  # killed readers keep their slots, and the pages that they read
             self._page_bytes = opened.stat()["psize"]
             self._close_data_file()
             self._data_file, self._intact = os.open(self.folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC), (0, 0)
@@ -207,26 +207,26 @@ class Environment:
         return opened
 
     def _require_intact(self) -> None:
-        """Refuses a file that was cut short or overwritten: LMDB would read beyond its end, which is a SIGBUS and not an error.
+        """Refuses a truncated or overwritten file: LMDB would read beyond its end, which is a SIGBUS and not an error.
 
-        Looks at both meta pages (struct MDB_meta in LMDB's mdb.c), whenever the file was written since the last look.
+        Checks both meta pages (struct MDB_meta in LMDB's mdb.c) if the file was written since the last check.
         """
-        for tries_left in reversed(range(_LOOKS)):
+        for tries_left in reversed(range(_CHECK_TRIES)):
             try:
-                self._look()
+                self._check_metas()
             except lmdb.CorruptedError:
                 if not tries_left:
                     raise
-                time.sleep(_LOOK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
+                time.sleep(_CHECK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
             else:
                 return
 
-    def _look(self) -> None:
+    def _check_metas(self) -> None:
         found = os.fstat(self._data_file)
         if (found.st_mtime_ns, found.st_size) == self._intact:
             return
         metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
-        size_bytes = os.fstat(self._data_file).st_size  # after the metas: other processes commit, and the file grows before its metas do
+        size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
         for meta in metas:
             if len(meta) < _META.size:
                 raise lmdb.CorruptedError("data.mdb is cut short")
@@ -242,7 +242,7 @@ class Environment:
 
     def _remove(self) -> None:
         for name in ("data.mdb", "lock.mdb"):
-            (self.folder / name).unlink(missing_ok=True)  # other processes go on with the files that they have open
+            (self.folder / name).unlink(missing_ok=True)  # other processes continue with their open files
 
 
 class _LmdbBatch:
@@ -303,7 +303,7 @@ class _LmdbBatch:
             self._txn.put(key, value)
 
     def _grow(self) -> None:
-        """Writes everything so far again. Nobody else wrote meanwhile, so what was read from this batch still holds."""
+        """Repeats all writes so far. Nobody else wrote meanwhile, so what was read in this batch is still valid."""
         while True:
             self._txn.abort()
             self._environment.lock.show_progress()

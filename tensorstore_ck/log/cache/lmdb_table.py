@@ -1,7 +1,7 @@
-"""A user's handle on an environment; several in one process share it.
+"""A handle on an LMDB environment, which several handles of one process share.
 
-The registry below is the package's one piece of global state. It must be: LMDB environments are per process and path by
-nature. A forked child inherits it but never what it holds: there an inherited table raises `TableDamagedError`.
+The registry below is the package's only global state, since LMDB environments are per process and path. A forked child inherits it but
+must not use its environments: there an inherited table raises `TableDamagedError`.
 """
 
 import os
@@ -25,7 +25,7 @@ class _Registry:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.environments: dict[Path, Environment] = {}
-        # Kept alive, and never looked at: dropping a parent's environment would close it.
+        # Only kept alive: dropping a parent's environment would close it.
         self.inherited = inherited
 
     def has_inherited(self, folder: Path) -> bool:
@@ -38,7 +38,7 @@ _registry = _Registry()
 def _own_registry() -> _Registry:
     global _registry  # noqa: PLW0603 - see the module docstring
     if _registry.pid != os.getpid():
-        _registry = _Registry(inherited=_registry)  # the old one's lock may be held by a thread that does not exist here
+        _registry = _Registry(inherited=_registry)  # a thread that does not exist here may hold the old one's lock
     return _registry
 
 
@@ -46,8 +46,8 @@ def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patienc
     """The table in `folder`, which exists and is ours; in memory in a child whose parent has it open.
 
     Args:
-        folder: Where.
-        map_bytes: The map's size at first.
+        folder: Its folder.
+        map_bytes: The map's initial size.
         patience_seconds: How long to wait for another process's batch that makes no progress.
 
     Raises:
@@ -59,7 +59,7 @@ def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patienc
         if registry.has_inherited(folder):
             return MemoryTable()
     table = LmdbTable(folder, map_bytes, patience_seconds)
-    with suppress(TableBusyError):  # then it is opened when the lock is free
+    with suppress(TableBusyError):  # opened later, when the lock is free
         table.open(wait=True)
     return table
 
@@ -76,7 +76,7 @@ class LmdbTable:
         self._pid = os.getpid()
 
     def open(self, *, wait: bool) -> Environment:
-        """The environment, opened by the first call that gets the lock.
+        """The environment; the first call that gets the lock opens it.
 
         Raises:
             TableBusyError: another process holds it.

@@ -1,6 +1,6 @@
-"""A table in memory: for tests, for forked children, and where no local disk may be used.
+"""A table in memory: for tests, for forked children, and where no local disk can be used.
 
-A batch writes in place under the table's lock and keeps an undo list, so that other threads never see half of it.
+A batch writes in place under the table's lock and keeps an undo list, so that other threads never see a part of it.
 """
 
 import threading

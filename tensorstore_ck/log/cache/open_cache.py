@@ -1,7 +1,7 @@
 """Where a host keeps a cache: a private folder on a local disk, or memory.
 
-Caches of two kernels, users or containers never meet: LMDB tells dead readers by their process ids, which mean nothing
-elsewhere. Never on a network filesystem: LMDB needs memory maps that are coherent, and locks that work.
+Kernels, users and containers never share a cache: LMDB finds dead readers by their process ids, which mean nothing elsewhere. A cache
+is never on a network filesystem: LMDB needs coherent memory maps and working locks.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _UNUSED_SECONDS: Final = 30 * 24 * 3600
 
 
 def open_table(cache_dir: Path | None, key: str) -> Table:
-    """The host's table for `key`, which is fit for a file name: in `cache_dir` or the user's cache directory, else local tmp, else memory.
+    """The host's table for `key`, which is safe in a file name: in `cache_dir` or the user's cache directory, else local tmp, else memory.
 
-    Never fails: a cache that cannot be had costs time only, and a `CacheWarning` says so.
+    Never fails: without a cache on disk everything is slower, and a `CacheWarning` says so.
     """
     name = host_key(key)
     user_cache = platformdirs.user_cache_path("tensorstore_ck", appauthor=False) if cache_dir is None else cache_dir
@@ -52,7 +52,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
             reasons.append(f"{base}: {exc}")
     warnings.warn(
         CacheWarning(
-            f"no cache on a local disk ({'; '.join(reasons)}); using memory, so that every process reads the log anew. "
+            f"no cache on a local disk ({'; '.join(reasons)}); using memory, so that every process reads the log again. "
             "Give a private folder on a local filesystem as cache_dir"
         ),
         stacklevel=2,
@@ -61,7 +61,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
 
 
 def host_key(key: str) -> str:
-    """`key` with what tells this user, running kernel and PID namespace from all others."""
+    """`key` with this user, boot and PID namespace."""
     return f"{key}-{os.getuid()}-{_boot_id()}-{_pid_namespace()}"
 
 
@@ -81,10 +81,10 @@ def _pid_namespace() -> str:
 
 
 def _private_folder(base: Path, name: str) -> Path:
-    """``base/name``, both made if they are missing; ours alone, and local.
+    """``base/name``, both made if they are missing; this user's alone, and local.
 
     Raises:
-        PermissionDeniedError: it is somebody else's, or a link.
+        PermissionDeniedError: it is another user's, or a link.
         OSError: it can be written by others, or is on a network filesystem.
     """
     base.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _private_folder(base: Path, name: str) -> Path:
 
 
 def _remove_unused(base: Path, name: str) -> None:
-    """Removes what earlier boots and containers left. One that is in use after all goes on with its open files."""
+    """Removes unused caches of earlier boots and containers. A process that still uses one continues with its open files."""
     store_and_user = name.rsplit("-", 2)[0]
     for folder in base.glob(f"{glob.escape(store_and_user)}-*"):
         try:

@@ -1,9 +1,9 @@
-"""What the log and the block index ask of the host's cache: an ordered map of bytes with atomic batches.
+"""What the log and the block index need of the host's cache: an ordered map of bytes with atomic batches.
 
-A table on disk may fail at any call: `TableDamagedError` means that it cannot be used by this process any more,
-`TableBusyError` that another process holds its lock. It never returns bytes that were not put. `FailoverTable` puts a table
-in memory in its place, so that whoever reads the fold of the log meets neither. Methods may be called from several threads
-and, for tables on disk, processes; a batch excludes all other batches.
+A table on disk may fail at any call: `TableDamagedError` means that this process can no longer use it, `TableBusyError` that
+another process holds its lock. It never returns bytes that were not put. `FailoverTable` replaces it by a table in memory, so
+that readers of the log's fold get neither error. Methods may be called from several threads and, for tables on disk, processes;
+a batch excludes all other batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from typing import Final, Protocol
 from tensorstore_ck.errors import RetryableError
 
 MAX_KEY_BYTES: Final = 511
-"""LMDB's limit, kept by every table."""
+"""LMDB's limit, which every table enforces."""
 
 PAGE_ITEMS: Final = 256
-"""Items that a scan takes at once, so that no lock and no transaction is held while the caller works."""
+"""Items that a scan reads at once, so that no lock and no transaction is held while the caller works."""
 
 Item = tuple[bytes, bytes]
 
 
 class CacheWarning(UserWarning):
-    """The host's cache is of less use than it should be; nothing is lost."""
+    """The host's cache does not work as it should; nothing is lost."""
 
 
 class TableError(RetryableError):
@@ -46,7 +46,7 @@ class Reader(Protocol):
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """The items whose keys begin with `prefix`, in order: from `start` on, or in reverse from `start` down.
 
-        Taken in pages: what is put meanwhile may or may not show up.
+        Read in pages: items put meanwhile may or may not appear.
         """
 
 
@@ -74,31 +74,31 @@ class Table(Reader, Protocol):
 
         Raises:
             TableBusyError: another process is in a batch, and makes no progress.
-            TableDamagedError: the batch failed, and left nothing.
+            TableDamagedError: the batch failed without effect.
         """
 
     def close(self) -> None:
-        """Gives the table up; idempotent."""
+        """Releases the table; idempotent."""
 
 
 def check_key(key: bytes) -> None:
-    """Refuses a key that some table could not hold: a mistake of the caller."""
+    """Refuses a key that some table could not store: a bug of the caller."""
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
 
 
 def prefix_end(prefix: bytes) -> bytes | None:
-    """The first key after all that begin with `prefix`; None when there is none."""
+    """The first key after all that begin with `prefix`; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
 
 
 Page = Callable[[bytes, bytes | None, bool], list[Item]]
-"""(low, high, reverse) -> up to `PAGE_ITEMS` of the items with low <= key < high, from the end when reverse."""
+"""(low, high, reverse) -> up to `PAGE_ITEMS` of the items with low <= key < high, from the end if reverse."""
 
 
 def scan_pages(page: Page, prefix: bytes, start: bytes | None, reverse: bool) -> Iterator[Item]:
-    """`Reader.scan` on top of a function that reads one page."""
+    """`Reader.scan` from a function that reads one page."""
     low, high = prefix, prefix_end(prefix)
     if start is not None and reverse:
         after = start + b"\0"

@@ -1,12 +1,12 @@
-"""What stays of a branch's history, by rules that are stored in the store.
+"""Which snapshots of a branch's history stay, by rules that are stored in the store.
 
-policy.py     the rules, as users write them and as the log has them
-choice.py     which snapshots a policy keeps, and why: pure
-branches.py   policies at work on a branch, at one entry of the log
-ageing.py     where snapshots are to lie as they age, and how they are encoded
+policy.py       the rules, as users write them and as the log stores them
+keep_rules.py   which snapshots a policy keeps, and why: pure
+expiry.py       policies applied to a branch, at one entry of the log
+age_rules.py    where snapshots should lie as they age, and how they are encoded
 """
 
-from tensorstore_ck.log.retention.age_rules import AgeTarget, wishes
+from tensorstore_ck.log.retention.age_rules import AgeTarget, age_targets
 from tensorstore_ck.log.retention.expiry import candidates, expire, expire_at_put, policies_of, verdicts
 from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose
 from tensorstore_ck.log.retention.policy import Best, Policy
@@ -17,11 +17,11 @@ __all__ = [
     "KeepCandidate",
     "Policy",
     "Verdict",
+    "age_targets",
     "candidates",
     "choose",
     "expire",
     "expire_at_put",
     "policies_of",
     "verdicts",
-    "wishes",
 ]

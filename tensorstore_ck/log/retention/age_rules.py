@@ -1,4 +1,4 @@
-"""What policies wish of snapshots as they age: where they lie, and how they are encoded. Pure: no clock, no store."""
+"""Where snapshots should lie as they age, and how they are encoded, by their policies. Pure: no clock, no store."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple, Self
@@ -9,30 +9,30 @@ from tensorstore_ck.log.retention.expiry import policies_of
 from tensorstore_ck.log.retention.policy import AgeStage, Policy
 
 NS: Final = 1_000_000_000
-HERE: Final = AgeStage(0.0, "")
-"""The store's own place."""
-AS_IS: Final = AgeStage(0.0, "as it is")
-"""Where nobody says anything: what lies here is needed here, and what was moved stays where it is."""
+OWN_LOCATION: Final = AgeStage(0.0, "")
+"""The store's own location."""
+UNCHANGED: Final = AgeStage(0.0, "as it is")
+"""Without a rule: packs in the store are needed there, and moved packs stay where they are."""
 
 
 class AgeTarget(NamedTuple):
-    """What is wished of a snapshot, or of a pack."""
+    """The target of a snapshot, or of a pack."""
 
     stage: AgeStage
-    """Where it is to lie."""
+    """Where it should lie."""
     small: bool
-    """Whether it is to be encoded as small as it gets."""
+    """Whether it should be encoded as small as possible."""
 
     def with_other(self, other: Self) -> "AgeTarget":
-        """Of what both need: it lies where it is needed soonest."""
+        """The target of a pack that both need: at the location of the younger one; small if one wants that."""
         return AgeTarget(min(self.stage, other.stage), self.small or other.small)
 
 
-def wishes(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
-    """What is wished of each snapshot that anything holds but an undo window; empty where no policy says anything of ageing.
+def age_targets(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
+    """The target of each snapshot that has a holder other than an undo window; empty if no policy has rules of ageing.
 
-    A snapshot's age counts from when its branch came to it last; of several branches the one counts that needs it soonest, and where none
-    has it any more the one that it was put to, from then on. What is pinned is in use: it comes to the store's own place.
+    A snapshot's age counts from when its branch last moved to it; of several branches the youngest age counts, and without any the time
+    when it was saved, by the rules of the branch it was saved to. A pinned snapshot is in use: it belongs at the store's own location.
 
     Raises:
         InvalidOptionError: a newer build made one of the policies.
@@ -40,8 +40,8 @@ def wishes(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
     found: dict[Ulid, AgeTarget] = {}
 
     def add(ulid: Ulid, policies: Iterable[Policy], since_ns: int) -> None:
-        wish = _wish(policies, (now_ns - since_ns) / NS)
-        found[ulid] = wish.with_other(found[ulid]) if ulid in found else wish
+        target = _age_target(policies, (now_ns - since_ns) / NS)
+        found[ulid] = target.with_other(found[ulid]) if ulid in found else target
 
     is_said = False
     for branch in view.branches():
@@ -58,13 +58,13 @@ def wishes(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
             is_said |= any(policy.ages for policy in own)
             add(ulid, own, info.time_ns)
     for ulid in pinned & found.keys():
-        found[ulid] = AgeTarget(HERE, found[ulid].small)
-    return found if is_said or view.places() else {}
+        found[ulid] = AgeTarget(OWN_LOCATION, found[ulid].small)
+    return found if is_said or view.locations() else {}
 
 
-def _wish(policies: Iterable[Policy], age_seconds: float) -> AgeTarget:
-    """By the policies of one branch: of several stages the last one that it is old enough for."""
+def _age_target(policies: Iterable[Policy], age_seconds: float) -> AgeTarget:
+    """By the policies of one branch: the last stage that it is old enough for."""
     own = list(policies)
     passed = [stage for policy in own for stage in policy.move_after if age_seconds >= stage.after_seconds]
-    young = HERE if any(policy.move_after for policy in own) else AS_IS
+    young = OWN_LOCATION if any(policy.move_after for policy in own) else UNCHANGED
     return AgeTarget(max(passed, default=young), any(policy.recode_after and age_seconds >= policy.recode_after for policy in own))

@@ -1,4 +1,4 @@
-"""Policies at work: which snapshots of a branch go, at one entry of the log, and the operations that let them go."""
+"""Policies applied to a branch, at one entry of the log: which snapshots expire, and the operations for that."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -9,17 +9,17 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, held_anyhow
+from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, reasons_despite_policy
 from tensorstore_ck.log.retention.policy import Policy
 
 LONG: Final = 256
-"""Snapshots of a branch: up to so many, policies are applied with each put."""
+"""With up to this many snapshots in a branch, policies are applied at each save."""
 LONG_EVERY: Final = 64
-"""And else with every so many."""
+"""With more, at one save in this many."""
 
 
 def policies_of(view: RefTable, ref: str) -> dict[str, Policy]:
-    """Glob -> policy, of all that are for a branch.
+    """Glob -> policy, of all that apply to a branch.
 
     Raises:
         InvalidOptionError: a newer build made one of them, with rules that this one does not know.
@@ -43,15 +43,12 @@ def verdicts(
     coming: SnapshotInfo | None = None,
     added_bytes: Callable[[SnapshotInfo], int] | None = None,
 ) -> list[Verdict]:
-    """What becomes of each snapshot of a branch, oldest first.
-
-    `coming`: what the branch will be at when the entry that is about to be made has been folded.
-    """
+    """What happens to each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
     return choose(candidates(view, ref, coming), list(policies), now_ns, added_bytes)
 
 
 def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> list[KeepCandidate]:
-    """The snapshots of a branch, oldest first, each once: where it came back to, it is now."""
+    """The snapshots of a branch, oldest first, each once, at its last visit."""
     holders = _holders(view)
     history: dict[Ulid, SnapshotInfo] = {}
     visits = view.history(ref, newest_first=False) if view.branch(ref) is not None else ()
@@ -62,18 +59,18 @@ def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> 
 
 
 def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
-    """The operation that lets go what was planned to go, if any of it is still there, and nothing has come to hold it."""
+    """The operation that expires the planned snapshots, without those that are gone or got a holder since."""
     if not going or view.branch(ref) is None:
         return []
-    left = [ulid for ulid, why in held_anyhow(candidates(view, ref)).items() if ulid in going and not why]
+    left = [ulid for ulid, why in reasons_despite_policy(candidates(view, ref)).items() if ulid in going and not why]
     return [Op.expire(ref, left)] if left else []
 
 
 def expire_at_put(view: RefTable, ref: str, snapshot: Ulid, record: Record, now_ns: int) -> list[Op]:
-    """What is to be in the entry that puts a snapshot; limits of bytes are not looked at, as that needs more than the log.
+    """The operations to expire snapshots in the entry that publishes one; limits of bytes are ignored, as they need more than the log.
 
-    All of the branch's history is read for that, so where it is long it is done with some puts only. A policy that this build does not
-    understand lets nothing go.
+    This reads all of the branch's history, so in a long one it happens at some saves only. A policy that this build does not know
+    expires nothing.
     """
     try:
         policies = policies_of(view, ref)
@@ -95,7 +92,7 @@ def _is_due(view: RefTable, ref: str) -> bool:
 
 
 def _holders(view: RefTable) -> dict[Ulid, list[str]]:
-    """What holds snapshots besides branches."""
+    """Holders of snapshots other than branches."""
     found: defaultdict[Ulid, list[str]] = defaultdict(list)
     for tag in view.tags():
         row = view.tag_row(tag)

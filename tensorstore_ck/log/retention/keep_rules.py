@@ -18,34 +18,34 @@ class KeepCandidate(NamedTuple):
 
     info: SnapshotInfo
     held_by: tuple[str, ...] = ()
-    """Tags and pins, as a user calls them: these hold it whatever a policy says."""
+    """Tags and pins, by name: they hold it despite any policy."""
 
 
 class Verdict(NamedTuple):
-    """What becomes of a snapshot."""
+    """What happens to a snapshot."""
 
     info: SnapshotInfo
     stays: bool
     why: tuple[str, ...]
-    """All that keeps it; or what makes it go."""
+    """All reasons to keep it; or the one to expire it."""
 
 
 def choose(
     history: Sequence[KeepCandidate], policies: Sequence[Policy], now_ns: int, added_bytes: Callable[[SnapshotInfo], int] | None = None
 ) -> list[Verdict]:
-    """What becomes of each snapshot of a branch.
+    """What happens to each snapshot of a branch.
 
     Args:
-        history: Oldest first, each snapshot once; the last one is where the branch is.
-        policies: All that are for this branch: what any of them keeps stays. None that says what stays: all of it stays.
-        now_ns: When.
-        added_bytes: Asked for the snapshots that stay and then for those that rules keep, the newest first: what each of them takes
-            of the store that none before it does. None: no limit of bytes is looked at.
+        history: Oldest first, each snapshot once; the last one is the branch's head.
+        policies: All that apply to this branch: what any of them keeps stays. Everything stays without a rule that keeps something.
+        now_ns: The time.
+        added_bytes: Called with the snapshots that certainly stay and then with those that rules keep, the newest first: how many bytes
+            each uses that none before it does. None: limits of bytes are ignored.
     """
     policies = [policy for policy in policies if policy.keeps]
     if not history or not policies:
         return [Verdict(each.info, stays=True, why=("no policy",)) for each in history]
-    reasons = held_anyhow(history)
+    reasons = reasons_despite_policy(history)
     certain = {ulid for ulid, why in reasons.items() if why}
     gone: dict[Ulid, str] = {}
     for policy in policies:
@@ -65,8 +65,8 @@ def choose(
     ]
 
 
-def held_anyhow(history: Sequence[KeepCandidate]) -> dict[Ulid, list[str]]:
-    """What keeps each snapshot of a branch whatever a policy says."""
+def reasons_despite_policy(history: Sequence[KeepCandidate]) -> dict[Ulid, list[str]]:
+    """Why each snapshot of a branch stays despite any policy."""
     reasons = {each.info.ulid: list(each.held_by) for each in history}
     sound = [each.info for each in history[:-1] if not each.info.mark]
     for info, why in [(history[-1].info, NEWEST), *((info, FALLBACK) for info in sound[-1:])]:
@@ -108,7 +108,7 @@ def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict
 
 
 def _best(sound: Sequence[SnapshotInfo], best: Best) -> list[SnapshotInfo]:
-    """Those with the best values; of equal ones the newer. What has no such metric, or one that is no number, is not among them."""
+    """The snapshots with the best values; of equal ones the newer. Those without the metric, or with NaN, are left out."""
     sign = 1 if best.direction == "min" else -1
     values = [sign * info.metrics.get(best.metric, math.nan) for info in sound]
     ranked = sorted((value, -number) for number, value in enumerate(values) if not math.isnan(value))
@@ -124,7 +124,7 @@ def _beyond(
     now_ns: int,
     added_bytes: Callable[[SnapshotInfo], int] | None,
 ) -> Iterator[tuple[Ulid, str]]:
-    """What of `kept` is beyond the limits of a policy, and which; some of it may be certain all the same."""
+    """The snapshots of `kept` beyond the limits of a policy, with the limit; some may be in `certain`."""
     left: list[SnapshotInfo] = []
     for info in newest_first:
         if info.ulid in kept:

@@ -1,11 +1,11 @@
-"""The rules of a policy: what each keeps, how far the limits go, and what becomes of what stays as it ages. Pure."""
+"""The rules of a policy: what each keeps, the limits, and what happens to snapshots as they age. Pure."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
-from tensorstore_ck.backend.cold.locations import check_place
+from tensorstore_ck.backend.cold.locations import check_location
 from tensorstore_ck.common.units import human_bytes, parse_bytes, parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -17,7 +17,7 @@ DIRECTIONS: Final = ("min", "max")
 
 
 class Best(NamedTuple):
-    """So many snapshots with the best values of a metric."""
+    """A number of snapshots with the best values of a metric."""
 
     snapshots: int
     metric: str
@@ -26,7 +26,7 @@ class Best(NamedTuple):
 
 
 class AgeStage(NamedTuple):
-    """Where packs go when nothing younger needs them."""
+    """A location for packs that only older snapshots need."""
 
     after_seconds: float
     url: str
@@ -34,49 +34,49 @@ class AgeStage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What stays is what any of the rules ``keep_...`` keeps, as far as the limits let it.
+    """A snapshot stays if any of the rules ``keep_...`` keeps it, within the limits.
 
-    The newest snapshot, the newest other one that is not marked, and all that is tagged or pinned stay in any case. Those that are marked
-    bad or damaged are kept by `keep_younger` alone.
+    The newest snapshot, the newest other unmarked one, and all tagged or pinned ones stay in any case. Only `keep_younger` keeps
+    snapshots that are marked bad or damaged.
     """
 
     keep_last: int = 0
-    """So many of the newest."""
+    """This many of the newest."""
     keep_best: tuple[Best, ...] = ()
     keep_every: int = 0
-    """The first at or after each multiple of so many steps."""
+    """The first at or after each multiple of this many steps."""
     keep_every_seconds: float = 0.0
-    """The first in each period of so many seconds since 1970."""
+    """The first in each period of this many seconds since 1970."""
     keep_steps: tuple[int, ...] = ()
     """Milestones: those of these steps."""
     keep_first: bool = False
     keep_younger: float = 0.0
-    """All that were put less than so many seconds ago."""
+    """All that were saved less than this many seconds ago."""
     expire_after: float = 0.0
-    """Limit: what was put longer ago goes."""
+    """Limit: older ones expire."""
     max_bytes: int = 0
-    """Limit: what is kept takes so many bytes of the store at most; the oldest go first."""
+    """Limit: the kept ones together use at most this many bytes of the store; the oldest expire first."""
     recode_after: float = 0.0
-    """Ageing: what has been there for so many seconds is encoded as small as it gets."""
+    """Ageing: after this many seconds they are encoded as small as possible."""
     move_after: tuple[AgeStage, ...] = ()
-    """Ageing: and goes to a colder place."""
+    """Ageing: when they are moved to cold locations."""
 
     @property
     def keeps(self) -> bool:
-        """Whether it says what stays; else it says of ageing alone, and all stays."""
+        """Whether it has rules that keep snapshots; else it has only rules of ageing, and everything stays."""
         return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("keep_"))
 
     @property
     def ages(self) -> bool:
-        """Whether it says anything of ageing."""
+        """Whether it has rules of ageing."""
         return bool(self.recode_after or self.move_after)
 
     @classmethod
     def of(cls, **rules: object) -> Self:
-        """A policy of rules as users write them: ``keep_best=(3, "val_loss", "min")``, ``expire_after="30d"``, ``max_bytes="2TB"``.
+        """A policy from rules as users write them: ``keep_best=(3, "val_loss", "min")``, ``expire_after="30d"``, ``max_bytes="2TB"``.
 
         Raises:
-            InvalidOptionError: an unknown rule, a value that makes no sense, rules that contradict each other, or none that keeps anything.
+            InvalidOptionError: an unknown rule, an invalid value, rules that contradict each other, or none that keeps anything.
         """
         known = {field.name for field in fields(cls)}
         for name in rules.keys() - known:
@@ -89,20 +89,20 @@ class Policy:
                 object_id="policy",
             )
         if policy.expire_after and policy.keep_younger > policy.expire_after:
-            raise InvalidOptionError("keep_younger is longer than expire_after: what it keeps would go", object_id="keep_younger")
+            raise InvalidOptionError("keep_younger is longer than expire_after, which would expire what it keeps", object_id="keep_younger")
         return policy
 
     @classmethod
     def decode(cls, rules: Mapping[str, Any]) -> Self:
-        """The policy that the log has.
+        """The policy of rules from the log.
 
         Raises:
-            InvalidOptionError: it has a rule that this build does not know, or one that makes no sense.
+            InvalidOptionError: it has a rule that this build does not know, or an invalid one.
         """
         return cls.of(**rules)
 
     def encode(self) -> dict[str, Any]:
-        """What the log has: the rules that say something, as lists, numbers and texts."""
+        """The rules that are set, as lists, numbers and texts, for the log."""
         said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
         return {name: _listed(value) for name, value in said.items()}
 
@@ -118,13 +118,13 @@ def _listed(value: Any) -> Any:
 def _count(value: object, name: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT:
         return value
-    raise InvalidOptionError(f"{name} must be a whole number from 1 on, not {value!r}", object_id=name)
+    raise InvalidOptionError(f"{name} must be a whole number of at least 1, not {value!r}", object_id=name)
 
 
 def _seconds(value: object, name: str) -> float:
     seconds = parse_seconds(value, name)
     if seconds <= 0:
-        raise InvalidOptionError(f"{name} must be longer than nothing", object_id=name)
+        raise InvalidOptionError(f"{name} must be above 0", object_id=name)
     return seconds
 
 
@@ -149,7 +149,7 @@ def _bests(value: object, name: str) -> tuple[Best, ...]:
         found.append(Best(_count(each[0], name), each[1], each[2]))
     for one in found:
         if any(one.metric == other.metric and one != other for other in found):
-            raise InvalidOptionError(f"{name} says two things of {one.metric!r}", object_id=name)
+            raise InvalidOptionError(f"{name} has two different rules for {one.metric!r}", object_id=name)
     return tuple(dict.fromkeys(found))
 
 
@@ -159,7 +159,7 @@ def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
     for each in several:
         if not (isinstance(each, list | tuple) and len(each) == 2):
             raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {each!r}', object_id=name)
-        found.append(AgeStage(_seconds(each[0], name), check_place(each[1])))
+        found.append(AgeStage(_seconds(each[0], name), check_location(each[1])))
     if len(found) > MAX_STAGES or len({stage.after_seconds for stage in found}) < len(found):
         raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)
     return tuple(sorted(found))

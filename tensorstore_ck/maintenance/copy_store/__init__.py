@@ -1,10 +1,11 @@
-"""Copies refs and their blocks between any two stores: incremental, verified, resumable.
+"""Copies refs and their blocks between two stores: incremental, verified, resumable.
 
-blocks.py      carries a piece: encoded blocks from packs to packs
-snapshots.py   copies one snapshot and publishes it
-history.py     how far the target's branch follows the source's
-refs.py        which refs, and in which order
-report.py      what was done
+refs.py           chooses and copies refs, oldest snapshots first
+branch_plan.py    compares the histories of a branch in both stores
+snapshots.py      copies one snapshot and publishes it
+blocks.py         copies encoded blocks from packs to packs
+decode_deltas.py  copies deltas as plain blocks
+report.py         CopyReport
 """
 
 import os
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
@@ -27,36 +29,37 @@ class OpenStore(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """What it works on."""
+        """The engine that it works on."""
 
 
+@renamed_argument(rate_limit_bytes_per_second="rate_limit")
 def copy(
     source: str | os.PathLike[str] | OpenStore,
     target: str | os.PathLike[str] | OpenStore,
     *,
     refs: str | Sequence[str] = (),
-    rate_limit_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> CopyReport:
-    """Copies branches with their histories, and tags, from one store to another; only blocks that the target lacks travel.
+    """Copies branches with their histories, and tags, from one store to another; only blocks that the target lacks are transferred.
 
-    Every block is verified before it is written. Roots are the same on both sides. A copy that was interrupted is run again, and goes on.
+    Every block is verified before it is written. Roots are the same in both stores. To resume an interrupted copy, run it again.
 
     Args:
         source: A URL, or an open store.
-        target: Likewise; the store must be there.
+        target: A URL of an existing store, or an open store.
         refs: Globs over names of branches and tags, like ``runs/*``; all of them by default.
-        rate_limit_bytes_per_second: Neither reads nor writes more blocks than that.
-        progress: Told of the content that has to be copied.
+        rate_limit: Limit of reads, and of writes, of blocks: ``"100MB"``, or bytes per second.
+        progress: Receives the progress of the copied content.
 
     Raises:
-        ConflictError: a ref has other snapshots in the target; it is left as it is. All others were copied.
-        DamageError: a snapshot of the source cannot be read; it and what follows it on its ref was not copied. Or a ref of the source is
-            at one that is marked damaged, which was left out. All other refs were copied.
-        NotFoundError: a glob fits no ref.
+        ConflictError: a ref has other snapshots in the target; it was not changed. All others were copied.
+        DamageError: a snapshot of the source cannot be read; it and its successors on the ref were not copied. Or the head of a ref is
+            marked as damaged in the source, and was left out. All other refs were copied.
+        NotFoundError: a glob matches no ref.
     """
     globs = (refs,) if isinstance(refs, str) else tuple(refs)
-    pace = Pace.limited(rate_limit_bytes_per_second)
+    pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
         engines = _engine(source, stack, read_only=True), _engine(target, stack)
         report = copy_refs(*engines, refs=globs, pace=pace, progress=progress)

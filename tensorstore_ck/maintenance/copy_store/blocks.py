@@ -1,7 +1,7 @@
-"""Carries encoded blocks from the packs of one store into new packs of another: the work that may run anywhere.
+"""Copies encoded blocks from the packs of one store into new packs of another; any worker may run it.
 
-`copy_piece` depends on its arguments alone, and may run more than once: what it wrote counts only where its result is used,
-and else is left to gc. Each block is decoded and compared with its id before it is written; what is written is what was read.
+`copy_piece` depends only on its arguments, and may run more than once: gc frees what it wrote if its result is not used. It decodes
+each block and compares it with its id, and then writes the encoded bytes that it read.
 """
 
 import threading
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, decode
@@ -23,11 +23,10 @@ from tensorstore_ck.log.block_index import Location
 
 BLOCK_DTYPE: Final = np.dtype([("id", "V32"), ("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2")])
 PIECE_BYTES: Final = 256 << 20
-"""A copy that is killed in the middle of a large snapshot goes on where a piece ended."""
+"""A copy that is killed within a large snapshot resumes after the last complete piece."""
 RUN_BYTES: Final = 4 << 20
 """Neighbouring blocks are read together up to this size."""
 MAX_GAP_BYTES: Final = 1 << 16
-REMOTE_THREADS: Final = 8
 MAX_OPEN_PACKS: Final = 4
 
 Blocks = npt.NDArray[Any]
@@ -42,16 +41,16 @@ class CopyPiece(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What became of a piece."""
+    """The result for a piece."""
 
     locations: dict[Digest, Location]
-    """Where its blocks are in the target, durably."""
+    """The durable locations of its blocks in the target."""
     read_bytes: int
     written_bytes: int
 
 
 class Pace(NamedTuple):
-    """How fast the source may be read and the target written, by this process."""
+    """Rate limits of this process for reading the source and writing the target."""
 
     reads: RateLimit
     writes: RateLimit
@@ -59,18 +58,18 @@ class Pace(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """How much to read at a time, so that nobody waits for long."""
+        """Bytes to read at a time, so that waits stay short."""
         return min(RUN_BYTES, self.reads.burst_bytes, self.writes.burst_bytes)
 
     def take(self, read_bytes: int, written_bytes: int, failed: threading.Event) -> bool:
-        """Waits until so much may be read and then written: for the slower of both. False when `failed` is set meanwhile."""
+        """Waits until both limits permit these bytes. False if `failed` was set meanwhile."""
         self.wait(failed, max(self.reads.take(read_bytes), self.writes.take(written_bytes)))
         return not failed.is_set()
 
     @classmethod
-    def limited(cls, bytes_per_second: float | None) -> "Pace | None":
+    def limited(cls, rate: float | str | None) -> "Pace | None":
         """The same for both; None: no limit."""
-        return None if bytes_per_second is None else cls(RateLimit(bytes_per_second), RateLimit(bytes_per_second))
+        return None if rate is None else cls(RateLimit(rate), RateLimit(rate))
 
 
 def cut_pieces(packs: Sequence[Ulid], blocks: Blocks) -> Iterator[CopyPiece]:
@@ -131,7 +130,7 @@ def copy_piece(
 
 
 def _runs(blocks: Blocks, run_bytes: int = RUN_BYTES) -> Iterator[Blocks]:
-    """Blocks that lie side by side, or nearly, and are worth fetching in one request: one, or up to `run_bytes`."""
+    """Runs of (nearly) neighbouring blocks to fetch in one request: one block, or up to `run_bytes`."""
     first = start = end = 0
     rows = zip(blocks["pack"].tolist(), blocks["offset"].tolist(), blocks["stored"].tolist(), strict=True)
     in_pack = -1
@@ -156,7 +155,7 @@ def _verified(name: str, run: Blocks, fetched: memoryview) -> Iterator[EncodedBl
         if block_id(decode(codec, encoded, raw_bytes, name)) != expected:
             raise CorruptObjectError(
                 f"{name}: the block {expected.hex()[:16]} at offset {offset} does not match its hash: the pack was damaged; "
-                "run `tsck fsck --read-data` on the source to see what it hits",
+                "run `tsck fsck --read-data` on the source to see what is affected",
                 object_id=name,
             )
         yield EncodedBlock(Digest(expected), Codec(codec), (encoded,), raw_bytes)

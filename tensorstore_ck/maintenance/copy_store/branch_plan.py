@@ -1,4 +1,4 @@
-"""Where the histories of one branch in two stores stand to each other. Reads refs and logs only."""
+"""Compares the histories of one branch in two stores. Reads refs and logs only."""
 
 import shlex
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class BranchPlan(NamedTuple):
 
     name: str
     head: Digest | None
-    """Where the target has it; None: nowhere."""
+    """The target's head; None: no such branch."""
     moves: list[BranchMove]
-    """What is to be done there, in order."""
+    """The moves to make there, in order."""
     is_ahead: bool
     """The target has all of the source's history, and more."""
 
@@ -25,10 +25,10 @@ class BranchPlan(NamedTuple):
 def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     """Compares a branch of the source with the target's.
 
-    The target continues from where it is, even if the source has forgotten that snapshot since.
+    The target continues from its head, even if the source has forgotten that snapshot since.
 
     Raises:
-        ConflictError: each has what the other never had, or the target has a tag of that name.
+        ConflictError: the histories diverged, or the target has a tag of that name.
     """
     view = target.log.view()
     if view.tag(name) is not None:
@@ -44,31 +44,31 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     if branch.root == moves[-1].root:
         return BranchPlan(name, branch.root, [], is_ahead=False)
     theirs = [move.root for move in view.moves(name)]
-    done = _done(source, name, moves, branch.root, theirs.count(branch.root))
+    done = _moves_done(source, name, moves, branch.root, theirs.count(branch.root))
     if done is not None:
         return BranchPlan(name, branch.root, moves[done:], is_ahead=False)
-    if moves[-1].root in theirs or _was_at(target, name, moves[-1].root) is not None:
+    if moves[-1].root in theirs or _last_move_to(target, name, moves[-1].root) is not None:
         return BranchPlan(name, branch.root, [], is_ahead=True)
     raise ConflictError(
-        f"branch {name!r} went apart: {target.backend.url} has it at {branch.root.hex()[:16]} ({moved_by(target, branch)}), which the "
-        f"source never had there, and the source at {moves[-1].root.hex()[:16]}. Nothing was copied to it; to take the source's and lose "
-        f"neither, keep the target's under another name (`{branch_command(target, view, branch)}`), let go of it under this one "
+        f"branch {name!r} diverged: {target.backend.url} has it at {branch.root.hex()[:16]} ({moved_by(target, branch)}), which the "
+        f"source never had there, and the source at {moves[-1].root.hex()[:16]}. Nothing was copied to it; to take the source's branch and "
+        f"keep both, keep the target's under another name (`{branch_command(target, view, branch)}`), forget it under this name "
         f"(`tsck forget {name} -s {shlex.quote(target.backend.url)}`), and copy again",
         object_id=name,
     )
 
 
-def _done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
-    """How many of the source's moves the target has made that is at `root` for the `times`-th time; None: it made others."""
+def _moves_done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
+    """How many of the source's moves the target has made, which is at `root` for the `times`-th time; None: it diverged."""
     at = [number for number, move in enumerate(moves) if move.root == root]
     if at:
         return at[min(times, len(at)) - 1] + 1
-    n = _was_at(source, name, root)
+    n = _last_move_to(source, name, root)
     return None if n is None else sum(move.n <= n for move in moves)
 
 
-def _was_at(engine: Engine, name: str, root: Digest) -> int | None:
-    """The last entry of the log that moved the branch to `root`, whatever was forgotten since."""
+def _last_move_to(engine: Engine, name: str, root: Digest) -> int | None:
+    """The last log entry that moved the branch to `root`, even if that was forgotten since."""
     found = None
     for entry in engine.log.entries():
         for op in entry.ops:
@@ -76,5 +76,5 @@ def _was_at(engine: Engine, name: str, root: Digest) -> int | None:
             if is_of_branch and op.name in ("put", "branch", "reset") and op.fields["root"] == root:
                 found = entry.n
             elif is_of_branch and op.name == "expire" and op.fields["snapshots"] is None:
-                found = None  # what has that name now began anew
+                found = None  # a later branch of that name is another one
     return found

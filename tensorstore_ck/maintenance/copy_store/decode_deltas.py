@@ -1,4 +1,4 @@
-"""Copies blocks that are encoded against others, which the target may never have, as blocks that stand for themselves."""
+"""Copies deltas as plain blocks, since the target may lack their bases."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,7 +22,7 @@ def copy_decoded(
     """Copies the blocks in these extent `rows`; all of them are durable when it returns.
 
     Raises:
-        DamageError: one of them, or one that it is encoded against, is missing or not what it was.
+        DamageError: a block, or one of its bases, is missing or damaged.
     """
     located = {block: location_of(part, places.packs, places.extents, row) for block, row in rows.items()}
     writer = PackWriter(target.backend, target.new_id, lambda _: None)
@@ -32,12 +32,10 @@ def copy_decoded(
         name = pack_name(place.pack)
         raw = decode_at(source.backend, place)
         if block_id(raw) != block:
-            raise CorruptObjectError(
-                f"{name}: the block at offset {place.offset}, or one that it is encoded against, is damaged", object_id=name
-            )
+            raise CorruptObjectError(f"{name}: the block at offset {place.offset}, or one of its bases, is damaged", object_id=name)
         head = bytearray(min(place.stored, HEAD_BYTES))
         source.backend.read_into(name, place.offset, memoryview(head))
-        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").numbers(raw, elements_in(place.codec, head))))
+        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").encode_tensor(raw, elements_in(place.codec, head))))
         advance(len(raw))
 
     try:

@@ -1,7 +1,7 @@
-"""Copies refs, with their histories, from one store to another: what is missing, oldest first, each snapshot published when it is whole.
+"""Copies refs with their histories from one store to another: missing snapshots, oldest first, each published when it is complete.
 
-A copy that was killed is run again, and goes on. The target's own histories are never rewritten: where the two went apart, the ref is
-left as it is. Metrics and marks that came later travel too; pins, and what was forgotten, do not.
+To resume a killed copy, run it again. The target's histories are never rewritten: a diverged ref is not changed. Metrics and marks
+that were added later are copied, too; pins and forgotten snapshots are not.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.engine.write.branch_conflict import moved_by
 from tensorstore_ck.errors import (
     ConflictError,
@@ -34,7 +34,7 @@ DAMAGED: Final = "damaged"
 
 
 class _RefPlan(NamedTuple):
-    """A ref of the source and what its target lacks."""
+    """A ref of the source, and what the target lacks of it."""
 
     name: str
     kind: str
@@ -42,7 +42,7 @@ class _RefPlan(NamedTuple):
     """Its snapshots in the source, oldest first."""
     branch: BranchPlan | None
     missing: list[Ulid]
-    """Where a branch must still go; the snapshot that a tag must still name."""
+    """Snapshots that the target's branch must still move to, or that a tag must still name."""
     error: StoreError | None
 
 
@@ -55,22 +55,22 @@ def copy_refs(
     progress: Progress = lambda done, total: None,
     executor: Executor | None = None,
 ) -> CopyReport:
-    """Copies branches with their histories, and tags; only blocks that the target lacks travel, each verified.
+    """Copies branches with their histories, and tags; only blocks that the target lacks are transferred, each verified.
 
-    A ref that cannot be copied is told of in the report, and the others go on.
+    The report has the error of a ref that cannot be copied; the others are copied.
 
     Args:
-        source: Where from.
-        target: Where to.
+        source: The store to copy from.
+        target: The store to copy to.
         refs: Globs over names of branches and tags; all of them by default.
-        pace: How fast; by default as fast as it goes.
-        progress: Told of the content that has to be copied.
+        pace: Rate limits; none by default.
+        progress: Receives the progress of the copied content.
         executor: Where pieces of up to `PIECE_BYTES` are copied; by default here, one after another.
 
     Raises:
-        NotFoundError: a glob fits no ref.
-        InvalidOptionError: the two are one store, or cut blocks differently.
-        RetryableError: a backend did not answer; what was copied stays, and the next copy goes on from there.
+        NotFoundError: a glob matches no ref.
+        InvalidOptionError: both are the same store, or cut blocks differently.
+        RetryableError: a backend did not answer; copied data stays, and the next copy resumes there.
     """
     _require_compatible(source, target)
     if pace is not None and executor is not None and executor.is_remote:
@@ -87,7 +87,7 @@ def _require_compatible(source: Engine, target: Engine) -> None:
     one, other = source.backend.url, target.backend.url
     if source.config.uuid == target.config.uuid:
         raise InvalidOptionError(
-            f"{one} and {other} are the same store, or one was made from the other's files: copy to a store of its own (`tsck init`)",
+            f"{one} and {other} are the same store, or one is a file copy of the other: copy to a separate store (`tsck init`)",
             object_id=other,
         )
     if source.config.block_bytes != target.config.block_bytes:
@@ -99,7 +99,7 @@ def _require_compatible(source: Engine, target: Engine) -> None:
 
 
 class _Copy:
-    """One copy under way."""
+    """A running copy."""
 
     def __init__(self, source: Engine, target: Engine, pace: Pace | None, progress: Progress, executor: Executor | None) -> None:
         self._source = source
@@ -155,7 +155,7 @@ class _Copy:
         _require_free(self._to, name, self._target.backend.url)
         return False
 
-    # --- act ----------------------------------------------------------------------------------------------------------
+    # --- copy ---------------------------------------------------------------------------------------------------------
 
     def _copy(self, plan: _RefPlan) -> CopiedRef:
         copied_before, error = self._meter.snapshots, plan.error
@@ -175,7 +175,7 @@ class _Copy:
         return CopiedRef(plan.name, plan.kind, outcome, root.hex() if root is not None else None, copied, error)
 
     def _bring_all(self, plan: _RefPlan) -> bool:
-        """Moves the target's ref through all that is missing; whether it came to the last of it."""
+        """Moves the target's ref through all missing snapshots; whether it reached the last one."""
         head = plan.branch.head if plan.branch is not None else None
         last_brought: Ulid | None = None
         for ulid in plan.missing:
@@ -198,7 +198,7 @@ class _Copy:
         return not plan.missing or last_brought == plan.missing[-1]
 
     def _why_behind(self, plan: _RefPlan) -> DamageError | None:
-        """None: it was forgotten while it was copied, and the next copy looks anew."""
+        """None: it was forgotten while it was copied, and the next copy plans again."""
         info = self._from.snapshot(plan.missing[-1])
         if info is None or info.mark != DAMAGED:
             return None
@@ -206,24 +206,24 @@ class _Copy:
         advice = f"`tsck reset {name} {name}~1`, or train on from there" if plan.kind == "branch" else f"`tsck untag {name}`"
         return DamageError(
             f"{plan.kind} {name!r} is at snapshot {info.root.hex()[:16]} (step {info.step}) in the source, which is marked damaged and was "
-            f"left out: the target stays without it. Move it in the source ({advice}), and copy again",
+            f"left out. Move the {plan.kind} in the source ({advice}), and copy again",
             object_id=info.root.hex(),
         )
 
     def _bring(self, info: SnapshotInfo, ref: str, arrange: "_Arrange") -> bool:
-        """Brings the ref to a snapshot, copied if the target lacks it; whether the source still has it."""
+        """Moves the ref to a snapshot, copied if the target lacks it; whether the source still has it."""
 
         def build(view: RefTable) -> list[Op]:
             there = view.by_root(info.root)
             if there is None:
                 raise SnapshotExpiredError(f"snapshot {info.root.hex()} was freed", object_id=info.root.hex())
-            return [*arrange(view, None), *revive(self._target, view, there)]
+            return [*arrange(view, None), *rescue_if_expired(self._target, view, there)]
 
         if self._to.by_root(info.root) is not None:
             try:
                 self._target.log.append(build)
             except SnapshotExpiredError:
-                pass  # it is copied anew
+                pass  # copied again
             else:
                 return True
         return self._copier.copy(info, ref, arrange) is not None
@@ -248,14 +248,14 @@ class _Copy:
             tag = [Op.tag(name, info.root), *_notes(info, view, put)]
             if put is None:
                 return tag
-            # A put moves a branch: one of that name is made and let go for good within this very entry, which leaves the tag alone.
+            # A put moves a branch: this entry makes one of that name, and forgets it permanently, which leaves only the tag.
             head = view.head()
             return [put, Op.expire(name, None), Op.purge(head.n + 1 if head else 1, name), *tag]
 
         return arrange
 
     def _copy_notes(self, plan: _RefPlan) -> None:
-        """Metrics and marks that came after the snapshots were copied."""
+        """Copies metrics and marks that were added after the snapshots were copied."""
         infos = [info for info in self._infos(plan.held) if _notes(info, self._to, None)]
         for at in range(0, len(infos), NOTES_AN_ENTRY):
             some = infos[at : at + NOTES_AN_ENTRY]
@@ -263,18 +263,18 @@ class _Copy:
 
 
 _Arrange = Callable[[RefTable, Op | None], list[Op]]
-"""An `Arrange` that also brings the ref to a snapshot that is there already: then without a put."""
+"""An `Arrange` that also moves the ref to an existing snapshot: then without a put."""
 
 
 def _chosen(view: RefTable, globs: Sequence[str]) -> list[tuple[str, str]]:
-    """Branches, then tags, whose names fit."""
+    """The branches, then the tags, whose names match."""
     every = [(name, "branch") for name in view.branches()] + [(name, "tag") for name in view.tags()]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name, _ in every):
             names = [name for name, _ in every]
             shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
             known = f"refs: {shown}" if names else "it has no refs yet"
-            raise NotFoundError(f"no branch or tag of the source fits {glob!r} ({known})", object_id=glob)
+            raise NotFoundError(f"no branch or tag of the source matches {glob!r} ({known})", object_id=glob)
     return [(name, kind) for name, kind in every if not globs or any(fnmatchcase(name, glob) for glob in globs)]
 
 
@@ -290,7 +290,7 @@ def _require_free(view: RefTable, name: str, url: str) -> None:
 
 
 def _notes(info: SnapshotInfo, view: RefTable, put: Op | None) -> list[Op]:
-    """What was said of a snapshot after it was put, as far as the target does not know it."""
+    """Metrics and marks that were added to a snapshot after its put, and that the target lacks."""
     there = view.by_root(info.root)
     if there is None and put is None:
         return []

@@ -1,4 +1,4 @@
-"""What a copy did."""
+"""The report of a copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from tensorstore_ck.errors import StoreError
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), of the content of the snapshots that have to be copied."""
+"""Called with (bytes done, total bytes) of the content of the snapshots to copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedRef:
-    """What became of one ref."""
+    """The result for one ref."""
 
     name: str
     kind: str
     """``branch`` or ``tag``."""
     outcome: str
-    """``copied``: it is now where the source has it; ``there``: it was; ``ahead``: the target has more; ``failed``; ``behind``: the
-    snapshot where the source has it was left out, and the target is at the one before it that was copied, if any."""
+    """``copied``: now equal to the source; ``there``: it was equal; ``ahead``: the target has more; ``failed``; ``behind``: the source's
+    head was left out, and the target is at the last copied snapshot before it, if any."""
     root: str | None
-    """Where the target has it now."""
+    """The target's root of the ref now."""
     snapshots: int
     """Snapshots that were copied for it."""
     error: StoreError | None = None
-    """Why it failed, or is behind; snapshots before the trouble were copied, and stay."""
+    """Why it failed or is behind; snapshots that were copied before the error stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class CopyReport:
     snapshots_there: int
     """Snapshots of the chosen refs that the target had already."""
     blocks: int
-    """Blocks that travelled."""
+    """Transferred blocks."""
     blocks_there: int
-    """Blocks of copied snapshots that the target had already, or that occur in them again."""
+    """Blocks of copied snapshots that the target had already, or that occur repeatedly."""
     read_bytes: int
     """Bytes of blocks read from the source."""
     written_bytes: int
@@ -49,5 +49,5 @@ class CopyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every ref is where the source has it, or further. Snapshots before that may have been left out: see `warnings`."""
+        """Whether every ref is equal to the source or ahead. Earlier snapshots may have been left out: see `warnings`."""
         return not any(ref.error or ref.outcome == "behind" for ref in self.refs)

@@ -1,7 +1,7 @@
-"""Copies one snapshot, in the order that makes a crash harmless: packs, parts, record, log entry.
+"""Copies one snapshot in crash-safe order: packs, parts, record, log entry.
 
-The logical content stays as it is, and so do block ids, part ids and the root; where the blocks lie is made anew for the target,
-under the rules of any other put. Knows no refs: which operations publish the snapshot is its caller's choice.
+Content, block ids, part ids and the root stay the same; block locations are new in the target, under the rules of any save. The caller
+chooses the operations that publish the snapshot.
 """
 
 import threading
@@ -15,11 +15,11 @@ from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import extents_of
-from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, raise_if_expired
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
 from tensorstore_ck.errors import DamageError, SnapshotExpiredError
-from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
@@ -29,11 +29,11 @@ from tensorstore_ck.maintenance.copy_store.decode_deltas import copy_decoded
 from tensorstore_ck.maintenance.copy_store.report import Progress
 
 Arrange = Callable[[RefTable, Op], list[Op]]
-"""Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot under it."""
+"""Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot."""
 
 
 class CopyMeter:
-    """Adds up what was copied, and reports how far that is."""
+    """Adds up what was copied, and reports the progress."""
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
         self.snapshots = self.blocks = self.blocks_there = self.read_bytes = self.written_bytes = 0
@@ -43,17 +43,17 @@ class CopyMeter:
         self._before = self._within = self._size = 0
 
     def begin(self, content_bytes: int) -> None:
-        """A snapshot with so much content is begun, perhaps again."""
+        """Starts a snapshot, perhaps again."""
         self._within, self._size = 0, content_bytes
 
     def advance(self, content_bytes: int) -> None:
-        """So much of its content is in the target; called by several threads."""
+        """More of its content is in the target. Thread-safe."""
         with self._lock:
             self._within = min(self._within + content_bytes, self._size)  # small tensors have no blocks, and layouts do not count
             self._progress(self._before + self._within, self._total)
 
     def end(self) -> None:
-        """The snapshot is done with."""
+        """Ends the snapshot."""
         self.advance(self._size)
         self._before += self._size
         self._within = self._size = 0
@@ -73,7 +73,7 @@ class SnapshotCopier:
     def copy(self, info: SnapshotInfo, ref: str, arrange: Arrange) -> SnapshotInfo | None:
         """Copies a snapshot and publishes it; None when the source has forgotten and freed it meanwhile.
 
-        When gc of the target freed something that this relied on, as after a long sleep of this process, it starts anew.
+        Starts again if gc of the target freed something that the copy relied on, as after a long sleep of this process.
 
         Raises:
             ConflictError: from `arrange`; nothing is visible.
@@ -98,10 +98,10 @@ class SnapshotCopier:
         return retry_expired(attempt, self._target.log.sync)
 
     def _anchor(self) -> int:
-        """The entry of the target that everything is chosen under.
+        """The copy's anchor in the target.
 
-        The index of blocks is kept beside the fold of a log, and an empty log has none: so that a copy into a new store can go on where
-        it was killed, that log gets a first entry, which gives up a put that never was.
+        The block index is kept with the fold of the log, and an empty log has none. So that a killed copy into a new store can resume, an
+        empty log gets a first entry, which aborts a put that never existed.
         """
         log = self._target.log
         head = log.view().head()
@@ -120,12 +120,12 @@ class SnapshotCopier:
                 self._put(part_name(ulid), encoded)
                 parts.append((ulid, part))
         except DamageError as exc:
-            require_live(self._source, info, exc)
+            raise_if_expired(self._source, info, exc)
             raise
         return record, parts
 
     def _nearest(self, record: Record, ref: str) -> Digest | None:
-        """The snapshot of the target that is likely to share most blocks."""
+        """The snapshot of the target that probably shares most blocks."""
         view = self._target.log.view()
         parent, branch = view.by_root(record.parent or b""), view.branch(ref)
         if parent is not None and view.is_live(parent.ulid):
@@ -133,7 +133,7 @@ class SnapshotCopier:
         return branch.root if branch is not None else None
 
     def _copy_part(self, info: SnapshotInfo, part: Part, known: Callable[[Digest], Location | None], anchor: int) -> Part:
-        """The part as it is to be in the target; every block that it needs is durable there."""
+        """The part for the target, where all its blocks are durable."""
         ids = [part.block_id(row) for row in range(part.block_count)]
         located: dict[Digest, Location] = {}
         missing: dict[Digest, int] = {}
@@ -147,10 +147,10 @@ class SnapshotCopier:
             else:
                 missing[block] = row
         self._meter.blocks_there += len(ids) - len(missing)
-        places = resolve(self._source, self._source.log.view(), part)
+        places = locate_blocks(self._source, self._source.log.view(), part)
         while missing:
             try:
-                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in BASED}
+                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in CODECS_WITH_BASES}
                 plain = {block: row for block, row in missing.items() if block not in based}
                 for copied in self._run(cut_pieces(places.packs, _rows(places, plain))):
                     self._note(copied, anchor)
@@ -160,12 +160,12 @@ class SnapshotCopier:
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:
-                view = require_live(self._source, info, exc)
-                now = resolve(self._source, view, part)
+                view = raise_if_expired(self._source, info, exc)
+                now = locate_blocks(self._source, view, part)
                 missing = {block: row for block, row in missing.items() if block not in located}
                 if all(places.packs[places.extents[row]["pack"]] == now.packs[now.extents[row]["pack"]] for row in missing.values()):
                     raise
-                places = now  # compaction moved some: they are looked for where they are now
+                places = now  # compaction moved some blocks: read them from there
             else:
                 break
         return _relocated(part, ids, located, anchor)
@@ -178,7 +178,7 @@ class SnapshotCopier:
         return (work(piece, advance=self._meter.advance) for piece in pieces)
 
     def _note(self, copied: Copied, anchor: int) -> None:
-        """Notes blocks that are durable in the target, for later snapshots, and for the next try if this one is killed."""
+        """Indexes blocks that are durable in the target, for later snapshots and for a resumed copy."""
         self._meter.blocks += len(copied.locations)
         self._meter.read_bytes += copied.read_bytes
         self._meter.written_bytes += copied.written_bytes
@@ -218,6 +218,6 @@ def _rows(places: BlockLocations, missing: dict[Digest, int]) -> Blocks:
 
 
 def _relocated(part: Part, ids: Sequence[Digest], located: dict[Digest, Location], anchor: int) -> Part:
-    """The same logical section over the target's packs."""
+    """The part with its blocks at their locations in the target."""
     extents = extents_of(ids, located)
     return part._replace(packs=extents.packs, extents=extents.rows, base_ids=extents.base_ids, anchor=anchor)

@@ -1,6 +1,6 @@
-"""What is in a snapshot, by name: tensors and values of all layouts, and of rank states, under ``rank_state[rank]``.
+"""The contents of a snapshot by name: tensors and values of all layouts, and of rank states under ``rank_state[rank]``.
 
-Reads records, parts and layouts, and no tensor's blocks. Rank states are opened one after another, since there may be thousands.
+It reads records, parts and layouts, and no blocks of tensors.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import require_live
+from tensorstore_ck.engine.reachability import raise_if_expired
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.block_assignment import first_ranks
@@ -23,7 +23,7 @@ from tensorstore_ck.log import SnapshotInfo
 
 
 class Tensor(NamedTuple):
-    """One tensor: its number in the layout of `reader`."""
+    """One tensor; `number` is its index in the layout of `reader`."""
 
     reader: SnapshotReader
     number: int
@@ -38,7 +38,7 @@ class StoredValue(NamedTuple):
 
 
 class SnapshotContents:
-    """What some parts of a snapshot hold, by name: those of all ranks, with all their layouts, or one rank state."""
+    """The contents by name of all ranks' parts, with all their layouts, or of one rank state."""
 
     def __init__(self, readers: Sequence[SnapshotReader]) -> None:
         self.readers = readers
@@ -56,7 +56,7 @@ NOTHING: Final = SnapshotContents(())
 
 
 class OpenSnapshot:
-    """A snapshot; its rank states are opened one at a time, since there may be thousands."""
+    """A snapshot. Rank states are opened one at a time, since there may be thousands."""
 
     def __init__(self, engine: Engine, info: SnapshotInfo) -> None:
         self._engine = engine
@@ -69,19 +69,15 @@ class OpenSnapshot:
         self.shared = SnapshotContents([first, *map(self._reader, first_ranks(first.part.layout_of or b"")[1:])])
 
     def rank_state(self, rank: int) -> SnapshotContents:
-        """What is a rank's alone."""
+        """The contents of one rank's state."""
         return SnapshotContents([self._reader(self.ranks + rank)]) if rank < self.rank_states else NOTHING
 
-    def part_id(self, rank: int) -> bytes:
-        """The id of a part."""
-        return self.record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES]
-
     def part(self, rank: int) -> Part:
-        """A part, past the readers, which keep what they have read."""
+        """A part, read without a reader, which would keep it."""
         try:
             return self._engine.read_part(self.record, rank)
         except DamageError as exc:
-            require_live(self._engine, self.info, exc)
+            raise_if_expired(self._engine, self.info, exc)
             raise
 
     def _reader(self, rank: int) -> SnapshotReader:
@@ -89,11 +85,11 @@ class OpenSnapshot:
 
 
 def part_prefix(part: Part) -> str:
-    """What the names of a rank state begin with; empty for what all ranks hold together."""
+    """Prefix of the names of a rank state; empty for the state that all ranks share."""
     return f"rank_state[{part.rank - part.world_size}]." if part.rank >= part.world_size else ""
 
 
-def form(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:
+def tensor_form(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:
     """(dtype, shape, bytes)."""
     return spec.dtype, spec.shape, spec.size_bytes
 
@@ -105,7 +101,7 @@ def values_of(reader: SnapshotReader) -> dict[str, Any]:
 
 
 def identity(value: StoredValue) -> object:
-    """What is equal for equal values: NaNs and 1 and True told apart by their bits, large values by their blocks."""
+    """A key that is equal for equal values: by encoded bytes (NaNs, 1 and True differ), large values by block ids."""
     blob, part = _blob_number(value.encoded), value.reader.part
     if blob is None or not 0 < blob < len(part.blobs):
         return pack_body(value.encoded)
@@ -113,7 +109,7 @@ def identity(value: StoredValue) -> object:
     return value.encoded[1], part.ids[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES]
 
 
-def shown(value: StoredValue) -> object:
+def display(value: StoredValue) -> object:
     """A value for display."""
     encoded, part = value.encoded, value.reader.part
     blob = _blob_number(encoded)
@@ -124,12 +120,12 @@ def shown(value: StoredValue) -> object:
 
 
 def names_of_blobs(reader: SnapshotReader, blobs: Collection[int]) -> list[str]:
-    """The paths of the values that are in some blobs of the reader's part."""
+    """The paths of the values in some blobs of the reader's part."""
     return [path for path, value in values_of(reader).items() if _blob_number(value) in blobs] if blobs else []
 
 
 def _blob_number(value: Any) -> int | None:
-    """Which of the part's blobs holds a value, if one does; blob 0 is the layout, and values count from the one after it."""
+    """The number of the part's blob with a value, if it has one; blob 0 is the layout."""
     is_blob = type(value) is list and len(value) == 3 and value[0] == "b" and type(value[2]) is int
     return value[2] + 1 if is_blob else None
 

@@ -1,8 +1,8 @@
-"""What `diff` tells of two snapshots: a tensor's blocks are read only where it must.
+"""`diff`: compares two snapshots, and reads the blocks of tensors only where needed.
 
-Snapshots of one layout are compared part by part, those of one id unread. Elsewhere blocks that hold the same elements of a tensor of the
-same dtype and shape are compared by their ids, whichever ranks stored them; where the snapshots cut it at other borders (another world
-size or placement), what is left is read from both and compared; where dtype or shape changed, blocks are compared as sets.
+Snapshots with the same layout are compared part by part; parts with equal ids are not read. Otherwise blocks with the same elements of a
+tensor of the same dtype and shape are compared by id, whichever ranks stored them. Where the snapshots cut a tensor differently (another
+world size or placement), both are read and compared; where dtype or shape changed, blocks are compared as sets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,17 +22,17 @@ from tensorstore_ck.format.part_index import RegionBytes
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, form, identity, shown
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, display, identity, tensor_form
 
 COMPARE_BYTES: Final = 64 << 20
-"""Of each snapshot, what is read at a time."""
+"""Bytes read at a time from each snapshot."""
 
 Change = Literal["added", "removed", "changed"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """One tensor that two snapshots do not hold alike."""
+    """One tensor that differs between two snapshots."""
 
     name: str
     change: Change
@@ -40,12 +40,12 @@ class TensorChange:
     """(dtype, shape, bytes) in the old snapshot."""
     new: tuple[str, tuple[int, ...], int] | None
     changed_bytes: int
-    """Bytes of the new tensor's blocks that are not the old one's; of a small tensor, the bytes that differ."""
+    """Bytes of the new tensor's blocks that differ; for a small tensor, the bytes that differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """One value that two snapshots do not hold alike."""
+    """One value that differs between two snapshots."""
 
     path: str
     change: Change
@@ -56,7 +56,7 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """What changed from one snapshot to another. Metrics, metadata and step are in the snapshots themselves."""
+    """The changes from one snapshot to another. Metrics, metadata and step are in the snapshots themselves."""
 
     old: Snapshot
     new: Snapshot
@@ -73,7 +73,7 @@ class SnapshotDiff:
 
 
 def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInfo) -> SnapshotDiff:
-    """What changed from `old_info` to `new_info`."""
+    """The changes from `old_info` to `new_info`."""
     old, new = OpenSnapshot(engine, old_info), OpenSnapshot(engine, new_info)
     tensors, values = list[TensorChange](), list[ValueChange]()
     tensor_count = value_count = tensor_bytes = 0
@@ -100,7 +100,7 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
 
 
 def _forms(contents: SnapshotContents) -> list[object]:
-    """What a state looks like, however it is spread over ranks."""
+    """The structure of a state, regardless of its sharding."""
     layouts = [reader.layout for reader in contents.readers]
     return [(list(layout.tensors), layout.tree, list(layout.storages)) for layout in layouts]
 
@@ -113,7 +113,7 @@ _Changed = dict[tuple[SnapshotReader, int], int]
 
 
 def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: SnapshotContents, new: SnapshotContents) -> _Changed:
-    """Of layouts that both snapshots have for the same ranks: part by part, and parts with one id are not read."""
+    """Compares layouts that both snapshots have for the same ranks, part by part; parts with equal ids are not read."""
     if [reader.ranks for reader in old.readers] != [reader.ranks for reader in new.readers]:
         return {}
     found: _Changed = {}
@@ -122,7 +122,7 @@ def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Sn
             continue
         changed = dict.fromkeys(((two, number) for number in range(len(two.layout.tensors))), 0)
         for rank in two.ranks:
-            if opened_old.part_id(rank) == opened_new.part_id(rank):
+            if opened_old.record.part_id(rank) == opened_new.record.part_id(rank):
                 continue
             before, after = opened_old.part(rank), opened_new.part(rank)
             if before.regions != after.regions:
@@ -137,7 +137,7 @@ def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Sn
 
 
 def _changed_in_part(old: Part, new: Part, held: RegionBytes) -> int:
-    """Bytes of what two parts have in one place that differ."""
+    """Differing bytes of the same region of two parts."""
     if held.is_inline:
         stop = held.first + held.lengths[0]
         return _differing(old.inline[held.first : stop], new.inline[held.first : stop])
@@ -150,7 +150,7 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
     for name, tensor in new.tensors.items():
         found = before.pop(name, None)
         if found is None:
-            changes.append(TensorChange(name, "added", None, form(tensor.spec), tensor.spec.size_bytes))
+            changes.append(TensorChange(name, "added", None, tensor_form(tensor.spec), tensor.spec.size_bytes))
             continue
         is_same_form = tensor.spec[1:] == found.spec[1:]
         known = changed.get((tensor.reader, tensor.number))
@@ -159,8 +159,8 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
         else:
             changed_bytes = _changed_bytes(found, tensor) if is_same_form else _new_bytes(found, tensor)
         if changed_bytes or not is_same_form:
-            changes.append(TensorChange(name, "changed", form(found.spec), form(tensor.spec), changed_bytes))
-    changes += [TensorChange(name, "removed", form(tensor.spec), None, 0) for name, tensor in before.items()]
+            changes.append(TensorChange(name, "changed", tensor_form(found.spec), tensor_form(tensor.spec), changed_bytes))
+    changes += [TensorChange(name, "removed", tensor_form(tensor.spec), None, 0) for name, tensor in before.items()]
     return changes
 
 
@@ -169,7 +169,7 @@ def _is_same_place(one: Tensor, two: Tensor, old: SnapshotContents, new: Snapsho
 
 
 class _Block(NamedTuple):
-    """Some elements of a tensor, and their content: the id of a block, or the bytes themselves where they lie inside a part."""
+    """Some elements of a tensor and their content: a block id, or the bytes themselves if they are inline in a part."""
 
     boxes: tuple[BoxBounds, ...]
     size_bytes: int
@@ -178,7 +178,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(tensor: Tensor) -> Iterator[_Block]:
-    """What all parts have of a tensor."""
+    """The blocks of a tensor in all parts."""
     spec = tensor.spec
     for part, held in tensor.reader.stored(tensor.number):
         start, row = held.start, held.first
@@ -191,7 +191,7 @@ def _blocks(tensor: Tensor) -> Iterator[_Block]:
 
 
 def _changed_bytes(old: Tensor, new: Tensor) -> int:
-    """Of two tensors of one dtype and shape."""
+    """Changed bytes between two tensors of the same dtype and shape."""
     before = {block.boxes: block for block in _blocks(old)}
     changed_bytes, unknown = 0, list[_Block]()
     for block in _blocks(new):
@@ -206,7 +206,7 @@ def _changed_bytes(old: Tensor, new: Tensor) -> int:
 
 
 def _new_bytes(old: Tensor, new: Tensor) -> int:
-    """Of blocks of `new` whose content is nowhere in `old`."""
+    """Bytes of the blocks of `new` whose content is not in `old`."""
     known = {block.content for block in _blocks(old)}
     return sum(block.size_bytes for block in _blocks(new) if block.content not in known)
 
@@ -224,7 +224,7 @@ def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
 
 
 def _read_changed_bytes(old: Tensor, new: Tensor, blocks: Sequence[_Block]) -> int:
-    """Of blocks of `new` that `old` has no like of: both tensors are read there."""
+    """Changed bytes in blocks of `new` that `old` cuts differently: reads both tensors there."""
     before, after = _read(old, blocks), _read(new, blocks)
     changed_bytes = at = 0
     for block in blocks:
@@ -259,8 +259,8 @@ def _value_changes(old: SnapshotContents, new: SnapshotContents) -> list[ValueCh
     for path, value in new.values.items():
         earlier = before.pop(path, None)
         if earlier is None:
-            changes.append(ValueChange(path, "added", None, shown(value)))
+            changes.append(ValueChange(path, "added", None, display(value)))
         elif identity(earlier) != identity(value):
-            changes.append(ValueChange(path, "changed", shown(earlier), shown(value)))
-    changes += [ValueChange(path, "removed", shown(value), None) for path, value in before.items()]
+            changes.append(ValueChange(path, "changed", display(earlier), display(value)))
+    changes += [ValueChange(path, "removed", display(value), None) for path, value in before.items()]
     return changes

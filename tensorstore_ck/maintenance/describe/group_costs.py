@@ -1,4 +1,4 @@
-"""What each group of tensors takes, and how it is encoded. A group is all tensors whose names begin alike, up to the first dot."""
+"""Stored bytes and codecs per group of tensors: those with the same name up to the first dot."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from tensorstore_ck.maintenance.describe.contents import part_prefix
 
 
 class GroupCosts:
-    """Adds up parts, of which none is kept; each block counts once in its group."""
+    """Sums over parts, without keeping them; each block counts once in its group."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
     def add(self, reader: SnapshotReader, part: Part, places: BlockLocations) -> None:
-        """The tensors of a part; `reader` knows its layout."""
+        """Adds the tensors of a part; `reader` has its layout."""
         plan = reader.plan_of(part, reader.name)
         for number, spec in enumerate(reader.layout.tensors):
             group = self._groups.setdefault((part_prefix(part) + spec.name).split(".", 1)[0], _Group())

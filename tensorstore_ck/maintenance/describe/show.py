@@ -1,21 +1,19 @@
-"""What `show` tells of one snapshot."""
+"""`show`: describes one snapshot."""
 
 import threading
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 from tensorstore_ck.common.ids import Ulid, ulid_text
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.format.layout import Sharding
 from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot, SnapshotDetails
-from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, form, shown
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, display, tensor_form
 from tensorstore_ck.maintenance.describe.group_costs import GroupCosts
-
-REMOTE_THREADS: Final = 8
 
 
 def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
@@ -25,10 +23,10 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
     values: dict[str, Any] = {}
     costs = GroupCosts()
     for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
-        tensors += [(name, *form(tensor.spec)) for name, tensor in contents.tensors.items()]
-        values |= {path: shown(value) for path, value in contents.values.items()}
+        tensors += [(name, *tensor_form(tensor.spec)) for name, tensor in contents.tensors.items()]
+        values |= {path: display(value) for path, value in contents.values.items()}
         for reader in contents.readers if contents is not opened.shared else ():
-            costs.add(reader, reader.part, resolve(engine, engine.log.view(), reader.part))
+            costs.add(reader, reader.part, locate_blocks(engine, engine.log.view(), reader.part))
     spread = {name: _placement(tensor) for name, tensor in opened.shared.tensors.items()}
     return SnapshotDetails(
         Snapshot.from_info(info),
@@ -43,7 +41,7 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
 
 
 def _placement(tensor: Tensor) -> str:
-    """How a tensor is spread, as `SnapshotDetails.placements` says it."""
+    """How a tensor is sharded, in the form of `SnapshotDetails.placements`."""
     layout = tensor.reader.layout
     spread = layout.spreads[tensor.number] if layout.spreads else None
     if not isinstance(spread, Sharding):
@@ -56,14 +54,14 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _stored(engine: Engine, opened: OpenSnapshot, costs: GroupCosts) -> tuple[int, tuple[str, ...]]:
-    """What the distinct blocks of all parts take, and the packs that they are in; adds those that all ranks hold together to `costs`."""
+    """Stored bytes of the distinct blocks of all parts, and their packs; adds the shared parts to `costs`."""
     reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
     packs: dict[Ulid, dict[int, int]] = {}
     lock = threading.Lock()
 
     def add(rank: int) -> None:
         part = opened.part(rank)
-        places = resolve(engine, engine.log.view(), part)
+        places = locate_blocks(engine, engine.log.view(), part)
         rows = places.extents[["pack", "entry", "stored"]].tolist()
         with lock:
             if rank in reader_of:

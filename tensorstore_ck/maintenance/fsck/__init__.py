@@ -1,17 +1,26 @@
-"""Checks of a whole store, offline or beside writers and gc. Nothing here changes a store, but for repair.py.
+"""Checks and repairs a whole store, offline or alongside writers and gc. Only repair changes the store.
 
-check.py          the order of things, and what lies in a store that nothing names
-options.py        how much is looked at
-logcheck.py       the log and its checkpoints; stillengine.py: an engine at the log as it was checked
-snapshotcheck.py  one snapshot: record, part, layout, extents
-packcheck.py      packs: footers, and what is known of their blocks
-datacheck.py      every stored byte, in pieces; verified.py: when that was done last
-blocks.py         tables of blocks, and where there are copies of them
-marked.py         snapshots that repair left damaged; uploads.py: unfinished writes
-mending.py        how damage can be repaired
-findings.py       what is reported
-repair.py         mends; logrepair.py: the log and what is derived from it; remake.py: records and parts; repack.py: packs;
-storeconfig.py    store.json where it is damaged; sources.py: where repair takes things from
+check_store.py         Fsck: the order of all checks, and unreferenced objects
+options.py             FsckOptions: how much data is read
+findings.py            Finding, FsckReport
+check_config.py        store.json: checks and repairs it
+check_log.py           the log and its checkpoints
+read_only_engine.py    an engine at the log as it was checked
+check_snapshot.py      one snapshot: record, parts, layout, extents
+affected.py            the tensors that damage affects
+check_packs.py         footers, and known bad blocks
+check_data.py          reads every stored byte, in pieces
+last_verified.py       when this host last verified each pack
+marked_damaged.py      snapshots that repair marked as damaged
+unfinished_uploads.py  finds and aborts old multipart uploads
+freeable.py            when gc frees unreferenced objects
+block_tables.py        tables of blocks, and where they have copies
+repairable.py          whether and how damage can be repaired
+repair.py              the order of all repairs
+repair_log.py          log entries, checkpoints, this host's cache
+rebuild_parts.py       records and parts
+rebuild_packs.py       packs
+good_copies.py         verified blocks from other packs and other stores
 """
 
 from tensorstore_ck.maintenance.fsck.check_store import run_fsck

@@ -1,7 +1,7 @@
-"""Which tensors and values a restore fails on when parts of a snapshot, or blocks that parts name, cannot be read.
+"""The tensors and values that cannot be restored when parts of a snapshot, or their blocks, cannot be read.
 
-Opens the first part of each layout (it has the layout itself, and the values); of the other parts, and of rank states, it is told one
-after another, so that the memory it needs does not grow with the number of ranks.
+It keeps the first part of each layout open, which has the layout and the values. The caller passes the other parts and rank states one
+after another, so memory does not grow with the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.block_assignment import first_of, regions, shares
-from tensorstore_ck.format.layout import Explicit
+from tensorstore_ck.format.block_assignment import assign_blocks, first_rank_with_layout, regions_of_rank
+from tensorstore_ck.format.layout import ExplicitRegions
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.tree import parse
@@ -23,14 +23,14 @@ from tensorstore_ck.maintenance.describe import blob_rows, names_of_blobs, part_
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 NOTHING: Final = ("no tensor: it restores, but is not whole",)
-"""Hit by the loss of a part that holds no bytes."""
+"""Affected by the loss of a part without bytes."""
 
 
 class AffectedTensors:
     """The layouts of one snapshot's parts."""
 
     def __init__(self, engine: Engine, info: SnapshotInfo, record: Record, world_size: int, layout_of: bytes | None) -> None:
-        """`world_size`, `layout_of`: as any of the ranks' parts says; 0, if none can be read."""
+        """`world_size`, `layout_of`: as in any of the ranks' parts; 0 and None if none can be read."""
         self._engine = engine
         self._info = info
         self._record = record
@@ -38,18 +38,18 @@ class AffectedTensors:
         self._layout_of = layout_of
         self._readers: dict[int, SnapshotReader | StoreError] = {}
         self._alone: tuple[int, SnapshotReader | StoreError] | None = None
-        """The rank state that was told of last."""
+        """The rank state that was opened last."""
 
     def is_known(self, rank: int) -> bool:
-        """Whether it is known which layout part `rank` has."""
+        """Whether the layout of part `rank` is known."""
         return self._layout_of is not None or 0 < self._world_size <= rank
 
     def first(self, rank: int) -> int:
-        """The first of the parts with the layout of part `rank`."""
-        return rank if self._layout_of is None or rank >= self._world_size else first_of(self._layout_of, rank)
+        """The first part with the layout of part `rank`."""
+        return rank if self._layout_of is None or rank >= self._world_size else first_rank_with_layout(self._layout_of, rank)
 
     def problem(self, part: Part, name: str) -> StoreError | None:
-        """Why a part does not fit its layout, or, told of the part that has it, why the layout, its values or its tree cannot be read."""
+        """Why a part does not fit its layout; for the part that has the layout, why layout, values or tree cannot be read."""
         first = self.first(part.rank)
         reader = self._reader(first)
         if isinstance(reader, StoreError):
@@ -61,7 +61,7 @@ class AffectedTensors:
         return None
 
     def names(self, part: Part, rows: npt.NDArray[np.bool_]) -> Sequence[str]:
-        """What has a block in an extent row of a part that is set in `rows`; empty for all of it."""
+        """The names with a block in the extent rows that are set in `rows`; empty for all."""
         reader = self._reader(self.first(part.rank))
         if isinstance(reader, StoreError):
             return self._whole(part.rank)
@@ -75,23 +75,23 @@ class AffectedTensors:
         return [part_prefix(part) + name for name in names]
 
     def names_of_lost(self, rank: int) -> Sequence[str]:
-        """What cannot be restored without part `rank`; empty for all of it."""
+        """The names that cannot be restored without part `rank`; empty for all."""
         first = self.first(rank)
         reader = self._reader(first) if first != rank else None
         if not isinstance(reader, SnapshotReader):
             return self._whole(rank)
         layout = reader.layout
-        told_by_parts = {number for number, spread in enumerate(layout.spreads) if isinstance(spread, str)}
-        held = regions(layout, rank, reader.ranks, [Explicit(number, ()) for number in told_by_parts])
-        owned = {held[share.region].tensor for share in shares(layout, held, rank, self._engine.config.block_bytes)}
-        return [layout.tensors[number].name for number in sorted(owned | told_by_parts)] or NOTHING
+        explicit = {number for number, spread in enumerate(layout.spreads) if isinstance(spread, str)}
+        held = regions_of_rank(layout, rank, reader.ranks, [ExplicitRegions(number, ()) for number in explicit])
+        owned = {held[share.region].tensor for share in assign_blocks(layout, held, rank, self._engine.config.block_bytes)}
+        return [layout.tensors[number].name for number in sorted(owned | explicit)] or NOTHING
 
     def _whole(self, rank: int) -> Sequence[str]:
-        """What is hit where the layout of part `rank` cannot be had."""
+        """The affected names if the layout of part `rank` is unreadable."""
         return [f"rank_state[{rank - self._world_size}]"] if 0 < self._world_size <= rank else ()
 
     def _reader(self, first: int) -> SnapshotReader | StoreError:
-        """The first part with a layout, opened: its layout, values and tree are sound; or why they are not."""
+        """The first part of a layout, opened and with a sound tree; or why that is impossible."""
         if self._alone is not None and self._alone[0] == first:
             return self._alone[1]
         if first in self._readers:

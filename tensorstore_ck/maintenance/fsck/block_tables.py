@@ -1,6 +1,6 @@
-"""Blocks of packs as parts name them: what a footer would say of them, kept for packs whose footer or blocks cannot be trusted.
+"""Blocks of packs as parts name them; they replace the footers of packs that cannot be trusted.
 
-An entry table like a footer's, with gaps: a row is there when its ``raw`` is not 0, which no block's is.
+An entry table like a footer's, with gaps: a row with ``raw`` 0 is absent.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +21,7 @@ _SHARED: Final = ("offset", "stored", "raw", "codec")
 
 
 class BlockPlace(NamedTuple):
-    """A copy of a block, as a footer tells of it."""
+    """A copy of a block, according to a footer."""
 
     pack: Ulid
     entry: int
@@ -36,7 +36,7 @@ class BlockTables:
         self.packs: dict[Ulid, Entries] = {}
 
     def add(self, pack: Ulid, extents: Extents, ids: Ids) -> None:
-        """Takes in what a part says of blocks in a pack."""
+        """Adds a part's blocks in a pack."""
         if not len(extents):
             return
         rows, size = self.packs.get(pack, np.zeros(0, ENTRY_DTYPE)), int(extents["entry"].max()) + 1
@@ -48,7 +48,7 @@ class BlockTables:
         rows["id"][entries] = np.ascontiguousarray(ids).view(ENTRY_DTYPE["id"]).ravel()
 
     def entries(self, pack: Ulid) -> list[int]:
-        """The entries that are known, in order."""
+        """The known entries, in order."""
         rows = self.packs.get(pack)
         return [] if rows is None else np.flatnonzero(rows["raw"]).tolist()
 
@@ -59,7 +59,7 @@ class BlockTables:
 
 
 def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Ulid, Collection[int]]) -> dict[Digest, list[BlockPlace]]:
-    """Where blocks lie, by the footers of all listed packs: every place but the entries in `unless`, and those that are known to be bad."""
+    """All copies of blocks, by the footers of the listed packs, without known bad ones and the entries in `unless`."""
     found: dict[Digest, list[BlockPlace]] = {}
     if not wanted:
         return found

@@ -1,7 +1,7 @@
-"""store.json where it is damaged, or another store's: what it should say, as far as the log confirms it.
+"""Checks and repairs store.json, with what the log confirms.
 
-The first entry of a log continues a hash that is derived from the store's uuid. So the log says of any uuid whether it is the store's,
-and nothing is taken for it that the log does not confirm.
+The first entry of a log continues a hash that is derived from the store's UUID. So the log tells for any UUID whether it is the
+store's, and only a UUID that the log confirms is used.
 """
 
 import json
@@ -17,22 +17,22 @@ from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersion
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import EntryReader, logs_in
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.repairable import command
+from tensorstore_ck.maintenance.fsck.repairable import repair_command
 
 MAX_CANDIDATES: Final = 16
 _UUID: Final = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class FoundConfig(NamedTuple):
-    """What store.json should say."""
+    """What store.json should contain."""
 
     config: StoreConfig
     is_sure: bool
-    """Whether it is the store's; else a stand-in, good for looking at the store."""
+    """False: a stand-in, good only for looking at the store."""
 
 
 def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
-    """Whether the log in `backend` is that of the store which `config` names; None where its first entries do not tell."""
+    """Whether the log in `backend` belongs to the store that `config` names; None if its first entries do not tell."""
     chain = EntryReader(backend, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log)
     try:
         first = chain.read(1)
@@ -42,11 +42,11 @@ def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
     except StoreError as exc:
         require_reachable(backend, exc)
         return None
-    return False if second is None or second.prev == first.hash else None  # else the first entry itself is not this log's
+    return False if second is None or second.prev == first.hash else None  # else the first entry is not of this log
 
 
 def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig | None:
-    """`config` with the uuid that is still there in a damaged store.json, if the log confirms it."""
+    """`config` with a UUID found in a damaged store.json, if the log confirms it."""
     for found in dict.fromkeys(_UUID.findall(data)[:MAX_CANDIDATES]):
         candidate = replace(config, uuid=found.decode("ascii"))
         if is_of_log(backend, candidate):
@@ -55,15 +55,15 @@ def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig
 
 
 def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: bool) -> FoundConfig:
-    """What the store.json of `backend`, which is damaged, should say.
+    """What a damaged store.json should contain.
 
     Args:
         backend: Where the store is.
-        other: That of a store which may be a copy of this one.
-        is_writable: Whether something may be written, to find out whether the backend creates exclusively.
+        other: The configuration of a possible copy of this store.
+        is_writable: Whether a probe may be written, to find out whether the backend creates exclusively.
 
     Raises:
-        NotAStoreError: there is nothing of a store.
+        NotAStoreError: there is no store.
     """
     data, is_newer = b"", False
     try:
@@ -75,29 +75,29 @@ def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: boo
         is_newer = True
     logs = logs_in(backend)
     if not logs and next(iter(backend.list("snapshots/")), None) is None:
-        raise NotAStoreError(f"there is nothing of a store at {backend.url}", object_id=backend.url)
+        raise NotAStoreError(f"there is no store at {backend.url}", object_id=backend.url)
     exclusive = probe_create(backend) if is_writable else True
     config = replace(new_config(exclusive_create=exclusive), log=logs[-1] if logs else "log")
     is_named = len(logs) == 1 or (other is not None and other.log == config.log) or json.dumps(config.log).encode() in data
-    own = confirmed(backend, data, config) if not is_newer else None  # a newer build may have written it: only a copy tells
+    own = confirmed(backend, data, config) if not is_newer else None  # a newer build may have written it: only a copy can tell
     candidates = [own, None if other is None else replace(config, uuid=other.uuid)]
     sure = next((found for found in candidates if found is not None and is_named and is_of_log(backend, found)), None)
     return FoundConfig(sure or own or config, sure is not None)
 
 
 class ConfigProblem(NamedTuple):
-    """What is wrong with store.json."""
+    """Why store.json is unusable."""
 
     error: StoreError
     advice: str
     is_repairable: bool
-    """With this store alone."""
+    """From this store alone."""
     is_kept: bool = False
-    """It may be right all the same, and is never overwritten."""
+    """It may still be right, and is never overwritten."""
 
 
 def config_problem(engine: Engine) -> ConfigProblem | None:
-    """What is wrong with store.json, if anything."""
+    """The problem of store.json, if any."""
     try:
         config = decode_config(engine.backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES), engine.backend.url)
     except StoreError as exc:
@@ -111,34 +111,34 @@ def config_problem(engine: Engine) -> ConfigProblem | None:
             error = CorruptObjectError(f"{CONFIG_NAME} was replaced since this store was opened", object_id=CONFIG_NAME)
             return ConfigProblem(error, "open it again", is_repairable=False, is_kept=True)
         error = CorruptObjectError(
-            f"{CONFIG_NAME} names the store {config.uuid}, and the log in {config.log} is another's", object_id=CONFIG_NAME
+            f"{CONFIG_NAME} names the store {config.uuid}, but the log in {config.log} belongs to another store", object_id=CONFIG_NAME
         )
     if is_of_log(engine.backend, engine.config) and not isinstance(error, FormatVersionError):
-        return ConfigProblem(error, f"the log confirms what it should say: {command()} writes it again", is_repairable=True)
-    advice = f"{command()[:-1]} --from OTHER_STORE` takes it from a copy of this store; without one, `tsck salvage` makes another"
+        return ConfigProblem(error, f"the log confirms its content: {repair_command()} writes it again", is_repairable=True)
+    advice = f"{repair_command()[:-1]} --from OTHER_STORE` takes it from a copy of this store; without one, `tsck salvage` makes a new one"
     return ConfigProblem(error, advice, is_repairable=False)
 
 
 def _lost_log(engine: Engine) -> ConfigProblem | None:
-    """Where the log that store.json names is not there at all: to all others the store is an empty one."""
+    """The problem if the log that store.json names is missing: elsewhere the store would count as empty."""
     if not is_log_lost(engine.backend, engine.config):
         return None
     log, logs = engine.config.log, logs_in(engine.backend)
-    error = CorruptObjectError(f"{CONFIG_NAME} names the log {log}, which is not there; {', '.join(logs)} is", object_id=CONFIG_NAME)
-    advice = "restore it, or that log, from a copy of this store; without one, `tsck salvage` makes a new log of what is left"
+    error = CorruptObjectError(f"{CONFIG_NAME} names the log {log}, which is not there; found: {', '.join(logs)}", object_id=CONFIG_NAME)
+    advice = "restore it, or that log, from a copy of this store; without one, `tsck salvage` makes a new log from what is left"
     return ConfigProblem(error, advice, is_repairable=False, is_kept=True)
 
 
 def is_log_lost(backend: Backend, config: StoreConfig) -> bool:
-    """Whether there are logs, and the one that store.json names is none of them."""
+    """Whether there are logs, but not the one that store.json names."""
     logs = logs_in(backend)
     return bool(logs) and config.log not in logs
 
 
-def mend_config(engine: Engine, other: Engine | None) -> bool:
-    """Writes store.json again as this process opened it, where it is missing, damaged or another store's; whether it was.
+def repair_config(engine: Engine, other: Engine | None) -> bool:
+    """Writes the store.json with which this process opened the store, if it is missing, damaged or another store's; whether it did.
 
-    One of a newer format is replaced only where a copy of the store, `other`, says that it is none.
+    A store.json of a newer format is replaced only if a copy of the store, `other`, disproves it.
     """
     problem, own = config_problem(engine), engine.config
     if problem is None or problem.is_kept or is_of_log(engine.backend, own) is False:
@@ -146,6 +146,6 @@ def mend_config(engine: Engine, other: Engine | None) -> bool:
     if isinstance(problem.error, FormatVersionError) and (other is None or (other.config.uuid, other.config.log) != (own.uuid, own.log)):
         return False
     if any(log > own.log for log in logs_in(engine.backend)):
-        return False  # salvage may have made another log since
+        return False  # salvage may have made a new log since
     engine.backend.replace(CONFIG_NAME, own.encode())
     return True

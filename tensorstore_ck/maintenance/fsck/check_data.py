@@ -1,7 +1,7 @@
-"""Reads blocks and compares them with their hashes, in pieces of packs that may be checked anywhere and in any order.
+"""Reads blocks and compares them with their hashes, in pieces of packs, which workers check in any order.
 
-`check_piece` is what a worker does: it writes nothing, its argument and result are small and picklable. Where it runs is the executor's
-choice, by default threads of this process. `DataCheck` chooses the packs, keeps the time and gathers results.
+A worker runs `check_piece`: it writes nothing, and its argument and result are small and picklable. The executor chooses where, by
+default threads of this process. `DataCheck` chooses the packs, watches the time and collects the results.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.executor import Executor, LocalThreads
 from tensorstore_ck.common.ids import Ulid, block_id
-from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.codec import BASED, Codec, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
@@ -26,10 +26,9 @@ from tensorstore_ck.maintenance.fsck.options import FsckOptions
 
 PIECE_BYTES: Final = 32 << 20
 RUN_BYTES: Final = 4 << 20
-"""What is read at once."""
-REMOTE_THREADS: Final = 8
+"""Size of one read."""
 DISK_QUEUE: Final = 1
-"""Reads that wait for the disk while all cores hash."""
+"""Threads that read while all cores hash."""
 
 Rows = npt.NDArray[Any]
 
@@ -44,7 +43,7 @@ class PackPiece(NamedTuple):
 
 
 class PieceResult(NamedTuple):
-    """What became of a piece."""
+    """The outcome for a piece."""
 
     piece: PackPiece
     read_bytes: int
@@ -64,7 +63,7 @@ def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
 
 
 class DataCheck:
-    """The data of a store's packs, those first that were never verified, or longest ago."""
+    """Checks the data of packs: first those that were never verified, then those verified longest ago."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class DataCheck:
         chosen: list[Ulid] | None = None,
         suspects: Collection[Ulid] = (),
     ) -> None:
-        """Reads `chosen`; else what `options` say, and, whatever they say, the `suspects` and packs in which damage was found earlier.
+        """Reads `chosen`; else what `options` say, and always the `suspects` and packs in which damage was found earlier.
 
         `deadline_ns` is by the engine's clock.
         """
@@ -86,27 +85,27 @@ class DataCheck:
         self._verified = LastVerified(engine.table, packs.listed)
         self._left: dict[Ulid, int] = {}
         self.chosen = self._choose(options, suspects) if chosen is None else chosen
-        """Packs to be read, in order."""
+        """Packs to read, in order."""
         self.read: set[Ulid] = set()
         """Packs of which every block was read."""
         self.read_bytes = 0
         """Bytes of blocks that were read."""
         self.packs = 0
-        """Packs that were read whole."""
+        """Packs that were read completely."""
         self.is_out_of_time = False
 
     @property
     def never_verified(self) -> int:
-        """Packs that this host never found sound."""
+        """Packs that this host never verified."""
         return self._verified.never()
 
     @property
     def oldest_verified_ns(self) -> int | None:
-        """When the pack was verified that waits longest; None where none was."""
+        """The earliest of the packs' last verifications; None if there is none."""
         return self._verified.oldest_ns()
 
     def run(self, advance: Callable[[int], None], executor: Executor | None = None) -> None:
-        """Checks the chosen packs as far as the time allows; what is bad is noted in `packs`."""
+        """Checks the chosen packs until the deadline; notes damaged blocks in `packs`."""
         backend = self._engine.backend
         executor = executor or LocalThreads(cpu_threads() + DISK_QUEUE if backend.is_local else REMOTE_THREADS)
         work = partial(check_piece, backend) if executor.is_remote else self._check_in_time
@@ -119,14 +118,14 @@ class DataCheck:
             self._verified.flush()
 
     def read_also(self, packs: list[Ulid]) -> None:
-        """Reads these packs now, however late it is."""
+        """Reads these packs now, also after the deadline."""
         was_late = self.is_out_of_time
         self.chosen, self._deadline_ns, self.is_out_of_time = packs, None, False
         self.run(lambda count: None)
         self.is_out_of_time = was_late
 
     def _check_in_time(self, piece: PackPiece) -> PieceResult | None:
-        """Pieces are drawn some time before it is their turn."""
+        """None after the deadline: a piece may be queued for some time."""
         return None if self._is_late() else check_piece(self._engine.backend, piece)
 
     def _is_late(self) -> bool:
@@ -186,7 +185,7 @@ def _runs(entries: Rows) -> Iterator[Rows]:
 
 
 def _cut(entries: Rows, size_bytes: int) -> Iterator[Rows]:
-    """Neighbouring entries, in runs of up to that size, or of one."""
+    """Neighbouring entries in runs of up to `size_bytes`, or of one entry."""
     ends = np.cumsum(entries["stored"], dtype=np.int64)
     first = 0
     while first < len(ends):
@@ -213,8 +212,8 @@ def _check_run(backend: Backend, pack: Ulid, first: int, entries: Rows, buffer: 
         problem = None
         try:
             if codec != Codec.RAW and stored_check(data) != check:
-                problem = "does not match its check"
-            elif codec not in BASED and block_id(decode(codec, data, raw, name)) != block:
+                problem = "does not match its checksum"
+            elif codec not in CODECS_WITH_BASES and block_id(decode(codec, data, raw, name)) != block:
                 problem = "does not match its hash"
         except StoreError as exc:
             problem = f"cannot be decoded ({exc})"

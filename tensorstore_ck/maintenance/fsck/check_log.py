@@ -1,7 +1,7 @@
-"""Reads a whole log, damaged or not, for fsck and salvage: every entry and checkpoint is checked, and what is left is folded.
+"""Reads a whole log, damaged or not, for fsck and salvage: checks every entry and checkpoint, and folds what is readable.
 
-Where entries are gone the fold goes on behind the gap, and from a checkpoint behind it that can be trusted. Uses no host's cache, and
-never raises for damage.
+After a gap the fold continues with the next entries, and with a trusted checkpoint after the gap. It uses no cache of a host, and never
+raises for damage.
 """
 
 import contextlib
@@ -27,14 +27,12 @@ MAX_NUMBER: Final = (1 << 63) - 1
 _WINDOW: Final = 256
 _READERS: Final = 16
 _UNLISTED_TRIES: Final = 16
-"""A listing that runs beside writers can miss an entry that is there: so many are looked for by name before they count as missing."""
-
-
-_DERIVED: Final = "it is derived from the log, and ignored; `tsck fsck --repair` makes it anew"
+"""A listing alongside writers can miss an entry: gaps up to this size are read by name before entries count as missing."""
+_DERIVED: Final = "it is derived from the log, and ignored; `tsck fsck --repair` makes it again"
 
 
 class LogProblem(NamedTuple):
-    """Something wrong with the log or a checkpoint."""
+    """A problem of the log or of a checkpoint."""
 
     kind: str
     object: str
@@ -44,22 +42,22 @@ class LogProblem(NamedTuple):
 
 @dataclass(slots=True)
 class LogCheck:
-    """What a log holds, as far as it can be read."""
+    """The readable content of a log."""
 
     table: MemoryTable = field(default_factory=MemoryTable)
-    """The fold of all that was readable."""
+    """The fold of all readable entries."""
     problems: list[LogProblem] = field(default_factory=list)
     last: int = 0
-    """The highest number that an entry or a trusted checkpoint has."""
+    """The highest number of an entry or trusted checkpoint."""
     last_hash: Digest | None = None
     entries: int = 0
-    """Entries that were read."""
+    """Number of readable entries."""
     lost: list[range] = field(default_factory=list)
     """Numbers of entries whose operations are not in `table`."""
     checkpoints: dict[str, bytes] = field(default_factory=dict)
-    """Damaged checkpoints, and what they should be."""
+    """Damaged checkpoints -> their correct content."""
     vouched: dict[int, Digest] = field(default_factory=dict)
-    """Hashes of entries that sound checkpoints name."""
+    """Entry hashes that sound checkpoints name."""
 
     @property
     def view(self) -> RefTable:
@@ -67,7 +65,7 @@ class LogCheck:
         return RefTable(self.table)
 
     def follow(self, chain: EntryReader) -> bool:
-        """Folds what was appended meanwhile; whether there was anything. Damage ends it: whoever reads the log next will tell."""
+        """Folds entries that were appended meanwhile; whether there were any. It stops at damage, which the next check reports."""
         before, last_hash = self.last, self.last_hash if self.last else chain.genesis
         if last_hash is None:
             return False
@@ -84,10 +82,10 @@ def check_log(backend: Backend, *, prefix: str, uuid: bytes | None, fill: Mappin
     """Reads the log under `prefix`.
 
     Args:
-        backend: Where it lies.
-        prefix: Its folder.
-        uuid: The store's; without it, it is not checked what entry 1 follows.
-        fill: What to fold in place of lost entries, and behind the last one, by their numbers.
+        backend: The store's backend.
+        prefix: The folder of the log.
+        uuid: The store's UUID; None: entry 1 is not compared with it.
+        fill: Entries to fold instead of lost ones, and after the last one, by number.
 
     Raises:
         BackendUnavailableError: the backend does not answer.
@@ -103,9 +101,9 @@ class _LogChecker:
         self._chain = EntryReader(backend, uuid=uuid or bytes(16), prefix=prefix)
         self._check = LogCheck()
         self._prev: Digest | None = self._chain.genesis if uuid is not None else None
-        """The hash of the entry before; None where that is not known."""
+        """The hash of the previous entry, if known."""
         self._unverified: Checkpoint | None = None
-        """A checkpoint whose own entry is lost: the next entry must name its hash."""
+        """A checkpoint whose entry is lost: the next entry must name its hash."""
 
     def run(self) -> LogCheck:
         checkpoints = self._list_checkpoints()  # before the entries, so that each has its own
@@ -121,7 +119,7 @@ class _LogChecker:
                 if n in checkpoints:
                     checkpoints.discard(n)
                     self._compare(n)
-        if self._unverified is not None:  # nothing came behind it that could contradict it
+        if self._unverified is not None:  # no later entry contradicts it
             self._adopt(self._unverified)
         for n in sorted(checkpoints):
             found = self._load_checkpoint(n)
@@ -142,11 +140,11 @@ class _LogChecker:
             if match and 0 < int(match[2]) <= MAX_NUMBER:
                 numbers.append(int(match[2]))
             else:
-                self._check.problems.append(_foreign(info.name, "log entry"))
+                self._check.problems.append(_foreign_object(info.name, "log entry"))
         return sorted(numbers)
 
     def _entries(self, listed: list[int]) -> Iterator[tuple[int, Entry | LogProblem]]:
-        """The entries that are there, in order; instead of a damaged one, what is wrong with it."""
+        """The existing entries, in order; for a damaged one, its problem."""
         pending = iter(self._with_unlisted(listed))
         while window := list(islice(pending, _WINDOW)):
             found: dict[int, Entry | LogProblem | None] = {}
@@ -188,12 +186,12 @@ class _LogChecker:
         check.entries += 1
 
     def _lose(self, numbers: range, checkpoints: set[int], *, reported: bool = False) -> None:
-        """Entries that are missing or damaged; a checkpoint among them may hold what they did."""
+        """Notes missing or damaged entries; a checkpoint among them may have their effect."""
         check = self._check
         first, last = self._chain.name(numbers[0]), self._chain.name(numbers[-1])
         if not reported:
             these = f"log entry {first} is" if len(numbers) == 1 else f"log entries {first} to {last} are"
-            message = f"{these} missing: restore from a copy, or make a new log of what is left with `tsck salvage`"
+            message = f"{these} missing: restore from a copy, or make a new log from what is left with `tsck salvage`"
             self._note("broken_log", first, message)
         check.lost.append(numbers)
         self._fold_instead(numbers)
@@ -220,7 +218,7 @@ class _LogChecker:
             if number and number <= MAX_NUMBER and info.name == self._checkpoint_name(number):
                 listed.add(number)
             else:
-                self._check.problems.append(_foreign(info.name, "checkpoint"))
+                self._check.problems.append(_foreign_object(info.name, "checkpoint"))
         return listed
 
     def _checkpoint_name(self, n: int) -> str:
@@ -230,7 +228,7 @@ class _LogChecker:
         name = self._checkpoint_name(n)
         try:
             found = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
-        except (MissingObjectError, FormatVersionError):  # made by a build that knew other operations: ignored, as `Log` does
+        except (MissingObjectError, FormatVersionError):  # of a build with other operations: ignored, as in `Log`
             return None
         except StoreError as exc:
             require_reachable(self._backend, exc)
@@ -243,7 +241,7 @@ class _LogChecker:
         return found
 
     def _compare(self, n: int) -> None:
-        """A checkpoint whose entry was just folded must be what the log folds to."""
+        """Compares the checkpoint of the entry that was just folded with the fold."""
         check, name = self._check, self._checkpoint_name(n)
         before = len(check.problems)
         found = self._load_checkpoint(n)
@@ -265,7 +263,7 @@ class _LogChecker:
             check.checkpoints[name] = expected
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
-        """Takes the ref table from a checkpoint: no operation up to there is lost."""
+        """Takes the ref table of a checkpoint: no operation up to there is lost."""
         with self._check.table.batch() as batch:
             load(batch, checkpoint)
         self._check.lost.clear()
@@ -274,12 +272,12 @@ class _LogChecker:
         self._check.problems.append(LogProblem(kind, object_name, message))
 
 
-def _foreign(name: str, kind: str) -> LogProblem:
-    return LogProblem("foreign_object", name, f"it is no {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
+def _foreign_object(name: str, kind: str) -> LogProblem:
+    return LogProblem("foreign_object", name, f"it is not a {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
 
 
 def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader) -> LogProblem | None:
-    """Whether this host's cache, or this user, has seen the entry `head` before the check, and the log does not hold it any more."""
+    """The problem if this host's cache, or this user, has seen the entry `head`, and the log has lost it."""
     if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):
         return None
     if head.n < check.last:
@@ -287,19 +285,18 @@ def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader) -> Log
             there = chain.read(head.n)
         except StoreError:
             return None
-        if there is None or there.hash == head.hash:  # one that is missing before others is told anyhow
+        if there is None or there.hash == head.hash:  # a gap before later entries is reported anyway
             return None
     name = chain.name(head.n)
     message = (
-        f"this host read log entry {name} earlier, and it is not there any more: if the store was restored from a copy, `tsck accept-log` "
-        "says that all is well; if not, entries were destroyed or replaced, and `tsck salvage` makes a new log that holds every complete "
-        "snapshot"
+        f"this host read log entry {name} earlier, and it is gone now: if the store was restored from a copy, accept that with "
+        "`tsck accept-log`; if not, entries were destroyed or replaced, and `tsck salvage` makes a new log with every complete snapshot"
     )
     return LogProblem("broken_log", name, message)
 
 
 def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
-    """Whether this host's cache of the log, at the same entry, says something else than the log itself."""
+    """The problem if this host's cache differs from the log at the same entry."""
     if check.last_hash is None or any(problem.kind == BrokenLogError.kind for problem in check.problems):
         return None
     head = Head(check.last, check.last_hash)
@@ -308,5 +305,5 @@ def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
     is_same = all(one == other for one, other in zip_longest(log.view().items(), check.view.items()))
     if is_same or log.view().head() != head:
         return None
-    message = f"what this host's cache says of the log is not what the log says, at entry {check.last}: `tsck fsck --repair` makes it anew"
+    message = f"this host's cache differs from the log at entry {check.last}: `tsck fsck --repair` makes it again"
     return LogProblem("damaged_cache", CACHE_NAME, message)

@@ -1,7 +1,7 @@
-"""Packs for fsck and salvage: which there are, what their footers say, and which of their blocks are known to be bad.
+"""Packs for fsck and salvage: the listed packs, their footers, and the blocks that are known to be bad.
 
-Every byte of a pack is under some hash, so that reading header, footer and blocks (datacheck.py) finds any damage. Footers are kept up to
-a bound and read again after that, so memory is bounded whatever the number of packs is.
+Hashes cover every byte of a pack, so reading header, footer and blocks (check_data.py) finds any damage. The cache of footers is
+bounded, so memory does not grow with the number of packs.
 """
 
 import threading
@@ -12,22 +12,15 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Ulid, block_id, parse_ulid
-from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.codec import BASED, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.compact import read_footer
+from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 FOOTER_CACHE_BYTES: Final = 64 << 20
-REMOTE_THREADS: Final = 8
-
-
-class ListedPacks(NamedTuple):
-    """One pack, as listed."""
-
-    size_bytes: int
-    modified_ns: int
 
 
 class PackProblem(NamedTuple):
@@ -39,7 +32,7 @@ class PackProblem(NamedTuple):
 
 @dataclass(slots=True)
 class BadBlocks:
-    """Blocks of one pack that are not what they were."""
+    """Damaged blocks of one pack."""
 
     entries: set[int] = field(default_factory=set)
     message: str = ""
@@ -48,22 +41,22 @@ class BadBlocks:
 class Packs:
     """The packs of a store. Thread-safe."""
 
-    def __init__(self, backend: Backend, listed: dict[Ulid, ListedPacks]) -> None:
+    def __init__(self, backend: Backend, listed: dict[Ulid, ListedObject]) -> None:
         self._backend = backend
         self.listed = listed
         self.problems: dict[Ulid, PackProblem] = {}
-        """Packs whose header or footer is damaged, as far as they were looked at."""
+        """Packs whose header or footer was found damaged."""
         self.bad: dict[Ulid, BadBlocks] = {}
-        """Blocks that are not what they were, as far as they were read."""
+        """Blocks that were found damaged."""
         self.blocks = 0
-        """In the footers that `check_footers` went through."""
+        """Blocks in the footers that `check_footers` read."""
         self._footers: OrderedDict[Ulid, Footer] = OrderedDict()
         self._cached_bytes = 0
         self._single: dict[tuple[Ulid, int, bytes], bool] = {}
         self._lock = threading.Lock()
 
     def footer(self, pack: Ulid) -> Footer | PackProblem:
-        """The checked footer of a pack, or why there is none."""
+        """The footer of a pack, or why it is unusable."""
         with self._lock:
             known = self._footers.get(pack) or self.problems.get(pack)
         if known is not None:
@@ -84,33 +77,33 @@ class Packs:
         return footer
 
     def footers(self) -> Iterator[tuple[Ulid, Footer]]:
-        """Every listed pack whose footer is sound, in order; the others' problems are noted."""
+        """Every listed pack with a sound footer, in order; notes the others' problems."""
         for pack in sorted(self.listed):
             footer = self.footer(pack)
             if isinstance(footer, Footer):
                 yield pack, footer
 
     def check_footers(self) -> None:
-        """Looks at every listed pack's header and footer."""
+        """Reads every listed pack's header and footer."""
         for_each(sorted(self.listed), lambda pack: self._count(self.footer(pack)), 1 if self._backend.is_local else REMOTE_THREADS)
 
     def note_bad(self, pack: Ulid, entry: int, message: str) -> None:
-        """Notes a block that is not what it was."""
+        """Notes a damaged block."""
         with self._lock:
             bad = self.bad.setdefault(pack, BadBlocks())
             bad.entries.add(entry)
             bad.message = bad.message or message
 
     def unread(self, names: Collection[str]) -> list[Ulid]:
-        """The listed packs of these names of which no damaged block is known yet."""
+        """The listed packs with these names that have no known damaged block."""
         found = {ulid for name in names if (ulid := parse_ulid(name[-26:])) is not None and pack_name(ulid) == name}
         return sorted((found & self.listed.keys()) - self.bad.keys())
 
     def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
-        """Whether one block that an extent names can be read: for packs whose footer cannot be used."""
+        """Whether a block that an extent names can be read; for packs without a usable footer."""
         _, _, offset, stored, raw, _, codec, _ = row
-        if codec in BASED:
-            return False  # nobody can tell without a footer
+        if codec in CODECS_WITH_BASES:
+            return False  # unknown without a footer
         key = (pack, offset, block)
         if key not in self._single:
             name, data = pack_name(pack), bytearray(stored)

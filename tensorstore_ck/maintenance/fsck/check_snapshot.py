@@ -1,6 +1,6 @@
-"""Checks one snapshot: record, parts, layout, and that every extent is where the packs say. For fsck and salvage.
+"""Checks one snapshot for fsck and salvage: record, parts, layout, and every extent against the packs.
 
-Reads past every cache. Damage is returned, never raised, with the tensors that it hits: what a restore would fail on.
+It bypasses all caches. It returns damage with the affected tensors, and never raises it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Ulid
-from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import BlockLocations, grouped, resolve
+from tensorstore_ck.engine.engine import Engine, decode_named_part
+from tensorstore_ck.engine.reachability import BlockLocations, grouped, locate_blocks
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.codec import base_count
 from tensorstore_ck.format.pack import Footer, pack_name
-from tensorstore_ck.format.part import Extents, Part, decode_part, part_name
+from tensorstore_ck.format.part import Extents, Part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
@@ -25,23 +25,23 @@ from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 MAX_NAMED: Final = 10
-"""Tensors that are named for each snapshot."""
+"""Tensors named per snapshot."""
 
 
 class Damage(NamedTuple):
-    """What makes a snapshot unreadable, wholly or in part."""
+    """Makes a snapshot unreadable, completely or in part."""
 
     kind: str
     object: str
     message: str
     names: tuple[str, ...]
-    """Tensors and values that are hit; empty for all of them."""
+    """Affected tensors and values; empty for all of them."""
     blocks: "DamagedBlocks | None" = None
-    """Those that are hit, where the object is a pack."""
+    """Affected blocks, if the object is a pack."""
 
 
 class DamagedBlocks(NamedTuple):
-    """Blocks of a pack that are not where a part says, or not what it says."""
+    """Blocks of a pack that a part refers to, and that are missing or different."""
 
     pack: Ulid
     extents: Extents
@@ -49,17 +49,17 @@ class DamagedBlocks(NamedTuple):
 
 
 class SnapshotCheck(NamedTuple):
-    """Outcome for one snapshot."""
+    """The result for one snapshot."""
 
     damages: Sequence[Damage]
     needs: frozenset[ObjectKey]
-    """Its closure: record, parts, moved objects, packs."""
+    """Its closure: record, parts, relocation maps, packs."""
     object_bytes: int
-    """Of its record and parts."""
+    """Size of its record and parts."""
     is_complete: bool
-    """Whether `needs` is all that it refers to."""
+    """Whether `needs` has everything that it refers to."""
     anchor: int = 0
-    """The highest of its parts: its log entry came later."""
+    """The highest anchor of its parts: its log entry came later."""
 
 
 class _PartProblem(NamedTuple):
@@ -67,7 +67,7 @@ class _PartProblem(NamedTuple):
     object: str
     message: str
     rows: npt.NDArray[np.bool_]
-    """Which extents are hit."""
+    """Mask of the affected extents."""
     blocks: DamagedBlocks
 
 
@@ -84,7 +84,7 @@ def require_intact(engine: Engine, info: SnapshotInfo) -> None:
 def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_data: bool) -> SnapshotCheck:
     """Checks a snapshot at the head that `engine` has folded.
 
-    `read_data` says that `packs` had its data checked, and reads blocks that this could not reach.
+    `read_data`: the data of `packs` was checked; reads here the blocks of packs without a usable footer.
     """
     damages: list[Damage] = []
     needs = {ObjectKey("snapshot", info.ulid)}
@@ -102,7 +102,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
         if not hits.is_known(rank):
             hits = AffectedTensors(engine, info, record, part.world_size, part.layout_of)
         anchor = max(anchor, part.anchor)
-        places = _resolve(engine, part)
+        places = _locate(engine, part)
         if isinstance(places, Damage):
             lost[rank] = places
             continue
@@ -121,7 +121,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
 
 
 def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
-    """The parts of a snapshot that can be read."""
+    """The readable parts of a snapshot."""
     damages: list[Damage] = []
     record, _ = _read_record(engine, info, damages)
     if record is not None:
@@ -130,9 +130,9 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
 
 
 def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, BlockLocations]]:
-    """The parts of a snapshot that can be read, and where their blocks are."""
+    """The readable parts of a snapshot, and the locations of their blocks."""
     for part in parts_of(engine, info):
-        places = _resolve(engine, part)
+        places = _locate(engine, part)
         if isinstance(places, BlockLocations):
             yield part, places
 
@@ -143,13 +143,13 @@ def block_ids(part: Part) -> Ids:
 
 
 def by_pack(places: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
-    """(pack, rows of the extents) for each pack in use; a pack may come twice."""
+    """(pack, rows of the extents) for each pack in use; a pack may be yielded twice."""
     for number, rows in grouped(places.extents["pack"]):
         yield places.packs[number], rows
 
 
-def remade_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
-    """A record that repair makes anew: what the log says of it, and what is under its root; the only one that may take another's place."""
+def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
+    """The record that repair rebuilds: fields from the log, and the content under its root. Only such a record may replace another."""
     return found._replace(
         ref=info.ref,
         step=info.step,
@@ -168,7 +168,7 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
         size = len(data)
         record = decode_record(data, name)
-        is_remade = record == remade_record(info, record, record.parts)
+        is_remade = record == rebuilt_record(info, record, record.parts)
         if (object_hash(data) != info.record and not is_remade) or record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the record that the log names", object_id=name)
     except StoreError as exc:
@@ -179,35 +179,33 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
 
 
 def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage, int]:
-    """A part, or why it cannot be read; and its bytes."""
+    """A part, or why it cannot be read; and its size."""
     ulid = record.parts[rank]
     name, size = part_name(ulid), 0
     try:
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
         size = len(data)
-        part = decode_part(data, name)
-        if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
-            raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
+        part = decode_named_part(data, record, rank)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(exc.kind, name, str(exc), ()), size
-    engine.keep_part(ulid, part)  # what the reader takes next
+    engine.keep_part(ulid, part)  # the reader needs it next
     return part, size
 
 
-def _resolve(engine: Engine, part: Part) -> BlockLocations | Damage:
-    """Where the blocks of a part are, or why there is no telling."""
+def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
+    """The locations of a part's blocks, or why they are unknown."""
     try:
-        return resolve(engine, engine.log.view(), part)
+        return locate_blocks(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        return Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ())
+        return Damage(exc.kind, exc.object_id, f"{exc} (it locates moved blocks)", ())
 
 
 def _extent_problems(
     packs: Packs, part: Part, places: BlockLocations, record: Record, rank: int, *, read_data: bool
 ) -> Iterator[_PartProblem]:
-    """Compares extents with the packs' footers, with the packs' sizes, and with the blocks that were found bad."""
+    """Compares extents with the footers and sizes of packs, and with the known bad blocks."""
     ids = block_ids(part)
     for pack, rows in by_pack(places):
         name, extents = pack_name(pack), places.extents[rows]
@@ -228,12 +226,12 @@ def _extent_problems(
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
-            _spread(places.extents, hit)
+            _spread_to_deltas(places.extents, hit)
             yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
 
 
-def _spread(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
-    """What hits a block hits those that are encoded against it, which come before it."""
+def _spread_to_deltas(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
+    """Damage to a base affects its deltas, which are in earlier rows."""
     for row in np.flatnonzero(extents["base"] != -1)[::-1].tolist():
         first = int(extents["base"][row])
         count = base_count(int(extents["codec"][row]), int(extents["flags"][row]))
@@ -253,7 +251,7 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
 
 
 def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
-    """In a pack without a usable footer: blocks beyond its end, and with `read_data` those whose bytes are wrong."""
+    """In a pack without a usable footer: blocks beyond its end; with `read_data`, also damaged ones."""
     listed = packs.listed.get(pack)
     if listed is None:
         return np.ones(len(extents), np.bool_)
@@ -264,8 +262,8 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
     return wrong
 
 
-def merged(damages: Iterable[Damage]) -> Iterator[Damage]:
-    """One for each kind and object, with all the names that it hits in any part; without the blocks."""
+def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
+    """One damage per kind and object, with the affected names of all parts, without blocks."""
     found: dict[tuple[str, str], Damage] = {}
     for damage in damages:
         known = found.setdefault((damage.kind, damage.object), damage)
@@ -274,7 +272,7 @@ def merged(damages: Iterable[Damage]) -> Iterator[Damage]:
     yield from found.values()
 
 
-def hit_text(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
+def describe_hit(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
     """``runs/gpt@1000 (root 9f86d081...): tensors``."""
     where, more = ", ".join(addresses) or "no ref", len(names) - MAX_NAMED
     shown = [*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]

@@ -1,8 +1,8 @@
-"""Checks a whole store and changes nothing: configuration, log, snapshots, packs and leftovers; and as much data as `FsckOptions` says.
+"""Checks a whole store without changing it: configuration, log, snapshots, packs, leftovers, and as much data as `FsckOptions` says.
 
-Damage becomes findings; an error at one object never stops the rest. Runs beside writers and gc: the log is read first, so that whatever
-its snapshots need is there when the packs are listed, but for what gc frees meanwhile; so what seems damaged is looked at again as of what
-the log says then, until it was damaged while it was needed. What no snapshot refers to is told as a notice.
+Damage becomes findings; an error at one object never stops the check. It runs alongside writers and gc: the log is read first, so
+everything that its snapshots need is there when packs are listed, except what gc frees meanwhile. So apparent damage is checked again at
+the newest log. Unreferenced objects are reported as notices.
 """
 
 import contextlib
@@ -14,15 +14,16 @@ from uuid import UUID
 
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Ulid, parse_ulid
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import relocations_in_order
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.format.part import decode_part
 from tensorstore_ck.format.record import Record, decode_record
-from tensorstore_ck.format.relocation import decode_moved
+from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, unseal
 from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
 from tensorstore_ck.log.checkpoint import checkpoint_folder
@@ -30,27 +31,26 @@ from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copie
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_saw_more
-from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, ListedPacks, Packs
-from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
+from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
+from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
 from tensorstore_ck.maintenance.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
 from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
-from tensorstore_ck.maintenance.fsck.marked_damaged import judge_marks, packs_of_marked
+from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
 from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
-from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
+from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
 from tensorstore_ck.maintenance.fsck.repairable import (
-    command,
-    from_other,
     is_moved_intact,
+    other_store_advice,
     pack_advice,
     readable_parts,
     rebuild_moved,
     relocations_in_force,
+    repair_command,
 )
 from tensorstore_ck.maintenance.fsck.unfinished_uploads import stale_uploads
 
 __all__ = ["Finding", "Fsck", "FsckReport", "run_fsck"]
 
-REMOTE_THREADS: Final = 8
 CONFIRM_ROUNDS: Final = 5
 _NS: Final = 1_000_000_000
 _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
@@ -64,30 +64,30 @@ def run_fsck(
     progress: Progress | None = None,
     executor: Executor | None = None,
 ) -> FsckReport:
-    """Checks the store, as `options` say; `read_data` and `progress` are short for these options. `executor` reads the data.
+    """Checks the store as `options` say; `read_data` and `progress` are short for these options. `executor` reads the data.
 
     Raises:
         BackendUnavailableError: the backend does not answer. Damage is never raised.
-        InvalidOptionError: a rate limit that is no rate, or for work that runs elsewhere.
+        InvalidOptionError: an invalid rate limit, or one for a remote executor.
     """
     options = options or FsckOptions(read_data=read_data, progress=progress)
-    if options.max_bytes_per_second is not None and executor is not None and executor.is_remote:
+    if options.rate_limit is not None and executor is not None and executor.is_remote:
         raise InvalidOptionError(
             "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
         )
-    return Fsck(engine.limited_to(options.max_bytes_per_second), options, executor=executor).run()
+    return Fsck(engine.limited_to(options.rate_limit), options, executor=executor).run()
 
 
 class StoredObjects(NamedTuple):
-    """What was listed."""
+    """The listed objects."""
 
-    by_kind: dict[str, dict[Ulid, ListedPacks]]
+    by_kind: dict[str, dict[Ulid, ListedObject]]
     other_logs: list[str]
-    """Objects of logs that are not in force."""
+    """Objects of logs that are not in use."""
 
 
 class Fsck:
-    """One check of a store; what it found out is there for repair."""
+    """One check of a store; repair uses what it found."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Fsck:
         reads_marked: bool = False,
         executor: Executor | None = None,
     ) -> None:
-        """`known_bad`: blocks that an earlier check found bad; where it is given, no data is read, and marks are not judged.
+        """`known_bad`: blocks that an earlier check found bad; if given, no data is read, and marks are not checked.
 
-        `reads_marked`: reads, whatever `options` say, the data of snapshots that are marked as damaged.
+        `reads_marked`: reads the data of snapshots that are marked as damaged, whatever `options` say.
         """
         self._backend = engine.backend
         self._options = options
@@ -112,30 +112,30 @@ class Fsck:
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.needed: set[ObjectKey] = set()
-        """What the snapshots need, as far as it could be read."""
+        """What the snapshots need, as far as they could be read."""
         self._broken: list[str] = []
-        """Log entries that are missing or damaged."""
+        """Missing or damaged log entries."""
         self._rebuilt: dict[Ulid, bytes | None] = {}
         self._freeing = FreeableObjects(engine)
         self._unsure = False
-        """Whether there are records or parts that could not be read, so that what they refer to is not known."""
+        """Whether a record or part could not be read, so that what it refers to is unknown."""
         self.engine = engine
         self.log = LogCheck()
         self.at_log: Engine = engine
-        """At the log as this check folded it."""
+        """An engine at the log as this check folded it."""
         self.anchor = 0
-        """The entry up to which the log had been folded when the store was looked at."""
+        """The last entry that was folded before the store was listed."""
         self.objects = StoredObjects({kind: {} for kind in FOLDERS}, [])
         self.packs = Packs(self._backend, {})
         self.hit = BlockTables()
-        """Blocks that snapshots need and cannot be read."""
+        """Unreadable blocks that snapshots need."""
         self.damaged: dict[Ulid, SnapshotCheck] = {}
-        """Snapshots that are damaged."""
+        """Damaged snapshots."""
         self.read: Collection[Ulid] = ()
         """Packs of which every block was read."""
 
     def run(self) -> FsckReport:
-        """Looks at everything."""
+        """Runs all checks."""
         self._check_config()
         self._check_log()
         self._list()
@@ -153,7 +153,7 @@ class Fsck:
         self.read, self._data = data.read, data
         snapshots = self._check_snapshots()
         if self._known_bad is None:
-            judge_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
+            check_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
         self._judge_packs()
         self._check_leftovers()
         self._advise()
@@ -183,12 +183,12 @@ class Fsck:
 
     def _check_log(self) -> None:
         config, head, seen = self.engine.config, None, self.engine.log.seen()
-        with contextlib.suppress(StoreError):  # a host's cache that cannot be read tells nothing
+        with contextlib.suppress(StoreError):  # an unreadable cache says nothing
             head = self.engine.log.view().head()
         uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
-        self.at_log, self.anchor = still_engine(self.engine, log), log.last
-        if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there
+        self.at_log, self.anchor = read_only_engine(self.engine, log), log.last
+        if head is None and not log.problems:  # a later first sync would clear the cache with this check's notes
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
         more = [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
@@ -209,22 +209,22 @@ class Fsck:
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
             kind = _KIND_OF.get(folder)
             if kind is not None and ulid is not None and ObjectKey(kind, ulid).name == name:
-                self.objects.by_kind[kind][ulid] = ListedPacks(size_bytes, modified_ns)
+                self.objects.by_kind[kind][ulid] = ListedObject(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
                 self.objects.other_logs.append(name)
             elif folder not in {"gc", "probe", "writers"}:
-                self._found.add("foreign_object", name, "it is none of a store's objects: delete it if nobody knows it", severity="notice")
+                self._found.add("foreign_object", name, "it is not an object of a store: delete it if nobody knows it", severity="notice")
 
     def _check_snapshots(self) -> int:
-        """Checks all snapshots; those that seem damaged again, as of what the log says then.
+        """Checks all snapshots, and those that seem damaged again at the newest log.
 
-        An object that is missing although the log, read later, still says that it is needed was not freed by gc.
+        If an object is missing, and a later read of the log still needs it, gc did not free it.
         """
         infos = {info.ulid: info for info in self.log.view.snapshots()}
         suspects = self._check_all(infos.values())
         met = {damage.object for found in suspects.values() for damage in found.damages if damage.blocks is None}
         unread = self.packs.unread(met)
-        if unread:  # met on the way to a layout: reading all of a pack tells which of its blocks are damaged
+        if unread:  # damage in a layout: reading the whole pack tells which of its blocks are damaged
             self._data.read_also(unread)
             suspects = self._check_all(infos.values())
         for _ in range(CONFIRM_ROUNDS):
@@ -243,12 +243,12 @@ class Fsck:
             for damage in found.damages:
                 if damage.blocks is not None:
                     self.hit.add(*damage.blocks)
-            for damage in merged(found.damages):
-                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, infos[ulid], damage.names))
+            for damage in merge_damages(found.damages):
+                self._found.add(damage.kind, damage.object, damage.message, hit=describe_hit(addresses, infos[ulid], damage.names))
         return len(infos)
 
     def _check_all(self, infos: Iterable[SnapshotInfo]) -> dict[Ulid, SnapshotCheck]:
-        """Checks snapshots, and returns the damaged ones."""
+        """Checks snapshots; returns the damaged ones."""
         damaged: dict[Ulid, SnapshotCheck] = {}
 
         def check(info: SnapshotInfo) -> None:
@@ -263,21 +263,21 @@ class Fsck:
         return damaged
 
     def _judge_packs(self) -> None:
-        """What was found about packs, but hits no snapshot."""
+        """Adds findings about packs that affect no snapshot."""
         for pack, listed in self.packs.listed.items():
             key, problem, bad = ObjectKey("pack", pack), self.packs.problems.get(pack), self.packs.bad.get(pack)
             is_needed = key in self.needed
             if self._found.names(key.name) or (not is_needed and listed.modified_ns >= self._started_ns):
                 continue
             if problem is not None and problem.kind == MissingObjectError.kind:
-                continue  # freed meanwhile: whoever had needed it was hit
+                continue  # freed meanwhile: snapshots that needed it have findings
             if not is_needed:
                 self._left_behind(
                     key, (problem.kind, problem.message) if problem else (CorruptObjectError.kind, bad.message) if bad else None
                 )
             elif problem is not None:
                 rest = (
-                    f"what snapshots refer to in it is intact: {command()} copies that to a new pack"
+                    f"the blocks that snapshots refer to are intact: {repair_command()} copies them to a new pack"
                     if self._options.reads_data
                     else "its data was not read: run `tsck fsck --read-data`"
                 )
@@ -286,7 +286,7 @@ class Fsck:
                 self._found.add(CorruptObjectError.kind, key.name, f"{bad.message}; no snapshot refers to that block", severity="notice")
 
     def _advise(self) -> None:
-        """Says of what is damaged how it can be mended."""
+        """Adds to the findings how damage can be repaired."""
         for pack, (advice, repairable) in pack_advice(self.packs, self.hit, reads_data=self._options.reads_data).items():
             self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
         moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(self.log.view).items()}
@@ -294,19 +294,19 @@ class Fsck:
         for name in objects:
             relocation = moved.get(name)
             if relocation is not None and (self.rebuild(relocation) is not None or self._has_blocks_of(name)):
-                self._found.advise(name, f"{command()} makes it again, or what needs it", repairable=True)
+                self._found.advise(name, f"{repair_command()} rebuilds it, or the parts that need it", repairable=True)
             elif name.partition("/")[0] in _KIND_OF:
-                self._found.advise(name, from_other(), repairable=False)
+                self._found.advise(name, other_store_advice(), repairable=False)
 
     def _has_blocks_of(self, name: str) -> bool:
-        """Whether all blocks of the snapshots that an object hits are somewhere."""
+        """Whether all blocks of the snapshots that a damaged object affects are in some pack."""
         hit = (ulid for ulid, found in self.damaged.items() if any(damage.object == name for damage in found.damages))
         infos = (info for ulid in hit if (info := self.log.view.snapshot(ulid)) is not None)
         wanted = {part.block_id(row) for info in infos for part in parts_of(self.at_log, info) for row in range(part.block_count)}
         return wanted == find_copies(self.packs, wanted, unless={}).keys()
 
     def rebuild(self, relocation: Relocation) -> bytes | None:
-        """The moved object of a relocation made anew, if it is damaged."""
+        """Rebuilds the map of a relocation, if it is damaged."""
         if relocation.moved not in self._rebuilt:
             if is_moved_intact(self._backend, relocation):
                 return None
@@ -334,7 +334,7 @@ class Fsck:
             key = ObjectKey("moved", ulid)
             if key not in self.needed and not self._found.names(key.name):
                 with contextlib.suppress(MissingObjectError):
-                    problem = self._problem_of(key.name, partial(decode_moved, expected=relocation.hash))
+                    problem = self._problem_of(key.name, partial(decode_relocation, expected=relocation.hash))
                     if problem is not None:
                         self._left_behind(key, problem)
         for ulid, listed in self.objects.by_kind["snapshot"].items():
@@ -347,16 +347,16 @@ class Fsck:
             with contextlib.suppress(MissingObjectError):
                 problem = self._problem_of(name, partial(unseal, kind))
                 detail = f" ({problem[1]})" if problem else ""
-                self._found.add("old_log", name, f"it belongs to a log that is not in force any more{detail}", severity="notice")
+                self._found.add("old_log", name, f"it belongs to a log that is no longer in use{detail}", severity="notice")
         for name in stale_uploads(self.engine):
-            message = "an unfinished write of more than a day ago: `tsck fsck --abort-uploads` frees it"
+            message = "an unfinished write, more than a day old: `tsck fsck --abort-uploads` frees it"
             self._found.add("stale_upload", name, message, severity="notice", repairable=True)
 
     def _check_stray_record(self, key: ObjectKey) -> None:
         records: list[Record] = []
         self._left_behind(key, self._problem_of(key.name, lambda data, name: records.append(decode_record(data, name))))
         if self.log.view.snapshot(key.ulid) is not None:
-            return  # nothing holds it any more
+            return  # nothing holds it
         for record in records:
             for entry in self._broken:
                 step = "" if record.step is None else f"@{record.step}"
@@ -364,7 +364,7 @@ class Fsck:
                 self._found.add(BrokenLogError.kind, entry, "", hit=hit)
 
     def _problem_of(self, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
-        """What is wrong with an object that nothing needs.
+        """(kind, message) if an unneeded object is damaged.
 
         Raises:
             MissingObjectError: it was freed meanwhile.

@@ -1,6 +1,6 @@
-"""What fsck finds. A finding names the object, what is wrong with it, and which refs, steps and tensors that hits.
+"""Findings of fsck: the object, what is wrong with it, and the affected refs, steps and tensors.
 
-Damage to one object is one finding, however many snapshots it hits; the first few of them are named and the rest counted.
+Damage to one object is one finding; it names the first few affected snapshots and counts the rest.
 """
 
 import re
@@ -15,10 +15,10 @@ from tensorstore_ck.gc.report import Freeable
 
 MAX_HITS: Final = 10
 _RUN_FSCK: Final = re.compile(r"; run `tsck fsck[^`]*`( to see what it hits, and restore an older snapshot)?")
-"""What errors advise everybody but fsck."""
+"""Advice in errors that fsck itself leaves out."""
 
 Severity = Literal["error", "notice"]
-"""``error``: something that a ref reaches, or the store needs, is damaged. ``notice``: worth knowing, and nothing is lost by it."""
+"""``error``: something that a ref reaches, or the store needs, is damaged. ``notice``: nothing is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Finding:
     """Its name in the store."""
     message: str
     hits: tuple[str, ...]
-    """``ref@step (root): tensors`` for each snapshot that is hit; at the most `MAX_HITS`, then how many more."""
+    """``ref@step (root): tensors`` for each affected snapshot; at most `MAX_HITS`, then the number of others."""
     repairable: bool
-    """Whether a command can put it right with what is in the store; the message tells which, or what else is needed."""
+    """Whether a command can repair it from this store alone; the message names the command, or what else is needed."""
     severity: Severity
 
 
 @dataclass(frozen=True, slots=True)
 class FsckReport:
-    """What fsck looked at, and what it found."""
+    """What fsck checked and found."""
 
     findings: tuple[Finding, ...]
     """Errors first."""
@@ -49,21 +49,21 @@ class FsckReport:
     blocks: int
     """Blocks in the packs' footers."""
     data_bytes: int
-    """Bytes of blocks that were read and hashed in this run."""
+    """Bytes of blocks that this run read and hashed."""
     read_packs: int = 0
-    """Packs whose blocks were all read in this run."""
+    """Packs that this run read completely."""
     never_verified: int = 0
-    """Packs whose blocks this host never found all sound."""
+    """Packs that this host never verified completely."""
     oldest_verified_ns: int | None = None
-    """Of the other packs, when this host last found that one sound that waits longest; nanoseconds since 1970."""
+    """The earliest time of the other packs' last verification by this host; nanoseconds since 1970."""
     out_of_time: bool = False
-    """Whether there was no time to read all that was asked for."""
+    """Whether time ran out before all chosen data was read."""
     freeable: Freeable | None = None
-    """What gc can free, where something was found that nothing refers to, and gc can run."""
+    """What gc can free, if something unreferenced was found and gc can run."""
 
     @property
     def ok(self) -> bool:
-        """Whether everything that refs reach is there and intact, as far as it was read."""
+        """Whether everything that refs reach is intact, as far as it was read."""
         return not any(finding.severity == "error" for finding in self.findings)
 
 
@@ -77,7 +77,7 @@ class _Gathered:
 
 
 def require_reachable(backend: Backend, exc: StoreError) -> None:
-    """Raises `exc` when it is the backend that cannot be read, and not just one object of it."""
+    """Raises `exc` if the whole backend is unreachable, not just one object."""
     if isinstance(exc, PlaceUnavailableError):
         raise exc
     if isinstance(exc, BackendUnavailableError):
@@ -90,7 +90,7 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
 
 
 DAMAGED: Final = "damaged"
-"""The mark of snapshots that repair left damaged."""
+"""Mark of snapshots that repair left damaged."""
 
 
 class Findings:
@@ -103,7 +103,7 @@ class Findings:
     def add(
         self, kind: str, object_name: str, message: str, *, hit: str | None = None, severity: Severity = "error", repairable: bool = False
     ) -> None:
-        """Notes damage; of several messages for one object the first is kept, and of several severities the worst."""
+        """Adds damage; of several messages for one object the first is kept, and of several severities the worst."""
         message = _RUN_FSCK.sub("", message)
         with self._lock:
             gathered = self._found.setdefault((object_name, kind), _Gathered(message, severity, repairable))
@@ -115,14 +115,14 @@ class Findings:
                     gathered.hits.append(hit)
 
     def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
-        """Says how an object can be mended."""
+        """Adds how an object can be repaired."""
         with self._lock:
             for (name, _), gathered in self._found.items():
                 if name == object_name:
                     gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
 
     def names(self, object_name: str) -> bool:
-        """Whether anything was found about an object."""
+        """Whether there is a finding about an object."""
         with self._lock:
             return any(name == object_name for name, _ in self._found)
 

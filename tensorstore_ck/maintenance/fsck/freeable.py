@@ -1,4 +1,4 @@
-"""When gc frees what fsck found that nothing refers to: by gc's own plan, made at most once, and only if there is such an object."""
+"""When gc frees the unreferenced objects that fsck found, by gc's own plan; it is made at most once, and only if needed."""
 
 import contextlib
 
@@ -10,12 +10,12 @@ from tensorstore_ck.log import ObjectKey, RefTable
 
 
 def why_unreferenced(view: RefTable, key: ObjectKey) -> str:
-    """Why nothing refers to an object, as far as the log says."""
+    """Why nothing refers to an object, according to the log."""
     if view.object_state(key) is not None:
         return "nothing needs it any more"
     if key.kind == "pack" and view.relocations(key.ulid):
         return "nothing refers to it any more: its blocks are in other packs"
-    return "nothing refers to it: an interrupted save left it, or one is under way"
+    return "nothing refers to it: it belongs to an interrupted or a running save"
 
 
 class FreeableObjects:
@@ -28,18 +28,18 @@ class FreeableObjects:
 
     @property
     def freeable(self) -> Freeable | None:
-        """What gc frees; None where that was not asked for any object, or gc cannot run."""
+        """What gc can free; None if `when` was never called, or gc cannot run."""
         return self._plan.freeable if self._plan is not None else None
 
     def when(self, key: ObjectKey) -> str:
-        """When gc frees an object, as gc says it."""
+        """When gc frees an object."""
         if not self._has_plan:
             self._has_plan = True
-            with contextlib.suppress(StoreError):  # where gc cannot run, something else is found, which says so
+            with contextlib.suppress(StoreError):  # if gc cannot run, another finding says why
                 self._plan = plan_gc(self._engine)
         plan = self._plan
         if plan is None:
-            return "; gc frees it when what is damaged has been repaired"
+            return "; gc frees it after the damage has been repaired"
         if key in plan.young:
             return f"; gc frees it {plan.when_old(key)}"
         return f"; `{plan.freeable.command}` frees it" if key in plan.doomed else ""

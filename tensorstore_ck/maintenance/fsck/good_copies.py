@@ -1,7 +1,6 @@
-"""Where repair takes good bytes from: blocks in place, other copies of them in this store, and in another one. All are verified.
+"""Sources of good blocks for repair: other copies in this store and in another one, all verified.
 
-Copies are found by the packs' footers. That a pack is listed says nothing about how long it stays, so what is found here is read and
-written anew, never referred to.
+Copies are found by the footers of packs. A listed pack may be freed soon, so blocks found here are copied, never referred to.
 """
 
 import contextlib
@@ -9,19 +8,19 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import Digest, Ulid, block_id, parse_ulid
+from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError, StoreError
-from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
-from tensorstore_ck.log import FOLDERS, ObjectKey
+from tensorstore_ck.gc.listing import list_kind
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
-from tensorstore_ck.maintenance.fsck.check_packs import ListedPacks, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
 class OtherStore(NamedTuple):
-    """Another store, whose objects may be what this one lost."""
+    """Another store, which may have objects that this one lost."""
 
     engine: Engine
     packs: Packs
@@ -29,24 +28,17 @@ class OtherStore(NamedTuple):
 
 
 def open_other(engine: Engine) -> OtherStore:
-    """Looks at what another store has."""
-    with contextlib.suppress(DamageError):  # what it has of its log may be enough
+    """Lists another store."""
+    with contextlib.suppress(DamageError):  # a part of its log may be enough
         engine.log.sync()
-    listed: dict[str, dict[Ulid, ListedPacks]] = {}
-    for kind in ("pack", "part"):
-        found = listed.setdefault(kind, {})
-        for info in engine.backend.list(f"{FOLDERS[kind]}/"):
-            ulid = parse_ulid(info.name[-26:])
-            if ulid is not None and ObjectKey(kind, ulid).name == info.name:
-                found[ulid] = ListedPacks(info.size_bytes, info.modified_ns)
-    return OtherStore(engine, Packs(engine.backend, listed["pack"]), sorted(listed["part"]))
+    return OtherStore(engine, Packs(engine.backend, list_kind(engine.backend, "pack")), sorted(list_kind(engine.backend, "part")))
 
 
 class BlockSource:
     """Blocks by their ids."""
 
     def __init__(self, backend: Backend, packs: Packs, other: OtherStore | None, wanted: Iterable[Digest]) -> None:
-        """Looks for the `wanted` blocks."""
+        """Locates the `wanted` blocks and their bases."""
         self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
         self._copies: list[dict[Digest, list[BlockPlace]]] = [{} for _ in self._stores]
         ids = set(wanted)
@@ -59,7 +51,7 @@ class BlockSource:
             ids = {base for base in bases if not any(base in copies for copies in self._copies)}
 
     def get(self, block: Digest) -> StoredBlock | None:
-        """A block, from the first copy that verifies; as it is where others are needed to decode it."""
+        """A block from the first copy that verifies; a delta is returned decoded."""
         for (backend, packs), copies in zip(self._stores, self._copies, strict=True):
             for place in copies.get(block, ()):
                 found = read_block(backend, place, block)
@@ -84,12 +76,12 @@ class BlockSource:
 
 
 def _bases_of(packs: Packs, place: BlockPlace) -> list[Digest]:
-    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in BASED else None
+    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in CODECS_WITH_BASES else None
     return footer.bases_of(place.entry) if isinstance(footer, Footer) else []
 
 
 def read_block(backend: Backend, place: BlockPlace, block: Digest) -> StoredBlock | None:
-    """What is at a place, if it is that block, and can be decoded without others."""
+    """Reads a copy; None if it is damaged or a delta."""
     name, row = pack_name(place.pack), place.row[0]
     stored = memoryview(bytearray(int(row["stored"])))
     try:

@@ -1,8 +1,7 @@
-"""When this host last read a pack whole and found it sound. A cache: what is lost is only the order in which packs are read.
+"""When this host last read a whole pack and found it sound. A cache: losing it affects only the order in which packs are read.
 
-Kept in the host's table, so each host has its own opinion, and goes through the store by itself; a host that begins anew, or whose
-cache was emptied, begins with any pack. Keys ``f/<pack>``, values nanoseconds since 1970; 0 where damage was found, until the pack is
-read again and found sound.
+It is in the host's table, so each host goes through the store by itself, and starts with any pack after its cache was cleared. Keys
+``f/<pack>``, values nanoseconds since 1970; 0 if damage was found, until the pack is read again and found sound.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ _FLUSH_BYTES: Final = 4 << 30
 
 
 class LastVerified:
-    """Pack -> when it was verified, for the packs that are there. Not thread-safe."""
+    """Pack -> when it was verified, for the listed packs. Not thread-safe."""
 
     def __init__(self, table: Table, packs: Collection[Ulid]) -> None:
         self._table = table
@@ -36,15 +35,15 @@ class LastVerified:
                 self._pending[pack] = None
 
     def order(self) -> list[Ulid]:
-        """The packs: those first in which damage was found, then those that were never verified, or longest ago."""
+        """All packs: first those with damage, then those never verified, then those verified longest ago."""
         return sorted(self._times, key=lambda pack: (pack not in self._damaged, self._times[pack], pack))
 
     def damaged(self) -> list[Ulid]:
-        """The packs in which damage was found when they were last read."""
+        """The packs that were damaged when they were last read."""
         return sorted(self._damaged)
 
     def note(self, pack: Ulid, size_bytes: int, time_ns: int | None) -> None:
-        """Notes that a pack was found sound; without a time, that it was not: every later check reads it."""
+        """Notes that a pack is sound; without a time, that it is damaged: every later check reads it."""
         self._times[pack] = time_ns or 0
         self._pending[pack] = time_ns or 0
         self._pending_bytes += size_bytes
@@ -52,7 +51,7 @@ class LastVerified:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was noted."""
+        """Writes the notes."""
         with contextlib.suppress(TableError), self._table.batch() as batch:
             for pack, time_ns in self._pending.items():
                 if time_ns is None:
@@ -63,9 +62,9 @@ class LastVerified:
         self._pending_bytes = 0
 
     def never(self) -> int:
-        """How many packs were never verified."""
+        """Number of packs that were never verified."""
         return sum(not time_ns for time_ns in self._times.values())
 
     def oldest_ns(self) -> int | None:
-        """When the pack was verified that waits longest; None where none was."""
+        """The earliest of the packs' last verifications; None if there is none."""
         return min((time_ns for time_ns in self._times.values() if time_ns), default=None)

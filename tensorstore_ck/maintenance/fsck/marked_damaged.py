@@ -1,4 +1,4 @@
-"""Snapshots that repair marked as damaged, on whichever host: the store's own memory of damage that only reading data finds."""
+"""Snapshots that repair marked as damaged, on any host: how the store remembers damage that only reading data finds."""
 
 from collections.abc import Collection, Iterator
 
@@ -6,14 +6,14 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.maintenance.fsck.check_snapshot import hit_text, placed_parts
+from tensorstore_ck.maintenance.fsck.check_snapshot import describe_hit, placed_parts
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, Findings, Severity
-from tensorstore_ck.maintenance.fsck.repairable import command, from_other
+from tensorstore_ck.maintenance.fsck.repairable import other_store_advice, repair_command
 
 
 def packs_of_marked(engine: Engine) -> set[Ulid]:
-    """The packs of the snapshots that are marked as damaged at the log of `engine`."""
-    return {pack for info in _marked(engine) for pack in packs_of(engine, info)}
+    """The packs of the snapshots that are marked as damaged."""
+    return {pack for info in _marked_damaged(engine) for pack in packs_of(engine, info)}
 
 
 def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
@@ -21,28 +21,30 @@ def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
     return {pack for _, places in placed_parts(engine, info) for pack in places.packs}
 
 
-def judge_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
-    """A marked snapshot counts as damaged until all its data was read: a check that read less does not say that all is well.
+def check_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
+    """Adds findings for marked snapshots: damaged, unless this check read all their data.
 
     Args:
         engine: At the log that was checked.
-        found: Takes the findings.
+        found: Receives the findings.
         damaged: Snapshots that this check found damaged.
         read: Packs of which this check read every block.
     """
-    for info in _marked(engine):
+    for info in _marked_damaged(engine):
         if info.ulid in damaged:
             continue
         is_whole = packs_of(engine, info) <= set(read)
         if is_whole:
-            message = f"it is marked as damaged ({info.reason}), and is whole now: {command(reads_data=True)} takes the mark back"
+            message = f"it is marked as damaged ({info.reason}), and is intact now: {repair_command(reads_data=True)} removes the mark"
         else:
-            message = f"it is marked as damaged ({info.reason}), and not all its data was read now: {from_other(reads_data=True)}"
+            message = (
+                f"it is marked as damaged ({info.reason}), and this check did not read all its data: {other_store_advice(reads_data=True)}"
+            )
         address = info.ref if info.step is None else f"{info.ref}@{info.step}"
         severity: Severity = "notice" if is_whole else "error"
-        hit = hit_text([address], info, ())
+        hit = describe_hit([address], info, ())
         found.add("marked_damaged", record_name(info.ulid), message, hit=hit, severity=severity, repairable=is_whole)
 
 
-def _marked(engine: Engine) -> Iterator[SnapshotInfo]:
+def _marked_damaged(engine: Engine) -> Iterator[SnapshotInfo]:
     return (info for info in engine.log.view().snapshots() if info.mark == DAMAGED)

@@ -1,33 +1,35 @@
-"""How much fsck looks at."""
+"""Options of fsck."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.errors import InvalidOptionError
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 
+@renamed_argument(max_bytes_per_second="rate_limit")
 @dataclass(frozen=True, slots=True)
 class FsckOptions:
-    """The structure is always checked whole: log, records, parts, extents, packs' footers. The rest says how much data is read, too."""
+    """How much data fsck reads. It always checks the whole structure: log, records, parts, extents, footers of packs."""
 
     read_data: bool = False
     """Read and hash every stored byte."""
     sample_fraction: float | None = None
-    """Only so much of all packs' bytes, those first that were never verified, or longest ago."""
+    """Read this share of all packs' bytes: first the packs that were never verified, then those verified longest ago."""
     max_seconds: float | None = None
-    """Only as much, in that order, as fits into this time; the next such run goes on from there."""
+    """Read in that order until this time is over; the next such run continues there."""
     progress: Progress | None = None
-    max_bytes_per_second: float | None = None
-    """Reads no more than that, and repair writes no more than that, so that jobs keep their bandwidth; None: as fast as it goes."""
+    rate_limit: float | None = None
+    """Limit of reads, and of repair's writes, so that jobs keep their bandwidth; None: no limit."""
 
     def __post_init__(self) -> None:
-        """Raises `InvalidOptionError` for what makes no sense."""
+        """Raises `InvalidOptionError` for an invalid value."""
         if self.sample_fraction is not None and not 0 < self.sample_fraction <= 1:
             raise InvalidOptionError(
-                f"sample_fraction must be above 0 and at the most 1, not {self.sample_fraction}", object_id="sample_fraction"
+                f"sample_fraction must be above 0 and at most 1, not {self.sample_fraction}", object_id="sample_fraction"
             )
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise InvalidOptionError(f"max_seconds must be above 0, not {self.max_seconds}", object_id="max_seconds")

@@ -1,6 +1,6 @@
-"""An engine at a log that was folded apart from this host's cache: it follows nothing, and writes nothing.
+"""An engine at a log that was folded without this host's cache; it neither follows the log nor writes.
 
-What fsck and repair read goes through it, so that a damaged cache, or one that lags behind, does not mislead them.
+fsck and repair read through it, so that a damaged or outdated cache does not mislead them.
 """
 
 import uuid
@@ -12,15 +12,15 @@ from tensorstore_ck.maintenance.fsck.check_log import LogCheck
 
 
 class _FrozenLog(Log):
-    """A log that stays where it was folded to."""
+    """A log that stays at its fold."""
 
     def sync(self) -> Head:
         """The head of the fold."""
         return self.view().head() or Head(0, self.chain.genesis)
 
 
-def still_engine(engine: Engine, check: LogCheck) -> Engine:
-    """An engine over the same backend, whose ref table is that of `check`."""
+def read_only_engine(engine: Engine, check: LogCheck) -> Engine:
+    """An engine over the same backend, with the ref table of `check`."""
     config = engine.config
     log = _FrozenLog(
         engine.backend,
@@ -31,5 +31,5 @@ def still_engine(engine: Engine, check: LogCheck) -> Engine:
         actor="fsck",
         new_id=engine.new_id,
     )
-    engine.placed.learn(check.view.places())
+    engine.placed.add_locations(check.view.locations())
     return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id, engine.placed)

@@ -1,7 +1,7 @@
-"""Makes damaged packs anew: what snapshots need of pack P, in new packs, and a relocation that leads there.
+"""Rebuilds a damaged pack P: writes the blocks that snapshots need into new packs, and relocates them there.
 
-Each block is taken from P where it is good, else from another copy. Unlike compaction it never condemns P, so that it need not know all
-that is needed of it: what the relocation does not list stays where it was, and gc frees P when nothing needs it any more.
+Each block comes from P if it is good there, else from another copy. Unlike compaction this never condemns P, so it need not know
+everything that is needed of P: blocks that the relocation does not list stay, and gc frees P when nothing needs it.
 """
 
 import threading
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue
 from tensorstore_ck.errors import CorruptObjectError
@@ -22,46 +22,44 @@ from tensorstore_ck.log import ObjectKey, Op, RefTable
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, BlockTables
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, read_block
 
-REMOTE_THREADS = 8
 
-
-class Repacked(NamedTuple):
-    """What became of one pack."""
+class RebuiltPack(NamedTuple):
+    """The result for one pack."""
 
     pack: Ulid
     blocks: int
-    """Blocks that are in a new pack now."""
+    """Blocks in a new pack."""
     lost: int
-    """Blocks of which there is no good copy."""
+    """Blocks without a good copy."""
 
 
-def repack(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int) -> list[Repacked]:
-    """Makes packs anew, each with its `needed` blocks; what is lost stays where it was.
+def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int) -> list[RebuiltPack]:
+    """Rebuilds packs with their `needed` blocks; lost blocks stay where they were.
 
     Raises:
-        SnapshotExpiredError: gc settled what happened since `anchor`: look at the store again.
+        SnapshotExpiredError: gc truncated tombstones since `anchor`: check the store again.
     """
     packs, outcomes = [], []
     blocks = _Blocks(engine, source)
     for pack, table in needed.packs.items():
         entries = needed.entries(pack)
         found = blocks.found(pack, table, entries)
-        outcomes.append(Repacked(pack, len(found), len(entries) - len(found)))
+        outcomes.append(RebuiltPack(pack, len(found), len(entries) - len(found)))
         if found:
             footer = Footer(table, np.zeros(0, BASE_DTYPE))
             packs.append(SparsePack(pack, footer, np.array(found), int(table["stored"].sum(dtype=np.int64))))
     done = compact(engine, packs, read=blocks.read)
     for move in done.moves:
-        commit_move(engine, move, anchor)
+        commit_relocation(engine, move, anchor)
     moved = {move.pack for move in done.moves}
-    return [outcome if outcome.pack in moved else Repacked(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
+    return [outcome if outcome.pack in moved else RebuiltPack(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
 
 
-def commit_move(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
-    """Puts a relocation in force, if all that it leads to, and `needed` besides, is there and stays.
+def commit_relocation(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
+    """Commits a relocation, and rescues its map, its targets and `needed`.
 
     Raises:
-        SnapshotExpiredError: gc freed some of it.
+        SnapshotExpiredError: gc freed some of them.
     """
     keys = [ObjectKey("moved", move.ulid), *(ObjectKey("pack", target) for target in move.targets), *needed]
 
@@ -81,7 +79,7 @@ class _Blocks:
         self._lock = threading.Lock()
 
     def found(self, pack: Ulid, table: Entries, entries: list[int]) -> list[int]:
-        """The entries that can be had."""
+        """The entries with a good copy."""
         good: set[int] = set()
 
         def look(entry: int) -> None:
@@ -93,10 +91,10 @@ class _Blocks:
         return sorted(good)
 
     def read(self, pack: Ulid, footer: Footer, entries: list[int]) -> list[StoredBlock]:
-        """What `compact` copies."""
+        """The blocks for `compact`."""
         blocks = [self._get(pack, footer.entries, entry) for entry in entries]
         if any(block is None for block in blocks):
-            raise CorruptObjectError(f"{pack_name(pack)}: a block cannot be read any more", object_id=pack_name(pack))
+            raise CorruptObjectError(f"{pack_name(pack)}: a block can no longer be read", object_id=pack_name(pack))
         return [block for block in blocks if block is not None]
 
     def _get(self, pack: Ulid, table: Entries, entry: int) -> StoredBlock | None:

@@ -1,10 +1,10 @@
-"""Makes lost parts and records anew: what they say is taken from another object of the same logical hash, where their blocks are from here.
+"""Rebuilds lost parts and records: content from another object of the same logical hash, block locations from this store.
 
-A part made anew must not refer to a pack just because that is listed. So it refers to a pack that never was, and a relocation, checked and
-put in force like any other, leads from there to blocks that live snapshots need, or that were copied for it. It gets a new name, since
-hosts remember what the part of a name needs, and the record, made anew too, names it. The relocation comes last: its entry rescues
-what a gc has condemned that did not see the new record, and one that condemns later marks anew, because it sees the relocation.
-What a copy of this very store has is taken byte for byte, if nothing that it leads to is on gc's lists.
+A rebuilt part must not refer to a pack just because that pack is listed. So it refers to a pack that never existed, and a relocation,
+checked and committed like any other, leads from there to blocks that live snapshots need, or that were copied for it. The part gets a
+new name, since hosts cache what a part needs by its name, and the rebuilt record names it. The relocation comes last: its entry rescues
+what a gc condemned without seeing the new record, and a later gc marks again because it sees the relocation.
+An object in a copy of this same store is copied unchanged, if gc has condemned or swept nothing that it refers to.
 """
 
 import contextlib
@@ -13,32 +13,32 @@ from typing import Final
 
 import numpy as np
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import DamageError, MissingObjectError
-from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.format.pack import HEADER
 from tensorstore_ck.format.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
 from tensorstore_ck.gc.compact import CompactedPack
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.check_snapshot import remade_record
+from tensorstore_ck.maintenance.fsck.check_snapshot import rebuilt_record
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore
-from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_move
+from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.fsck.repairable import readable_parts
 
 COPIED: Final = "copied from the other store"
 
 
 class PartRebuilder:
-    """Makes parts and records of one store anew."""
+    """Rebuilds parts and records of one store."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class PartRebuilder:
         self._parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = None
 
     def record(self, info: SnapshotInfo) -> str | None:
-        """Writes a record anew; how that was done, or None where there is none to take it from.
+        """Rebuilds a record; returns how, or None if no source has it.
 
         Raises:
-            SnapshotExpiredError: gc was at work: look again.
-            DamageError: a block is nowhere to be had.
+            SnapshotExpiredError: gc freed something meanwhile: check again.
+            DamageError: a block has no good copy.
         """
         name, theirs = record_name(info.ulid), None
         found = self.exact(ObjectKey("snapshot", info.ulid), info.record)
@@ -77,24 +77,24 @@ class PartRebuilder:
                     return found[1]
         with contextlib.suppress(DamageError):
             theirs = self._their_record(info)
-        if theirs is None or not all(self._find_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))):
+        if theirs is None or not all(self._find_part(theirs.part_id(rank), rank) for rank in range(len(theirs.parts))):
             return None
-        anew = []
+        rebuilt = []
         for rank in range(len(theirs.parts)):
-            part = self._logical_part(_part_id(theirs, rank), rank)
+            part = self._logical_part(theirs.part_id(rank), rank)
             if part is None:
                 return None
-            anew.append(self._write_part(part))
-        self._publish(info, remade_record(info, theirs, [ulid for ulid, _ in anew]), anew)
-        return "made anew from the other store's, which has the same root"
+            rebuilt.append(self._write_part(part))
+        self._publish(info, rebuilt_record(info, theirs, [ulid for ulid, _ in rebuilt]), rebuilt)
+        return "rebuilt from the other store's record with the same root"
 
     def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
-        """Writes a part anew; how that was done, or None where there is none to take it from. Raises what `record` raises."""
-        wanted, name = _part_id(record, rank), part_name(ulid)
+        """Rebuilds a part; returns how, or None if no source has it. Raises the same errors as `record`."""
+        wanted, name = record.part_id(rank), part_name(ulid)
         with contextlib.suppress(DamageError):
             data = self._from_copy(name)
             part = decode_part(data, name)
-            objects = set(resolve(self._engine, self._engine.log.view(), part).objects())
+            objects = set(locate_blocks(self._engine, self._engine.log.view(), part).objects())
             is_here = all(key.kind != "pack" or key.ulid in self._packs.listed for key in objects)
             if part.part_id() == wanted and is_here and not self._is_listed(objects):
                 self.overwrite(ObjectKey("part", ulid), data)
@@ -102,13 +102,13 @@ class PartRebuilder:
         found = self._logical_part(wanted, rank) or self._empty_part(wanted, rank, record)
         if found is None:
             return None
-        anew = self._write_part(found)
-        parts = [*record.parts[:rank], anew[0], *record.parts[rank + 1 :]]
-        self._publish(info, remade_record(info, record, parts), [anew])
-        return "made anew from one of the same content"
+        rebuilt = self._write_part(found)
+        parts = [*record.parts[:rank], rebuilt[0], *record.parts[rank + 1 :]]
+        self._publish(info, rebuilt_record(info, record, parts), [rebuilt])
+        return "rebuilt from a part with the same content"
 
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
-        """The object of that name and hash from the other store, or one of that hash that has another name here; and where it was."""
+        """The object from the other store, or one with the same hash under another name here; and where it was."""
         own = self._names_by_hash(key.kind).get(expected, key.name)
         places = [(self._engine, own, f"copied from {own}")]
         if self._other is not None:
@@ -122,7 +122,7 @@ class PartRebuilder:
         return None
 
     def overwrite(self, key: ObjectKey, data: bytes) -> None:
-        """Writes an object that was damaged. What is whole there, and only in the wrong place, is kept under a new name."""
+        """Replaces a damaged object. If a sound object was there under the wrong name, it is kept under a new name."""
         with contextlib.suppress(DamageError):
             there = self._engine.backend.get(key.name, max_bytes=MAX_OBJECT_BYTES)
             if _identity(key.kind, there) != _identity(key.kind, data):
@@ -135,7 +135,7 @@ class PartRebuilder:
         self._engine.backend.replace(key.name, data)
 
     def _names_by_hash(self, kind: str) -> dict[Digest, str]:
-        """Hash that an object of this store ends with -> its name."""
+        """Hash of each object of this store -> its name."""
         if kind not in self._hashes:
             found = self._hashes.setdefault(kind, {})
             for ulid in self._listed[kind]:
@@ -149,11 +149,11 @@ class PartRebuilder:
         view = self._engine.log.view()
         return any(view.object_state(key) is not None for key in objects)
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- content ------------------------------------------------------------------------------------------------------
 
     def _from_copy(self, name: str) -> bytes:
         if self._other is None:
-            raise MissingObjectError(f"there is no other store to take {name} from", object_id=name)
+            raise MissingObjectError(f"there is no other store to copy {name} from", object_id=name)
         return self._other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
 
     def _their_record(self, info: SnapshotInfo) -> Record | None:
@@ -162,7 +162,7 @@ class PartRebuilder:
         return other.engine.read_record(theirs) if other is not None and theirs is not None else None
 
     def _find_part(self, wanted: Digest, rank: int) -> tuple[Engine, Ulid] | None:
-        """Where there is a part of that id: in this store, else in the other."""
+        """A part with that id, in this store, else in the other."""
         if self._parts_by_id is None:
             self._parts_by_id = {}
             stores = [
@@ -180,7 +180,7 @@ class PartRebuilder:
         return next((part for _, part in readable_parts(found[0], [found[1]])), None) if found is not None else None
 
     def _empty_part(self, wanted: Digest, rank: int, record: Record) -> Part | None:
-        """A part of that id, where a rank had nothing to store: it says what those beside it say."""
+        """A part with that id if the rank had nothing to store: built from another rank's part."""
         for other, ulid in enumerate(record.parts):
             for _, part in readable_parts(self._engine, [ulid]) if other != rank else ():
                 blobs = part.blobs[:1].copy()
@@ -190,17 +190,17 @@ class PartRebuilder:
                     return empty
         return None
 
-    # --- where it is --------------------------------------------------------------------------------------------------
+    # --- block locations ----------------------------------------------------------------------------------------------
 
     def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, CompactedPack | None]]) -> None:
-        """Writes a record that names parts made anew, and puts their relocations in force."""
+        """Writes a record that names rebuilt parts, and commits their relocations."""
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
         for ulid, move in parts:
             if move is not None:
-                commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+                commit_relocation(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
 
     def _write_part(self, part: Part) -> tuple[Ulid, CompactedPack | None]:
-        """A part of the same content, whose blocks are in this store; and the relocation that leads to them, if it has any."""
+        """Writes a part with the same content and blocks in this store; and the relocation that leads to them, if any."""
         if not part.block_count:
             return self._put_part(part._replace(packs=[], extents=np.zeros(0, EXTENT_DTYPE))), None
         places = self._places(part)
@@ -221,7 +221,7 @@ class PartRebuilder:
                 offset += place.stored
             entry = numbers[block]
             extents[row] = (0, entry, offsets[entry], place.stored, place.raw, -1, place.codec, 0)
-        moved = RelocationMap(nowhere, targets, np.array(rows, MOVED_DTYPE)).encode()
+        moved = RelocationMap(nowhere, targets, np.array(rows, RELOCATION_DTYPE)).encode()
         key = ObjectKey("moved", self._engine.new_id())
         self._engine.backend.put(key.name, moved)
         move = CompactedPack(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
@@ -243,7 +243,7 @@ class PartRebuilder:
                 if block not in safe:
                     found = source.get(block)
                     if found is None:
-                        raise MissingObjectError(f"block {block.hex()} is nowhere to be had", object_id=block.hex())
+                        raise MissingObjectError(f"block {block.hex()} has no good copy", object_id=block.hex())
                     writer.add_encoded([EncodedBlock(block, found.codec, (found.stored,), found.raw_bytes)])
             writer.close()
         except BaseException:
@@ -253,7 +253,7 @@ class PartRebuilder:
 
 
 def _is_plain(place: BlockPlace) -> bool:
-    return int(place.row[0]["codec"]) not in BASED
+    return int(place.row[0]["codec"]) not in CODECS_WITH_BASES
 
 
 def _location(place: BlockPlace) -> Location:
@@ -261,15 +261,11 @@ def _location(place: BlockPlace) -> Location:
     return Location(place.pack, place.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
 
 
-def _part_id(record: Record, rank: int) -> Digest:
-    return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
-
-
 def _identity(kind: str, data: bytes) -> bytes:
-    """What an object is, wherever it lies; the same for all that may take its place.
+    """The identity of an object, which all its replacements share.
 
     Raises:
-        CorruptObjectError: it is none of that kind.
+        CorruptObjectError: not an object of that kind.
     """
     name = f"a {kind}"
     if kind == "part":

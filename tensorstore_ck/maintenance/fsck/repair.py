@@ -1,8 +1,8 @@
-"""Mends what fsck finds, from what is in the store and in another one; marks what it cannot mend. It never deletes anything.
+"""Repairs what fsck finds, from this store and another one, and marks what stays damaged. It never deletes anything.
 
-In the order in which things depend on each other: store.json and log, records, moved objects, parts, packs; each step looks at the store
-again, since what was unreadable may hide more. What stays damaged is marked, so that nobody resumes from it; marks of what is whole again
-are taken back, when all its data was read.
+It follows the dependencies: store.json and log, records, relocation maps, parts, packs. Each step checks the store again, since an
+unreadable object may hide more damage. Snapshots that stay damaged are marked, so that nobody resumes from them; a mark is removed when
+all data of the snapshot was read and is sound.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,13 +11,13 @@ from typing import Final
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, StoreError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
-from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, mend_config
+from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
@@ -27,13 +27,13 @@ from tensorstore_ck.maintenance.fsck.findings import DAMAGED, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
 from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
-from tensorstore_ck.maintenance.fsck.rebuild_packs import repack
+from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
-from tensorstore_ck.maintenance.fsck.repair_log import mend_cache, mend_checkpoints, mend_entries
+from tensorstore_ck.maintenance.fsck.repair_log import repair_cache, repair_checkpoints, repair_entries
 from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, relocations_in_force
 
 GIVES_WAY: Final = ("", "drift")
-"""Marks that `DAMAGED` takes the place of: one may still resume from such a snapshot."""
+"""Marks that `DAMAGED` replaces: others already keep jobs from resuming there."""
 MAX_ROUNDS: Final = 8
 MARKS_AN_ENTRY: Final = 500
 MAX_REASON: Final = 400
@@ -41,7 +41,7 @@ MAX_REASON: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """One object that was mended."""
+    """One repaired object."""
 
     object: str
     how: str
@@ -49,39 +49,39 @@ class Repaired:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What was damaged, what was done, and what is left."""
+    """What was damaged, what was repaired, and what is left."""
 
     before: FsckReport
     mended: tuple[Repaired, ...]
     marked: tuple[str, ...]
-    """Roots of snapshots that are marked as damaged now."""
+    """Roots of snapshots that were marked as damaged."""
     unmarked: tuple[str, ...]
-    """Roots of snapshots that were marked so, and are whole again."""
+    """Roots of snapshots whose mark was removed."""
     after: FsckReport
-    """The structure once more; data that was found bad before counts as bad."""
+    """A second check of the structure; data that was bad before counts as bad."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing damaged is left."""
+        """Whether no damage is left."""
         return self.after.ok
 
 
 def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Engine | None = None) -> RepairReport:
-    """Checks a store as `options` say, and mends what is found.
+    """Checks a store as `options` say, and repairs it.
 
     Args:
         engine: The store.
-        options: How much is read to find damage.
-        other: Another store, which may have what this one lost: a copy of this store, or one with some of its snapshots.
+        options: How much data is read to find damage.
+        other: A copy of this store, or another store with some of its snapshots.
 
     Raises:
-        UnsafeBackendError: the backend does not let several processes write.
+        UnsafeBackendError: the backend does not support several writers.
         BackendUnavailableError: a backend does not answer. Damage is never raised.
-        InvalidOptionError: a rate limit that is no rate.
+        InvalidOptionError: an invalid rate limit.
     """
     engine.require_writable()
     options = options or FsckOptions()
-    rate = options.max_bytes_per_second
+    rate = options.rate_limit
     return _Repair(engine.limited_to(rate), options, None if other is None else other.limited_to(rate)).run()
 
 
@@ -91,9 +91,9 @@ class _Repair:
         self._options = options
         self._other_engine = other
         self._other: OtherStore | None = None
-        self._mended: dict[str, str] = {}
+        self._repaired: dict[str, str] = {}
         self._bad: dict[Ulid, BadBlocks] = {}
-        """Blocks that were found bad; no pack is ever written twice, so they stay bad."""
+        """Blocks that were found bad; packs are never rewritten in place, so they stay bad."""
         self._read: Collection[Ulid] = ()
         """Packs of which every block was read."""
 
@@ -102,22 +102,22 @@ class _Repair:
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
         self._bad, self._read = fsck.packs.bad, fsck.read
-        fsck = self._mend_log(fsck, host_head)
+        fsck = self._repair_log(fsck, host_head)
         if self._is_broken(fsck.log, host_head):
-            after = self._look_again()[1] if self._mended else before
-            return RepairReport(before, self._all_mended(), (), (), after)  # nothing can be appended to a broken log
-        if self._mended:
+            after = self._look_again()[1] if self._repaired else before
+            return RepairReport(before, self._all_repaired(), (), (), after)  # a broken log takes no entries
+        if self._repaired:
             fsck, after = self._look_again()
         if self._other_engine is not None:
             self._other = open_other(self._other_engine)
         for _ in range(MAX_ROUNDS):
-            if not self._mend_objects(fsck) and not self._mend_packs(fsck):
+            if not self._repair_objects(fsck) and not self._repair_packs(fsck):
                 break
             fsck, after = self._look_again()
         marked, unmarked = self._mark(fsck)
         if unmarked:
             after = self._look_again()[1]
-        return RepairReport(before, self._all_mended(), marked, unmarked, after)
+        return RepairReport(before, self._all_repaired(), marked, unmarked, after)
 
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
@@ -125,91 +125,91 @@ class _Repair:
         self._bad = fsck.packs.bad
         return fsck, report
 
-    def _all_mended(self) -> tuple[Repaired, ...]:
-        return tuple(Repaired(name, how) for name, how in sorted(self._mended.items()))
+    def _all_repaired(self) -> tuple[Repaired, ...]:
+        return tuple(Repaired(name, how) for name, how in sorted(self._repaired.items()))
 
-    # --- log and what is derived from it ------------------------------------------------------------------------------
+    # --- store.json, log, checkpoints, cache --------------------------------------------------------------------------
 
-    def _mend_log(self, fsck: Fsck, host_head: Head | None) -> Fsck:
-        if mend_config(self._engine, self._other_engine):
-            self._mended["store.json"] = "written again"
-        entries = mend_entries(self._engine, self._other_engine, fsck.log, host_head) if self._other_engine is not None else []
-        self._mended |= dict.fromkeys(entries, COPIED)
+    def _repair_log(self, fsck: Fsck, host_head: Head | None) -> Fsck:
+        if repair_config(self._engine, self._other_engine):
+            self._repaired["store.json"] = "written again"
+        entries = repair_entries(self._engine, self._other_engine, fsck.log, host_head) if self._other_engine is not None else []
+        self._repaired |= dict.fromkeys(entries, COPIED)
         if entries:
             fsck, _ = self._look_again()
-        self._mended |= dict.fromkeys(mend_checkpoints(self._engine, fsck.log), "made anew from the log")
+        self._repaired |= dict.fromkeys(repair_checkpoints(self._engine, fsck.log), "made again from the log")
         if not self._is_broken(fsck.log, host_head):
-            self._mended |= dict.fromkeys(mend_cache(self._engine, fsck.log), "made anew from the log")
+            self._repaired |= dict.fromkeys(repair_cache(self._engine, fsck.log), "made again from the log")
         return fsck
 
     def _is_broken(self, log: LogCheck, host_head: Head | None) -> bool:
-        """Whether entries are lost: what is appended then would take the place of others."""
+        """Whether entries are lost: a new entry would then take the number of a lost one."""
         is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
         is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
         is_damaged = is_damaged or (not log.last and is_log_lost(self._engine.backend, self._engine.config))
         return is_damaged or host_saw_more(log, host_head, self._engine.log.chain) is not None
 
-    # --- records, parts, moved objects --------------------------------------------------------------------------------
+    # --- records, parts, relocation maps ------------------------------------------------------------------------------
 
-    def _mend_objects(self, fsck: Fsck) -> bool:
-        """Mends the small objects that were found damaged; whether any was, or another look is needed."""
-        before, is_expired = len(self._mended), False
+    def _repair_objects(self, fsck: Fsck) -> bool:
+        """Repairs damaged small objects; whether any was repaired, or another check is needed."""
+        before, is_expired = len(self._repaired), False
         relocations = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(fsck.log.view).items()}
-        remaker = self._remaker(fsck)
+        rebuilder = self._rebuilder(fsck)
         for info, name in _damaged_objects(fsck):
-            if name in self._mended:
+            if name in self._repaired:
                 continue
             try:
                 if name == record_name(info.ulid):
-                    how = remaker.record(info)
+                    how = rebuilder.record(info)
                 elif name in relocations:
-                    how = self._mend_moved(fsck, remaker, info, relocations[name])
+                    how = self._repair_moved(fsck, rebuilder, info, relocations[name])
                 else:
-                    how = self._mend_part(fsck, remaker, info, name)
+                    how = self._repair_part(fsck, rebuilder, info, name)
             except SnapshotExpiredError:
-                is_expired = True  # gc was at work meanwhile
+                is_expired = True  # gc freed something meanwhile
             except DamageError:
                 continue  # it stays as it is
             else:
                 if how is not None:
-                    self._mended[name] = how
-        return is_expired or len(self._mended) > before
+                    self._repaired[name] = how
+        return is_expired or len(self._repaired) > before
 
-    def _mend_moved(self, fsck: Fsck, remaker: PartRebuilder, info: SnapshotInfo, relocation: Relocation) -> str | None:
-        """Makes a moved object anew, exactly as it was; where that cannot be done, or it closes a circle, the parts that need it."""
+    def _repair_moved(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotInfo, relocation: Relocation) -> str | None:
+        """Rebuilds a relocation map exactly as it was; if that is impossible, or it closes a cycle, the parts that need it."""
         key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
         is_intact = is_moved_intact(self._engine.backend, relocation)
-        exact = None if is_intact else remaker.exact(key, relocation.hash)
-        found = (data, "made anew from the footers of its packs") if data is not None else exact
+        exact = None if is_intact else rebuilder.exact(key, relocation.hash)
+        found = (data, "rebuilt from the footers of its packs") if data is not None else exact
         if found is not None:
-            remaker.overwrite(key, found[0])
+            rebuilder.overwrite(key, found[0])
             return found[1]
         record = fsck.at_log.read_record(info)
         for rank, part in enumerate(record.parts):
-            if _is_resolved(fsck.at_log, record, rank):
+            if _is_located(fsck.at_log, record, rank):
                 continue
-            remade = self._mend_part(fsck, remaker, info, part_name(part))
+            remade = self._repair_part(fsck, rebuilder, info, part_name(part))
             if remade is not None:
-                self._mended[part_name(part)] = f"{remade}: {key.name} is {'false' if is_intact else 'lost'}"
+                self._repaired[part_name(part)] = f"{remade}: {key.name} is {'false' if is_intact else 'lost'}"
         return None
 
-    def _mend_part(self, fsck: Fsck, remaker: PartRebuilder, info: SnapshotInfo, name: str) -> str | None:
+    def _repair_part(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotInfo, name: str) -> str | None:
         record = fsck.at_log.read_record(info)
         for rank, part in enumerate(record.parts):
             if part_name(part) == name:
-                return remaker.part(part, rank, record, info)
+                return rebuilder.part(part, rank, record, info)
         return None
 
-    def _remaker(self, fsck: Fsck) -> PartRebuilder:
+    def _rebuilder(self, fsck: Fsck) -> PartRebuilder:
         safe = frozenset(key.ulid for key in fsck.needed if key.kind == "pack") - fsck.hit.packs.keys()
         listed = fsck.objects.by_kind
         return PartRebuilder(self._engine, fsck.packs, listed, self._other, safe=safe, anchor=fsck.anchor)
 
     # --- packs --------------------------------------------------------------------------------------------------------
 
-    def _mend_packs(self, fsck: Fsck) -> bool:
-        """Makes packs anew that hold damaged blocks, or whose footer is damaged; whether any block was saved."""
-        damaged = {pack for pack in {*fsck.hit.packs, *fsck.packs.problems} if pack_name(pack) not in self._mended}
+    def _repair_packs(self, fsck: Fsck) -> bool:
+        """Rebuilds packs with damaged blocks or footers; whether any block was saved."""
+        damaged = {pack for pack in {*fsck.hit.packs, *fsck.packs.problems} if pack_name(pack) not in self._repaired}
         if not damaged:
             return False
         view = fsck.at_log.log.view()
@@ -218,19 +218,19 @@ class _Repair:
         wanted = [block for pack in needed.packs for block in needed.ids(pack)]
         source = BlockSource(self._engine.backend, fsck.packs, self._other, wanted)
         try:
-            outcomes = repack(self._engine, needed, source, fsck.anchor)
+            outcomes = rebuild_packs(self._engine, needed, source, fsck.anchor)
         except SnapshotExpiredError:
-            return True  # gc was at work meanwhile: another look
+            return True  # gc freed something meanwhile: check again
         for outcome in outcomes:
             if outcome.blocks:
-                rest = f"; of {outcome.lost} blocks there is no good copy" if outcome.lost else ""
-                self._mended[pack_name(outcome.pack)] = f"{outcome.blocks} blocks are in a new pack{rest}"
+                rest = f"; {outcome.lost} blocks have no good copy" if outcome.lost else ""
+                self._repaired[pack_name(outcome.pack)] = f"{outcome.blocks} blocks are in a new pack{rest}"
         return any(outcome.blocks for outcome in outcomes)
 
     # --- marks --------------------------------------------------------------------------------------------------------
 
     def _mark(self, fsck: Fsck) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Marks what is still damaged, and takes the marks back of what is not."""
+        """Marks snapshots that are still damaged, and removes the marks of sound ones."""
         view = fsck.at_log.log.view()
         infos = list(view.snapshots())
         whole = {info.root for info in infos if info.ulid not in fsck.damaged}
@@ -245,7 +245,7 @@ class _Repair:
         return tuple(root.hex() for root in marked), tuple(root.hex() for root in unmarked)
 
     def _verified(self, fsck: Fsck, infos: list[SnapshotInfo]) -> Iterable[SnapshotInfo]:
-        """Those whose data is all there, now that it is read."""
+        """Reads all data of some snapshots; returns the sound ones."""
         packs = {pack for info in infos for pack in packs_of(fsck.at_log, info)} & fsck.packs.listed.keys()
         DataCheck(self._engine, fsck.packs, FsckOptions(), chosen=sorted(packs - set(self._read))).run(lambda count: None)
         return [info for info in infos if not check_snapshot(fsck.at_log, fsck.packs, info, read_data=True).damages]
@@ -264,20 +264,20 @@ def _host_head(engine: Engine) -> Head | None:
     try:
         return engine.log.view().head()
     except StoreError:
-        return None  # a cache that cannot be read tells nothing
+        return None  # an unreadable cache says nothing
 
 
-def _is_resolved(engine: Engine, record: Record, rank: int) -> bool:
-    """Whether it is known where the blocks of a part are."""
+def _is_located(engine: Engine, record: Record, rank: int) -> bool:
+    """Whether the blocks of a part can be located."""
     try:
-        resolve(engine, engine.log.view(), engine.read_part(record, rank))
+        locate_blocks(engine, engine.log.view(), engine.read_part(record, rank))
     except DamageError:
         return False
     return True
 
 
 def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:
-    """(snapshot, name) of every damaged object that is no pack."""
+    """(snapshot, name) of every damaged object except packs."""
     view = fsck.at_log.log.view()
     found = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())
     return [(info, damage.object) for info, checked in found if info is not None for damage in checked.damages if damage.blocks is None]

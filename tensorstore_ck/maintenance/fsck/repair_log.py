@@ -1,6 +1,6 @@
-"""Mends what holds everything together: log entries, from a copy of this very store; checkpoints and this host's cache, from the log.
+"""Repairs log entries, from a copy of this store, and checkpoints and this host's cache, from the log.
 
-An entry is written again only if its hash is one that the rest of the log, or this host's memory of it, names. So it is what it was.
+A lost entry is written again only if the rest of the log, or this host's memory of it, names its hash.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.maintenance.fsck.check_log import CACHE_NAME, LogCheck, cache_problem
 
 
-def mend_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | None) -> list[str]:
-    """Takes lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
+def repair_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | None) -> list[str]:
+    """Copies lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
     if (copy.config.uuid, copy.config.log) != (engine.config.uuid, engine.config.log):
         return []
-    mended: list[str] = []
+    repaired: list[str] = []
     known = {**log.vouched, **({host_head.n: host_head.hash} if host_head else {})}
     expected: Digest | None = None
     for n in range(max([log.last, *known]), 0, -1):
@@ -27,22 +27,22 @@ def mend_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | 
             entry = _read(copy, n) if expected is not None else None
             if entry is not None and entry.hash == expected:
                 _write(engine, copy, n)
-                mended.append(engine.log.chain.name(n))
+                repaired.append(engine.log.chain.name(n))
             else:
                 entry = None
         expected = entry.prev if entry is not None else None
-    return mended
+    return repaired
 
 
-def mend_checkpoints(engine: Engine, log: LogCheck) -> list[str]:
-    """Writes damaged checkpoints anew; returns their names."""
+def repair_checkpoints(engine: Engine, log: LogCheck) -> list[str]:
+    """Writes damaged checkpoints again; returns their names."""
     for name, data in log.checkpoints.items():
         engine.backend.replace(name, data)
     return list(log.checkpoints)
 
 
-def mend_cache(engine: Engine, log: LogCheck) -> list[str]:
-    """Follows the log; where this host's cache differs from it, makes the cache anew.
+def repair_cache(engine: Engine, log: LogCheck) -> list[str]:
+    """Syncs the log; clears and refills this host's cache if it differs; returns its name if it was repaired.
 
     Raises:
         BrokenLogError: the log is damaged.

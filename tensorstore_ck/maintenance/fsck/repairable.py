@@ -1,6 +1,6 @@
-"""Whether damage can be mended with what is in the store: where there are other copies of blocks, and moved objects made anew.
+"""Whether damage can be repaired from the store itself: other copies of blocks, and rebuilt relocation maps.
 
-Reads footers and parts, no data, and only when something is damaged. What is told here fsck says, and repair does.
+It reads footers and parts, no data, and only if something is damaged. fsck reports what is found here, and repair does it.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -14,7 +14,7 @@ from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.format.part import Part, decode_part, part_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap, decode_moved
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
@@ -23,20 +23,20 @@ from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
-def command(*, reads_data: bool = False) -> str:
-    """The command that repairs; `reads_data` where only a check that reads data finds the damage, on any host."""
+def repair_command(*, reads_data: bool = False) -> str:
+    """The command that repairs; `reads_data` if only a check that reads data finds the damage."""
     return f"`tsck fsck {'--read-data ' if reads_data else ''}--repair`"
 
 
-def from_other(*, reads_data: bool = False) -> str:
-    """What to do where this store alone does not have it."""
-    return f"{command(reads_data=reads_data)[:-1]} --from OTHER_STORE` takes it from a store that has it"
+def other_store_advice(*, reads_data: bool = False) -> str:
+    """The advice if this store has no good copy."""
+    return f"{repair_command(reads_data=reads_data)[:-1]} --from OTHER_STORE` takes it from a store that has it"
 
 
 def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Ulid, tuple[str, bool]]:
-    """Damaged pack -> what can be done, and whether with this store alone; `hit` has the blocks that cannot be read.
+    """Damaged pack -> (advice, whether this store alone can repair it).
 
-    `reads_data`: whether data was read to find them.
+    `hit`: the unreadable blocks; `reads_data`: whether data was read to find them.
     """
     wanted = set[Digest]().union(*(hit.ids(pack) for pack in hit.packs))
     copies = find_copies(packs, wanted, unless={pack: set(hit.entries(pack)) for pack in hit.packs})
@@ -45,15 +45,18 @@ def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Uli
         ids, needs_data = hit.ids(pack), pack in packs.bad or (reads_data and pack in packs.listed)
         lost = len(ids - copies.keys())
         if lost:
-            other = from_other(reads_data=needs_data)
-            advice[pack] = (f"{lost} of {len(ids)} damaged blocks are nowhere else in this store: {other}", False)
+            other = other_store_advice(reads_data=needs_data)
+            advice[pack] = (f"{lost} of {len(ids)} damaged blocks have no other copy in this store: {other}", False)
         else:
-            advice[pack] = (f"every damaged block is in other packs, too: {command(reads_data=needs_data)} takes it from there", True)
+            advice[pack] = (
+                f"every damaged block is in other packs, too: {repair_command(reads_data=needs_data)} takes it from there",
+                True,
+            )
     return advice
 
 
 def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid, Part]]:
-    """Those of the parts that can be read."""
+    """The readable ones of some parts."""
     for ulid in parts:
         name = part_name(ulid)
         try:
@@ -63,7 +66,7 @@ def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid
 
 
 def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocations]]) -> BlockTables:
-    """What parts say of the blocks in these packs."""
+    """The blocks in some packs, as parts name them."""
     tables = BlockTables()
     for part, places in parts:
         ids = block_ids(part)
@@ -74,21 +77,21 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocation
 
 
 def as_written(part: Part) -> BlockLocations:
-    """Where a part's blocks were when it was written."""
+    """The locations of a part's blocks when it was written."""
     return BlockLocations(list(part.packs), part.extents, frozenset())
 
 
 def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
-    """The relocations in force, by their moved objects."""
+    """The relocations in force, by the names of their maps."""
     packs = {pack for pack, _ in view.all_relocations()}
     return {relocation.moved: relocation for pack in packs for relocation in view.relocations(pack)}
 
 
 def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
-    """Whether the moved object of a relocation is there as the log names it: then, what makes it useless is what the log says."""
+    """Whether the map of a relocation is the one that the log names. If it is useless all the same, the log entry is false."""
     name = ObjectKey("moved", relocation.moved).name
     try:
-        decode_moved(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
+        decode_relocation(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
     except StoreError as exc:
         require_reachable(backend, exc)
         return False
@@ -96,9 +99,9 @@ def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
 
 
 def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ulid, Part]]) -> bytes | None:
-    """The moved object of a relocation, made anew from the footers of both sides; None where they do not give the one that the log names.
+    """Rebuilds the map of a relocation from the footers of both sides; None if its hash is not the one in the log.
 
-    Where the pack itself is gone, what parts say of it stands for its footer.
+    If the pack is gone, the parts that name its blocks replace its footer.
     """
     targets: dict[bytes, tuple[int, ...]] = {}
     for number, target in enumerate(relocation.targets):
@@ -108,14 +111,14 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
         for entry, (block, offset, _, stored, _, codec, _, _) in enumerate(footer.entries.tolist()):
             targets.setdefault(block, (number, entry, stored, offset, codec))
     source = packs.footer(relocation.pack)
-    entries = source.entries if isinstance(source, Footer) else _told_by_parts(relocation.pack, parts)
+    entries = source.entries if isinstance(source, Footer) else _entries_from_parts(relocation.pack, parts)
     rows = [(entry, *targets[row[0]], 0, 0) for entry, row in enumerate(entries.tolist()) if row[4] and row[0] in targets]
     if not rows:
         return None
-    encoded = RelocationMap(relocation.pack, relocation.targets, np.array(rows, MOVED_DTYPE)).encode()
+    encoded = RelocationMap(relocation.pack, relocation.targets, np.array(rows, RELOCATION_DTYPE)).encode()
     return encoded if object_hash(encoded) == relocation.hash else None
 
 
-def _told_by_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
+def _entries_from_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
     tables = blocks_in({pack}, ((part, as_written(part)) for _, part in parts))
     return tables.packs.get(pack, np.zeros(0, ENTRY_DTYPE))

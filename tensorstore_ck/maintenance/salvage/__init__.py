@@ -1,9 +1,9 @@
-"""Makes a new log of what is left, when log entries or store.json were destroyed. Offline: no other process may write meanwhile.
+"""Makes a new log from what is left when log entries or store.json were destroyed. Offline: no other process may write meanwhile.
 
-report.py    what it says
-run.py       what is left: snapshots that are intact, and where those belong that no entry names
-moved.py     relocations whose log entry is lost
-newlog.py    the new log: operations that fold to what the old one did
+salvage.py           finds intact snapshots, and the place in history of those without a log entry
+lost_relocations.py  relocations whose log entry is lost
+rebuild_log.py       the new log: operations that fold to the same as the old ones
+report.py            SalvageReport
 """
 
 from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport

@@ -1,9 +1,8 @@
-"""Moved objects whose log entry is lost: those that may be put in force again.
+"""Relocation maps (objects under ``moved/``) whose log entry is lost: which of them may be used again.
 
-A moved object lists verified copies, and its seal says that it is as it was written. Still it might be one that was never in force and
-whose targets never mattered. So it is used where it can make nothing worse: its pack is not there, so that what it lists cannot be read
-otherwise; or its targets are there and hold, by their footers, the very blocks that it says. What gc swept is never used. And whatever
-it leads to is checked again, for each snapshot, against the ids in its parts.
+A map lists verified copies, and its seal proves that it is undamaged. But it may never have been committed. So it is used only where it
+cannot do harm: its pack is gone, so its blocks cannot be read otherwise; or its targets exist, and their footers list the blocks that
+the map says. Maps and packs that gc swept are never used. Each snapshot that it leads to is checked against the ids in its parts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.format.relocation import RelocationMap, decode_moved
+from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation, table_keys, table_rows
 from tensorstore_ck.log.cache import MemoryTable
@@ -26,15 +25,15 @@ from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
 class LostRelocation(NamedTuple):
-    """A moved object that the log does not put in force."""
+    """A relocation map that the log does not name."""
 
     ulid: Ulid
     hash: Digest
     moved: RelocationMap
 
 
-def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
-    """The moved objects that `view` does not know, and that gc did not sweep."""
+def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocation]:
+    """The relocation maps that `view` does not know, and that gc did not sweep."""
     in_force = {moved for _, moved in view.all_relocations()}
     found = []
     for info in backend.list("moved/"):
@@ -43,7 +42,7 @@ def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
             continue
         try:
             data = backend.get(info.name, max_bytes=MAX_OBJECT_BYTES)
-            moved = decode_moved(data, info.name, object_hash(data))
+            moved = decode_relocation(data, info.name, object_hash(data))
         except StoreError as exc:
             require_reachable(backend, exc)
             continue
@@ -51,26 +50,26 @@ def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
     return found
 
 
-def find_places(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
-    """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
-    placed.learn(view.places())
+def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
+    """Tells `placed` the locations of packs: from the log, from relocation maps, and by listing."""
+    placed.add_locations(view.locations())
     for each in unknown:
-        if each.moved.place is not None:
-            placed.learn(dict.fromkeys(each.moved.targets, each.moved.place))
-    for url in sorted(set(placed.places().values())):
+        if each.moved.location is not None:
+            placed.add_locations(dict.fromkeys(each.moved.targets, each.moved.location))
+    for url in sorted(set(placed.locations().values())):
         found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
-        placed.learn({pack: url for pack in found if pack is not None})
+        placed.add_locations({pack: url for pack in found if pack is not None})
 
 
 def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocation]) -> Iterator[Relocation]:
-    """Relocations that `view` does not know; older than all that it knows."""
+    """Usable relocations that `view` does not know; they count as older than all known ones."""
     for ulid, moved_hash, moved in unknown:
         pack = ObjectKey("pack", moved.pack)
         if pack.ulid not in packs.listed or _is_swept(view, pack) or _holds(packs, view, moved):
             yield Relocation(moved.pack, ulid, 0, moved_hash, tuple(moved.targets))
 
 
-def put_in_force(table: MemoryTable, relocations: list[Relocation]) -> None:
+def add_relocations(table: MemoryTable, relocations: list[Relocation]) -> None:
     """Adds relocations to a ref table."""
     with table.batch() as batch:
         for found in relocations:
@@ -79,7 +78,7 @@ def put_in_force(table: MemoryTable, relocations: list[Relocation]) -> None:
 
 
 def _holds(packs: Packs, view: RefTable, moved: RelocationMap) -> bool:
-    """Whether the targets hold what the pack does; of a pack without a footer, whether they hold such blocks at all."""
+    """Whether the targets have the pack's blocks; for a pack without a footer, whether they have such entries at all."""
     source = packs.footer(moved.pack)
     for number, target in enumerate(moved.targets):
         lines = moved.rows[moved.rows["target"] == number]

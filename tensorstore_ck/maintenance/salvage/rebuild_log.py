@@ -1,11 +1,11 @@
-"""The new log: operations that fold to what the old log did, less what is lost. Pure: it reads a fold, and folds in memory.
+"""The new log: operations that fold to the same state as the old log, without what is lost. Pure: it folds in memory.
 
-It retells what the old entries did, in their order and with their times: moves of branches, those that can be undone with the forgetting
-behind them, tags and pins; policies come last. Relocations come first; then the snapshots whose own put nobody remembers as a move of a
-branch, because it was forgotten for good: they are put, and let go in the same entry, and what holds them comes later. Whatever is
-forgotten by name alone (`expire` of a whole branch) is followed by an `undo` of what had stayed.
+It replays the effects of the old entries, in their order and with their times: moves of branches (undoable ones followed by their
+`expire`), tags and pins; policies come last. Relocations come first; then snapshots whose own put is no longer a move of a branch,
+because it was forgotten permanently: one entry puts and releases each, and later entries hold it again. An `expire` of a whole branch
+is followed by an `undo` of the moves that had stayed.
 
-Invariant: every snapshot that was kept is held at the end, whatever the old entries said.
+Invariant: every kept snapshot is held at the end, whatever the old entries were.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,28 +24,28 @@ PACKS_AN_ENTRY: Final = 40_000
 REFS_AN_ENTRY: Final = 1000
 
 Make = Callable[[RefTable, int], list[Op]]
-"""Operations for the entry of that number, given what it follows and what it did before."""
+"""Given the ref table so far and the entry's number: the operations to add to that entry."""
 
 
 class KeptHistory(NamedTuple):
-    """What goes into the new log."""
+    """The content of the new log."""
 
     held: Sequence[SnapshotInfo]
     doubtful: Sequence[SnapshotInfo]
-    """Held by nothing that is left; a lost entry may have held them."""
+    """Snapshots that only a lost entry may have held."""
     relocations: Sequence[Relocation]
     places: Mapping[Ulid, str]
-    """Packs that lie elsewhere -> where."""
+    """Packs at other locations -> URL."""
     are_entries_lost: bool
-    """An undo may be among them: so undo windows begin anew."""
+    """A lost entry may be an undo: so undo windows start again now."""
 
 
 class NewLog:
-    """A log as it grows, and its fold."""
+    """A growing log and its fold."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, list[Op]]] = []
-        """(time_ns, operations) of each."""
+        """(time_ns, operations) of each entry."""
         self._table = MemoryTable()
 
     @property
@@ -54,7 +54,7 @@ class NewLog:
         return RefTable(self._table)
 
     def add(self, time_ns: int, makes: Sequence[Make]) -> None:
-        """Adds an entry, if there is anything to do."""
+        """Adds an entry, unless it is empty."""
         n, ops = len(self.entries) + 1, list[Op]()
         with self._table.batch() as batch:
             for make in makes:
@@ -65,20 +65,20 @@ class NewLog:
             self.entries.append((time_ns, ops))
 
     def is_fold(self, view: RefTable) -> bool:
-        """Whether `view` is what the entries fold to."""
+        """Whether the entries fold to `view`."""
         return list(_rows(view)) == list(_rows(self.view))
 
 
-def retell(old: MemoryTable, kept: KeptHistory, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
-    """The new log, after a fold of the old one."""
+def rebuild_log(old: MemoryTable, kept: KeptHistory, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
+    """The new log, from a fold of the old one."""
     return _EventReplay(old, kept, make_put, now_ns).run()
 
 
 class _Event(NamedTuple):
-    """Something that an old entry did."""
+    """An effect of an old entry."""
 
     n: int
-    """That entry."""
+    """Number of the old entry."""
     time_ns: int
     is_put: bool
     make: Make
@@ -98,48 +98,48 @@ class _EventReplay:
         self._relocate()
         events = [*self._moves(), *self._tags_and_pins(), *self._windows()]
         put = {move.ulid for _, move in self._all_moves() if move.op == "put"}
-        self._put_apart([info for info in self._kept.held if info.ulid not in put])
+        self._put_unmoved([info for info in self._kept.held if info.ulid not in put])
         events.sort(key=lambda event: (event.n, not event.is_put))  # stable: a branch's moves stay in order
         for (_, time_ns), together in groupby(events, key=lambda event: (event.n, event.time_ns)):
             self._new.add(time_ns, [event.make for event in together])
         self._hold_the_rest()
         self._annotate()
         for glob, policy in self._old.policies().items():
-            self._new.add(policy.time_ns, [_just(Op.policy(glob, policy.rules))])
+            self._new.add(policy.time_ns, [_fixed(Op.policy(glob, policy.rules))])
         return self._new
 
-    # --- first: what the rest needs -----------------------------------------------------------------------------------
+    # --- first: relocations and puts ----------------------------------------------------------------------------------
 
     def _relocate(self) -> None:
-        """Of a pack that several lead away from, the newest counts first: so each entry of the old log makes one of its own."""
+        """Relocations in their old order, one new entry per old one: of several for a pack, readers use the newest first."""
         for url in sorted(set(self._kept.places.values())):
             there = sorted(pack for pack, place in self._kept.places.items() if place == url)
             for at in range(0, len(there), PACKS_AN_ENTRY):
-                self._new.add(self._now_ns, [_just(Op.place(there[at : at + PACKS_AN_ENTRY], url))])
+                self._new.add(self._now_ns, [_fixed(Op.set_location(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
         for _, together in groupby(ordered, key=lambda relocation: relocation.n):
             ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]
             for at in range(0, len(ops), RELOCATIONS_AN_ENTRY):
-                self._new.add(self._now_ns, [_just(*ops[at : at + RELOCATIONS_AN_ENTRY])])
+                self._new.add(self._now_ns, [_fixed(*ops[at : at + RELOCATIONS_AN_ENTRY])])
 
-    def _put_apart(self, apart: Sequence[SnapshotInfo]) -> None:
-        """Puts snapshots that no move of a branch puts; and those that are doubtful, into an undo window of their branch."""
+    def _put_unmoved(self, apart: Sequence[SnapshotInfo]) -> None:
+        """Puts snapshots without a put among the branch moves; and doubtful ones, into an undo window of their branch."""
         for info in sorted(apart, key=lambda info: info.n):
 
-            def put_and_let_go(_: RefTable, n: int, info: SnapshotInfo = info) -> list[Op]:
+            def put_and_release(_: RefTable, n: int, info: SnapshotInfo = info) -> list[Op]:
                 return [self._make_put(info.ulid), Op.expire(info.ref, None), Op.purge(n, info.ref)]
 
-            self._new.add(info.time_ns, [put_and_let_go])
+            self._new.add(info.time_ns, [put_and_release])
         for info in sorted(self._kept.doubtful, key=lambda info: info.n):
-            self._new.add(info.time_ns, [_just(self._make_put(info.ulid))])
+            self._new.add(info.time_ns, [_fixed(self._make_put(info.ulid))])
         refs = sorted({info.ref for info in self._kept.doubtful})
         for at in range(0, len(refs), REFS_AN_ENTRY):
-            self._new.add(self._now_ns, [_just(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])
+            self._new.add(self._now_ns, [_fixed(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])
 
-    # --- what the old entries did -------------------------------------------------------------------------------------
+    # --- effects of the old entries -----------------------------------------------------------------------------------
 
     def _all_moves(self) -> Iterator[tuple[str, BranchMove]]:
-        """Moves of branches, with those that can be undone."""
+        """Moves of branches, including undoable ones."""
         for branch in self._old.branches():
             for move in self._old.moves(branch, newest_first=False):
                 if move.ulid in self._held:
@@ -151,7 +151,7 @@ class _EventReplay:
     def _moves(self) -> Iterator[_Event]:
         for name, move in self._all_moves():
             is_put = move.op == "put"
-            yield _Event(move.n, move.time_ns, is_put, partial(self._put, move.ulid) if is_put else partial(_arrive, name, move.root))
+            yield _Event(move.n, move.time_ns, is_put, partial(self._put, move.ulid) if is_put else partial(_move_branch, name, move.root))
 
     def _put(self, ulid: Ulid, _view: RefTable, _n: int) -> list[Op]:
         return [self._make_put(ulid)]
@@ -179,34 +179,34 @@ class _EventReplay:
     # --- last ---------------------------------------------------------------------------------------------------------
 
     def _hold_the_rest(self) -> None:
-        """Where entries are lost, what is left may contradict itself: a tag that was made twice, say. Nothing may fall between."""
+        """After lost entries the rest may be contradictory, such as a tag that was made twice: holds kept snapshots that are unheld."""
         for info in self._kept.held:
             there = self._new.view.by_root(info.root)
             if there is None or not self._new.view.is_live(there.ulid):
-                self._new.add(self._now_ns, [partial(_arrive, f"salvaged/{ulid_text(info.ulid)}", info.root)])
+                self._new.add(self._now_ns, [partial(_move_branch, f"salvaged/{ulid_text(info.ulid)}", info.root)])
 
     def _annotate(self) -> None:
         for root in dict.fromkeys(info.root for info in (*self._kept.held, *self._kept.doubtful)):
             value = self._table.get(table_keys.note_key(root))
             if value is not None:
                 note = table_rows.decode_row(table_rows.NoteRow, value)
-                self._new.add(self._now_ns, [_just(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
+                self._new.add(self._now_ns, [_fixed(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
 
 
-def _just(*ops: Op) -> Make:
+def _fixed(*ops: Op) -> Make:
     return lambda _view, _n: list(ops)
 
 
-def _arrive(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
+def _move_branch(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
     return [Op.reset(name, root) if view.branch(name) is not None else Op.branch(name, root)]
 
 
 def _tag_event(name: str, tag: TagRow) -> _Event:
-    return _Event(tag.n, tag.time_ns, False, _just(Op.tag(name, tag.root)))
+    return _Event(tag.n, tag.time_ns, False, _fixed(Op.tag(name, tag.root)))
 
 
 def _pin_event(pin: Pin, info: SnapshotInfo) -> _Event:
-    return _Event(pin.n, pin.time_ns, False, _just(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
+    return _Event(pin.n, pin.time_ns, False, _fixed(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
 
 
 def _untag(window: UndoWindow, view: RefTable, _n: int) -> list[Op]:
@@ -214,7 +214,7 @@ def _untag(window: UndoWindow, view: RefTable, _n: int) -> list[Op]:
 
 
 def _forget(window: UndoWindow, view: RefTable, n: int) -> list[Op]:
-    """Into an undo window with `window.moves`, and nothing else. A branch's head goes with the whole branch only."""
+    """Makes an undo window with exactly `window.moves`. A branch's head can be forgotten only with the whole branch."""
     branch, gone = view.branch(window.name), {move.ulid for move in window.moves}
     if branch is None:
         return []

@@ -1,4 +1,4 @@
-"""What salvage says that it did."""
+"""The report of salvage."""
 
 from dataclasses import dataclass
 
@@ -15,30 +15,30 @@ class Salvaged:
     step: int | None
     root: str
     note: str
-    """Where it was found, or why it is not in the new log."""
+    """How it was found, or why it is not in the new log."""
 
 
 @dataclass(frozen=True, slots=True)
 class SalvageReport:
-    """What salvage did; with ``dry_run``, would do."""
+    """What salvage did; with ``dry_run``, what it would do."""
 
     log: str
-    """Prefix of the new log; empty when the old one is intact, and nothing was done."""
+    """Prefix of the new log; empty if the old log is intact, and nothing was done."""
     problems: tuple[str, ...]
-    """What was wrong."""
+    """What was damaged."""
     branches: tuple[str, ...]
     tags: tuple[str, ...]
     kept: int
-    """Snapshots in the new log that something holds."""
+    """Held snapshots in the new log."""
     recovered: tuple[Salvaged, ...]
-    """Those of them that no surviving entry or checkpoint names; one whose save was interrupted just before its end may be among them.
-    And those that nothing holds any more as far as the entries tell that are left: `undo` brings them back until gc frees them."""
+    """The held snapshots that no surviving entry or checkpoint names (perhaps also one whose save was interrupted just before its end), and
+    those that nothing holds according to the surviving entries: `undo` brings them back until gc frees them."""
     lost: tuple[Salvaged, ...]
-    """Damaged: not in the new log."""
+    """Damaged snapshots, which are not in the new log."""
     left_out: tuple[Salvaged, ...]
-    """Intact, but never published: saves that were interrupted, lost a race or were aborted."""
+    """Intact, but never published: interrupted and aborted saves, and those that lost a race."""
 
 
-def told(info: SnapshotInfo, note: str) -> Salvaged:
-    """A snapshot, as the report has it."""
+def salvaged(info: SnapshotInfo, note: str) -> Salvaged:
+    """The report's row of a snapshot."""
     return Salvaged(ulid_text(info.ulid), info.ref, info.step, info.root.hex(), note)

@@ -1,9 +1,9 @@
-"""Finds out what is left of a store, and writes a new log of it. Offline: no other process may write meanwhile.
+"""Finds what is left of a store, and writes a new log from it. Offline: no other process may write meanwhile.
 
-A snapshot is kept when something holds it, and its record, parts, layout and packs are there and fit each other. What holds it comes
-from the entries and checkpoints that survived; a record that none of them knows goes where its lost entry was, by the ref that it names
-and the entry that its part was made under. What gc swept stays gone, and what expired is no stray; but as a lost entry may have held it,
-it gets another undo window if it is intact. Nothing is deleted, and store.json is replaced last: a crash before leaves all as it was.
+A snapshot is kept if something holds it, and its record, parts, layout and packs are intact. Surviving entries and checkpoints tell what
+holds it. A record that none of them names takes the place of its lost entry, found by its ref and the anchor of its parts. Swept objects
+stay deleted. A lost entry may have held an expired snapshot, so it gets a new undo window if it is intact. Nothing is deleted, and
+store.json is replaced last: a crash before that changes nothing.
 """
 
 import threading
@@ -11,14 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from tensorstore_ck.backend import probe_create
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.opening import make_engine
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
@@ -26,19 +26,18 @@ from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
+from tensorstore_ck.gc.listing import list_kind
 from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, logs_in, validate_ref_name
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
-from tensorstore_ck.maintenance.fsck.check_packs import ListedPacks, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
-from tensorstore_ck.maintenance.salvage.lost_relocations import find_places, find_relocations, put_in_force, read_unknown
-from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, retell
-from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, told
-
-REMOTE_THREADS: Final = 8
+from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
+from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
+from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, rebuild_log
+from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, salvaged
 
 
 def salvage(
@@ -49,13 +48,13 @@ def salvage(
     new_id: IdSource = new_ulid,
     open_place: Callable[[str], Backend] | None = None,
 ) -> SalvageReport:
-    """Makes a new log of every snapshot that is intact, if the log or store.json is damaged; else does nothing.
+    """Makes a new log with every intact snapshot, if the log or store.json is damaged; else does nothing.
 
-    `open_place` opens the places that packs were moved to.
+    `open_place` opens the locations of moved packs.
 
     Raises:
-        NotAStoreError: there is nothing of a store.
-        FormatVersionError: a newer build wrote to this store: salvage with that one.
+        NotAStoreError: there is no store.
+        FormatVersionError: a newer build wrote to this store: salvage with that build.
     """
     return _Salvage(backend, clock, new_id, open_place or LocationOpener(backend.url)).run(dry_run=dry_run)
 
@@ -69,12 +68,12 @@ class _Stray(NamedTuple):
 
 
 class _Intact(NamedTuple):
-    """A snapshot that can be read."""
+    """A readable snapshot."""
 
     anchor: int
-    """The highest of its parts: its log entry came later."""
+    """The highest anchor of its parts: its log entry came later."""
     moved: frozenset[Ulid]
-    """The moved objects that it needs."""
+    """The relocation maps that it needs."""
 
 
 class _Salvage:
@@ -92,26 +91,26 @@ class _Salvage:
         config, genesis_uuid = self._read_config(dry_run=dry_run)
         log = self._check_log(config, genesis_uuid, {})
         self._problems += [problem.message for problem in log.problems if problem.kind == BrokenLogError.kind]
-        unknown = read_unknown(self._backend, log.view)
-        find_places(log.view, unknown, self._placed)
-        packs = self._list_packs()
+        unknown = read_lost_relocations(self._backend, log.view)
+        learn_locations(log.view, unknown, self._placed)
+        packs = Packs(self._backend, list_kind(self._backend, "pack"))
         found = list(find_relocations(packs, log.view, unknown))
-        put_in_force(log.table, found)
+        add_relocations(log.table, found)
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         strays = {stray.info.ulid: stray for stray in self._read_strays(log.view)}
         engine = make_engine(self._placed.at(None), config, MemoryTable(), clock=self._clock, new_id=self._new_id)
-        engine = still_engine(replace(engine, backend=self._backend, placed=self._placed), log)
+        engine = read_only_engine(replace(engine, backend=self._backend, placed=self._placed), log)
         intact = self._check_snapshots(engine, packs, [*known, *(stray.info for stray in strays.values())])
         filled = self._check_log(config, genesis_uuid, self._place(log, strays, intact))
         self._lost = {ulid: lost for ulid, lost in self._lost.items() if filled.view.expired_at(ulid) is None}
         held = [info for info in filled.view.snapshots() if info.ulid in intact]
-        recovered = [told(info, "found by its record") for info in held if info.ulid in strays]
+        recovered = [salvaged(info, "found by its record") for info in held if info.ulid in strays]
         are_entries_lost = bool(log.lost or recovered)
         doubtful = [info for info in filled.view.snapshots(live=False) if info.ulid in intact] if are_entries_lost else []
         needed = {moved for info in (*held, *doubtful) for moved in intact[info.ulid].moved}
         in_use = [relocation for relocation in _relocations(log.view) if relocation.moved in needed]
         self._problems += [
-            f"no log entry says that what was in {pack_name(lost.pack)} is where {ObjectKey('moved', lost.moved).name} says"
+            f"no log entry names {ObjectKey('moved', lost.moved).name}, which relocates the blocks of {pack_name(lost.pack)}"
             for lost in found
             if lost in in_use and lost.pack not in packs.listed
         ]
@@ -121,20 +120,20 @@ class _Salvage:
         if not dry_run:
             self._write(
                 config,
-                retell(
+                rebuild_log(
                     filled.table, KeptHistory(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()
                 ),
             )
             self._backend.replace(CONFIG_NAME, config.encode())
-            if genesis_uuid is None:  # store.json was lost, and with it the uuid that places are marked with
-                self._placed.take(config.uuid)
-        note = "nothing that is left holds it: `tsck undo` brings it back, until gc frees it"
-        return self._report(config.log, filled.view, held, [*recovered, *(told(info, note) for info in doubtful)])
+            if genesis_uuid is None:  # store.json was lost, and with it the UUID in the marks of locations
+                self._placed.claim_all(config.uuid)
+        note = "no surviving entry holds it: `tsck undo` brings it back, until gc frees it"
+        return self._report(config.log, filled.view, held, [*recovered, *(salvaged(info, note) for info in doubtful)])
 
-    # --- what is left -------------------------------------------------------------------------------------------------
+    # --- surviving objects --------------------------------------------------------------------------------------------
 
     def _read_config(self, *, dry_run: bool) -> tuple[StoreConfig, bytes | None]:
-        """The configuration, made anew where it is lost; and the uuid that the log began with, where that is known."""
+        """The configuration, a new one if it is lost; and the UUID that the log began with, if known."""
         data = b""
         try:
             data = self._backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
@@ -142,7 +141,7 @@ class _Salvage:
         except DamageError as exc:
             self._problems.append(str(exc))
         except FormatVersionError as exc:
-            raise FormatVersionError(f"{exc}; or, if it is just damaged, move it away and salvage again", object_id=CONFIG_NAME) from exc
+            raise FormatVersionError(f"{exc}; or, if it is only damaged, move it away and salvage again", object_id=CONFIG_NAME) from exc
         else:
             if is_log_lost(self._backend, config):
                 self._problems.append(f"{CONFIG_NAME} names the log {config.log}, which is not there")
@@ -150,7 +149,7 @@ class _Salvage:
             return config, uuid.UUID(config.uuid).bytes
         logs = logs_in(self._backend)
         if not logs and next(iter(self._backend.list("snapshots/")), None) is None:
-            raise NotAStoreError(f"there is nothing of a store at {self._backend.url}", object_id=self._backend.url)
+            raise NotAStoreError(f"there is no store at {self._backend.url}", object_id=self._backend.url)
         config = replace(new_config(exclusive_create=dry_run or probe_create(self._backend)), log=logs[-1] if logs else "log")
         seen = confirmed(self._backend, data, config)
         return (config, None) if seen is None else (seen, uuid.UUID(seen.uuid).bytes)
@@ -165,20 +164,12 @@ class _Salvage:
             raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
         return log
 
-    def _list_packs(self) -> Packs:
-        listed: dict[Ulid, ListedPacks] = {}
-        for info in self._backend.list("packs/"):
-            ulid = parse_ulid(info.name[-26:])
-            if ulid is not None:
-                listed[ulid] = ListedPacks(info.size_bytes, info.modified_ns)
-        return Packs(self._backend, listed)
-
     def _places_of(self, packs: Packs) -> dict[Ulid, str]:
-        """Where those packs lie that are there, and not at the store's own place."""
-        return {pack: url for pack, url in self._placed.places().items() if pack in packs.listed}
+        """The listed packs at other locations -> URL."""
+        return {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
 
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
-        """Records that the log never published; those that expired and those that gc freed are none."""
+        """Records that the log does not name, without expired and freed ones."""
         for name in sorted(info.name for info in self._backend.list("snapshots/")):
             ulid = parse_ulid(name[-26:])
             if ulid is None or name != record_name(ulid) or _was_published(view, ulid):
@@ -194,9 +185,9 @@ class _Salvage:
             yield _Stray(_info(ulid, record, data), record, data)
 
     def _check_snapshots(self, engine: Engine, packs: Packs, infos: list[SnapshotInfo]) -> dict[Ulid, _Intact]:
-        """The snapshots that are intact.
+        """The intact snapshots.
 
-        One that gc freed is not damaged: the log that is left says that something holds it, where the entry is lost that let it go.
+        A snapshot that gc freed is not reported as lost: the entry that released it is lost, so the surviving log still holds it.
         """
         view, intact = engine.log.view(), dict[Ulid, _Intact]()
 
@@ -205,7 +196,7 @@ class _Salvage:
             is_freed = any((state := view.object_state(key)) is not None and state.swept for key in checked.needs)
             with self._lock:
                 if checked.damages and not is_freed and view.object_state(ObjectKey("snapshot", info.ulid)) is None:
-                    self._lost[info.ulid] = told(info, "; ".join(damage.message for damage in checked.damages))
+                    self._lost[info.ulid] = salvaged(info, "; ".join(damage.message for damage in checked.damages))
                 if not checked.damages and not is_freed:
                     moved = frozenset(key.ulid for key in checked.needs if key.kind == "moved")
                     intact[info.ulid] = _Intact(checked.anchor, moved)
@@ -214,17 +205,16 @@ class _Salvage:
         return intact
 
     def _place(self, log: LogCheck, strays: Mapping[Ulid, _Stray], intact: Mapping[Ulid, _Intact]) -> dict[int, list[Entry]]:
-        """Puts in place of the lost entries: by number.
+        """Puts for lost entries, by number.
 
-        A put's entry comes after its anchor, and one that may still matter after the entry at which gc found that nothing holds it. One
-        that can only come before or after all lost entries was never published, unless it continues its branch: then its entry was
-        the last, and left no trace.
+        A put's entry comes after its anchor, and after the entry at which gc condemned its record, if it did. If it does not fit into a
+        gap, it was never published, unless it continues its branch: then its entry was the last one, and left no trace.
         """
         after: dict[Ulid, int] = {}
         for ulid in strays.keys() & intact.keys():
             condemned = log.view.object_state(ObjectKey("snapshot", ulid))
             after[ulid] = max(intact[ulid].anchor, condemned.n if condemned is not None else 0)
-        _put_parents_first(after, strays, log.view)
+        _order_parents_first(after, strays, log.view)
         heads = {branch: head.root for branch in log.view.branches() if (head := log.view.branch(branch))}
         fill: dict[int, list[Entry]] = {}
         for ulid, anchor in sorted(after.items(), key=lambda item: (item[1], strays[item[0]].info.time_ns)):
@@ -232,8 +222,8 @@ class _Salvage:
             n = next((max(gap.start, anchor + 1) for gap in log.lost if gap.stop > max(gap.start, anchor + 1)), log.last + 1)
             continues = intact[ulid].anchor >= log.last or heads.get(info.ref) == info.parent
             if outcome is not None or (n > log.last and not continues):
-                why = "it was aborted" if outcome else "no entry that could have published it is lost: it was never published"
-                self._left_out.append(told(info, why))
+                why = "it was aborted" if outcome else "no lost entry can have published it: it was never published"
+                self._left_out.append(salvaged(info, why))
                 continue
             if n > log.last:
                 heads[info.ref] = info.root
@@ -244,7 +234,7 @@ class _Salvage:
     # --- the new log --------------------------------------------------------------------------------------------------
 
     def _write(self, config: StoreConfig, new: NewLog) -> None:
-        """Writes the new log and checks what it folds to. Its entries have the times of the old ones."""
+        """Writes the new log with the times of the old entries, and verifies its fold."""
         now = [0]
         log = Log(
             self._backend,
@@ -255,14 +245,14 @@ class _Salvage:
             actor=current_actor(),
             new_id=self._new_id,
             shared=False,
-            is_made_anew=True,
+            may_begin=True,
         )
         for now[0], ops in new.entries:
             log.append(lambda _, ops=ops: ops)  # type: ignore[misc]
         written = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
         if written.problems or not new.is_fold(written.view):
             raise CorruptObjectError(
-                f"the new log {config.log} is not what was written: nothing was changed, try again", object_id=config.log
+                f"the new log {config.log} differs from what was written: nothing was changed, try again", object_id=config.log
             )
 
     def _put(self, ulid: Ulid) -> Op:
@@ -291,8 +281,8 @@ def _was_published(view: RefTable, ulid: Ulid) -> bool:
     return view.snapshot(ulid) is not None or (outcome is not None and outcome.put) or (state is not None and state.swept)
 
 
-def _put_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], view: RefTable) -> None:
-    """A parent was published when its child was begun, whatever the anchor says of a part that repair made anew later."""
+def _order_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], view: RefTable) -> None:
+    """Corrects anchors: a parent was published before its child began, but parts that repair rebuilt have later anchors."""
     by_root: dict[Digest, list[Ulid]] = {}
     for ulid in after:
         by_root.setdefault(strays[ulid].info.root, []).append(ulid)
@@ -308,7 +298,7 @@ def _relocations(view: RefTable) -> Iterator[Relocation]:
 
 
 def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
-    """What the log would say of a record."""
+    """The log's row for a record."""
     return SnapshotInfo(
         ulid,
         record.root(),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
-from tensorstore_ck.format.block_assignment import Region, regions
+from tensorstore_ck.format.block_assignment import Region, regions_of_rank
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
@@ -111,7 +111,7 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
 
 
 def _regions(spec: TensorSpec, placed: MeshSpread, rank: int, cut: CompleteCut) -> list[Region]:
-    return regions(Layout([spec], 0, (), [placed.mesh], [Sharding(0, placed.placements)]), rank, cut.ranks)
+    return regions_of_rank(Layout([spec], 0, (), [placed.mesh], [Sharding(0, placed.placements)]), rank, cut.ranks)
 
 
 def _digest(source: ByteSource, start: int, stop: int) -> bytes:

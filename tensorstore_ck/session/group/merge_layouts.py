@@ -14,7 +14,7 @@ import numpy as np
 from tensorstore_ck.format.layout import Layout, Node, Sharding, SharedStorage, TensorSpec
 from tensorstore_ck.format.layout import Spread as LayoutSpread
 from tensorstore_ck.format.sharding import BoxBounds, Mesh
-from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves, parse
+from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import describe
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread, NotOneTensorError, Spread, cuts_of
 from tensorstore_ck.session.group.rank_kinds import RankKind, ReportedBoxes
@@ -169,13 +169,13 @@ class _Uniting:
         self._check_same_kind(
             trees,
             lambda other: (
-                isinstance(other, Branch)
+                isinstance(other, Container)
                 and other.node[0] == tag
                 and (tag not in _TYPED or other.node[1] == first.node[1])
                 and (is_dict or [*map(repr, other.keys)] == [*map(repr, first.keys)])
             ),
         )
-        branches = [(number, branch) for number, branch in trees if isinstance(branch, Branch)]
+        branches = [(number, branch) for number, branch in trees if isinstance(branch, Container)]
         children: dict[str, list[tuple[int, Tree]]] = {}
         keys: dict[str, Any] = {}
         for number, branch in branches:
@@ -204,7 +204,7 @@ class _Uniting:
             advice = f"what differs in length or kind needs a dict with names as keys; or {RANK_STATE}"
             raise LayoutMismatchError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
 
-    def _check_numbers(self, path: str, branches: Sequence[tuple[int, Branch]]) -> None:
+    def _check_numbers(self, path: str, branches: Sequence[tuple[int, Container]]) -> None:
         """A number may mean different parameters on different ranks, unless all have the same parameters."""
         first: dict[tuple[frozenset[str], frozenset[str]], int] = {}
         for side, branch in branches:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.engine.write.rank_parts import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
@@ -77,7 +77,7 @@ class PipelineStage:
     def _blob(self, index: int) -> bytes:
         part = self._first
         memory = bytearray(int(part.blobs["size"][index]))
-        opened = OpenPart(part, self.name, resolve(self._engine, self._engine.log.view(), part), lambda _: "a large value")
+        opened = OpenPart(part, self.name, locate_blocks(self._engine, self._engine.log.view(), part), lambda _: "a large value")
         first = int(part.blobs["blocks"][:index].sum())
         rows = range(first, first + int(part.blobs["blocks"][index]))
         read_unpublished(self._engine, wanted_blocks(opened, rows, 0, BufferTarget(memoryview(memory))))
@@ -92,19 +92,19 @@ def contradiction(stages: Sequence[PipelineStage]) -> str:
         return f"{who} {what} {path!r}: {ADVICE}"
 
     try:
-        union = MergedLayout(stages)
+        merged = MergedLayout(stages)
     except LayoutConflictError as exc:
-        return words("have different containers, shapes or types as", exc.path, exc.sides)
-    for each in union.numbered:
-        return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.sides)
-    for each in union.differing:
-        return words("have different values as", each.path, each.sides)
-    for tensor, places in union.shared.items():
+        return words("have different containers, shapes or types as", exc.path, exc.parts)
+    for each in merged.numbered_tensors:
+        return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.parts)
+    for each in merged.value_conflicts:
+        return words("have different values as", each.path, each.parts)
+    for tensor, places in merged.shared_tensors.items():
         (first, number), *others = places
         expected = stages[first].stored(number)
         for other, at in others:
             found = stages[other].stored(at)
-            name, sides = union.layout.tensors[tensor].name, (first, other)
+            name, sides = merged.layout.tensors[tensor].name, (first, other)
             if found.keys() != expected.keys():
                 return words("cut one tensor in different ways, so that it cannot be seen whether it is the same on both,", name, sides)
             if found != expected:

@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTensor
-from tensorstore_ck.format.layout import Explicit, Layout
+from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
+from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, PlanMemory, PlannedTensor, PutPlan
 
 
@@ -30,7 +30,7 @@ def planned(
     kept = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
-        return captured._replace(sources=sources, explicit=[Explicit(tensor, each.boxes) for tensor, each in sorted(kept.items())])
+        return captured._replace(sources=sources, explicit=[ExplicitRegions(tensor, each.boxes) for tensor, each in sorted(kept.items())])
     united: list[ByteSource] = [NOTHING] * len(layout.tensors)
     frozen: dict[int, FrozenTensor] = {}
     for place in known.places:
@@ -42,7 +42,7 @@ def planned(
         if isinstance(spread, str):
             own = kept.get(tensor, StoredRegions(NOTHING, ()))
             united[tensor] = own.source
-            explicit.append(Explicit(tensor, own.boxes))
+            explicit.append(ExplicitRegions(tensor, own.boxes))
     return CapturedState(layout, values, blobs, united, explicit, frozen)
 
 
@@ -124,7 +124,7 @@ def _pairs(own: Tree, ours: Tree) -> Iterator[tuple[Leaf, Leaf]]:
             pending.append((mine.attributes, other.attributes))
 
 
-def _key(branch: Branch, at: int) -> str:
+def _key(branch: Container, at: int) -> str:
     return repr(branch.keys[at]) if branch.keys else str(at)
 
 

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, every_region
-from tensorstore_ck.format.layout import Explicit, Layout, decode_layout
+from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, regions_of_tensor
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
 from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.sealed import pack_body, take, unpack_body
 from tensorstore_ck.format.sharding import BoxBounds
@@ -22,7 +22,7 @@ MAX_SHARE_TWICE: Final = 1 / 10
 """The share of a save's bytes that several kinds of ranks may each store, although they are the same."""
 ZIP_LEVEL: Final = 1
 
-ReportedBoxes = Mapping[int, Sequence[Explicit]]
+ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
 """Rank -> its regions of tensors whose regions do not follow from its layout."""
 
 
@@ -93,18 +93,18 @@ def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
         if uncovered(kind.layout, {rank: reported.get(rank, ()) for rank in kind.ranks}):
             return False
     try:
-        union = MergedLayout(kinds)
+        merged = MergedLayout(kinds)
     except LayoutConflictError:
         return False
-    if union.numbered or union.differing:
+    if merged.numbered_tensors or merged.value_conflicts:
         return False
     twice = 0
-    for places in union.shared.values():
+    for places in merged.shared_tensors.values():
         if len({_cut(kinds[side], number, reported) for side, number in places}) > 1:
             return False
         side, number = places[0]
         twice += (len(places) - 1) * kinds[side].layout.tensors[number].size_bytes
-    once = sum(spec.size_bytes for spec in union.layout.tensors)
+    once = sum(spec.size_bytes for spec in merged.layout.tensors)
     return twice <= max(MIN_RUN_BYTES, once * MAX_SHARE_TWICE)
 
 
@@ -114,4 +114,4 @@ def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tupl
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
         return next((each.boxes for each in reported.get(rank, ()) if each.tensor == tensor), ())
 
-    return frozenset((each.is_flat, each.offsets, each.sizes) for each in every_region(kind.layout, tensor, kind.ranks, boxes_of))
+    return frozenset((each.is_flat, each.offsets, each.sizes) for each in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of))

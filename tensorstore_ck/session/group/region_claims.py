@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
@@ -25,7 +25,7 @@ class RegionClaim(NamedTuple):
     """The rank that stores it."""
 
 
-def uncovered(layout: Layout, reported: Mapping[int, Sequence[Explicit]]) -> str:
+def uncovered(layout: Layout, reported: Mapping[int, Sequence[ExplicitRegions]]) -> str:
     """Which tensor is not held exactly once by the ranks with a layout, as text; empty if all are.
 
     `reported`: rank -> its regions of tensors whose regions do not follow from the layout.
@@ -38,7 +38,7 @@ def uncovered(layout: Layout, reported: Mapping[int, Sequence[Explicit]]) -> str
     return ""
 
 
-def held_of(reported: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]:
+def held_of(reported: Mapping[int, Sequence[ExplicitRegions]]) -> dict[int, list[Held]]:
     """Tensor -> its regions, and the ranks that hold them."""
     held: dict[int, list[Held]] = {}
     for rank, explicit in reported.items():

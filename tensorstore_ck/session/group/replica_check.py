@@ -12,7 +12,7 @@ from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot
-from tensorstore_ck.format.block_assignment import regions
+from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRegions, contradicting
@@ -60,7 +60,7 @@ def digests_of(
 ) -> ReplicaDigests:
     """Hashes everything that this rank holds with others, block by block; `reported` was hashed already."""
     tensors = captured.layout.tensors
-    held = [] if only_reported else regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+    held = [] if only_reported else regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     found: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
@@ -69,7 +69,7 @@ def digests_of(
         base = ends.get(region.tensor, 0)
         ends[region.tensor] = base + region.size_bytes(spec)
         if len(region.replicas) > 1:
-            tasks.append((number, base, region.lengths(spec, block_bytes)))
+            tasks.append((number, base, region.block_lengths(spec, block_bytes)))
 
     def digest(task: tuple[int, int, list[int]]) -> None:
         number, start, lengths = task

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.engine.write.put import put
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.block_assignment import Region, regions, shares
+from tensorstore_ck.format.block_assignment import Region, assign_blocks, regions_of_rank
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.part_index import PartIndex
@@ -124,7 +124,7 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
 
 
 def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
-    held = regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     sets: dict[tuple[int, ...], list[_Held]] = {}
     for region, start in zip(held, source_offsets(captured, held), strict=True):
         if len(region.replicas) > 1:
@@ -134,7 +134,7 @@ def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list
 
 def _runs(layout: Layout, several: Sequence[_Held], writer: int, block_bytes: int) -> list[_Run]:
     """The blocks that a rank writes of the regions of one set."""
-    written = shares(layout, [held.region for held in several], writer, block_bytes)
+    written = assign_blocks(layout, [held.region for held in several], writer, block_bytes)
     return [_Run(several[share.region], share.start, share.lengths) for share in written]
 
 

@@ -14,7 +14,7 @@ from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.group.rank_messages import in_the_job
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences
-from tensorstore_ck.state.check import StateCheck, StateProblem, checked, look_at
+from tensorstore_ck.state.check import StateCheck, StateProblem, build_check, inspect_state
 from tensorstore_ck.state.rank_shares import describer_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def check_ranks(
 
     def prepare() -> PreparedPut:
         for each, describer in ((state, describer_of(group)), (rank_state, None)):
-            found, captured = look_at(each, describer)
+            found, captured = inspect_state(each, describer)
             problems.extend(found)
             looked_at.append(captured)
         if problems:
@@ -49,7 +49,7 @@ def check_ranks(
         problems = problems or [StateProblem(exc.object_id, str(exc))]
     if tensor_bytes is None:
         tensor_bytes = sum(source.size_bytes for source in looked_at[0].sources)
-    return checked(problems, looked_at[0], engine.backend, tensor_bytes, writers=own.ranks)
+    return build_check(problems, looked_at[0], engine.backend, tensor_bytes, writers=own.ranks)
 
 
 class RankDryRun(RankPut):

@@ -1,7 +1,6 @@
 """What a store handle gives to its saves, and what saves of one process and of many ranks share."""
 
 import logging
-import random
 import time
 import weakref
 import zlib
@@ -10,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.common.free_space import require_room
+from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
@@ -86,7 +86,7 @@ class SaveContext:
         """
         engine, tier = self.engine, self.engine.tier
         if tier is None:
-            require_room(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the save to {ref!r}")
+            require_free_space(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the save to {ref!r}")
             return
         while True:
             try:
@@ -127,7 +127,7 @@ class SaveContext:
             except (BackendUnavailableError, UndecidedError) as exc:
                 if isinstance(exc, UndecidedError) and self.engine.single_writer:
                     raise  # without exclusive creates, nothing may be retried before a person has looked
-                delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
+                delay = next_delay(attempt, 0.5, LONGEST_PAUSE_SECONDS, least=0.5)
                 self.retried(status, what, exc, delay)
                 status.pause(delay)
         raise AssertionError("unreachable")

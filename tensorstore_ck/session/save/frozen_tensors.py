@@ -35,7 +35,7 @@ class FrozenTensors:
         """
         if not globs:
             return captured
-        from tensorstore_ck.state.capture_copy import place_of  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.state.capture_copy import memory_key  # noqa: PLC0415 - loads torch
         from tensorstore_ck.state.select import Selection  # noqa: PLC0415 - loads torch
 
         selection, frozen = Selection(globs), dict[int, FrozenTensor]()
@@ -43,7 +43,7 @@ class FrozenTensors:
             if not selection.fits(spec.name):
                 continue
             source = captured.sources[number]
-            place = (scope, spec, *place_of(source))
+            place = (scope, spec, *memory_key(source))
             known = self._known.get(spec.name)
             if known is None or known.place != place:
                 known = self._known[spec.name] = _FrozenTensor(place, FrozenTensor(VERIFY_EVERY), source)

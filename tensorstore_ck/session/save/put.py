@@ -25,7 +25,7 @@ from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_protocol import Admission
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.stage import stage
-from tensorstore_ck.state.capture_copy import Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 
 
 class SinglePut:
@@ -62,7 +62,7 @@ class SinglePut:
             StoreError: it cannot be saved.
         """
         self._take_apart()
-        self.needed_bytes = sum(copied_bytes(each, each.frozen) for each in self._captured())
+        self.needed_bytes = sum(slot_bytes(each, each.frozen) for each in self._captured())
         self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
 
     def check_known(self) -> None:
@@ -94,7 +94,7 @@ class SinglePut:
         sampling, self._options = self._options.sampling_of_copies(self.number)
         for each in self._captured():
             copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
-            start += copied_bytes(each, each.frozen)
+            start += slot_bytes(each, each.frozen)
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
     def run(self, status: PutStatus) -> SnapshotInfo | None:
@@ -196,7 +196,7 @@ def _freeable_said(engine: Engine) -> Iterator[None]:
             raise
         said: list[str] = []
         with suppress(StoreError, OSError):  # the cache may be full, too
-            said = plan_gc(engine.of_store()).freeable.said()
+            said = plan_gc(engine.of_store()).freeable.describe()
         if not said:
             raise
         raise NoSpaceError(". ".join([str(exc), *said]), object_id=exc.object_id) from exc

@@ -60,7 +60,7 @@ def sweep(tier: StagingTier) -> None:
     tier.folder.drop_temporaries()
     found, damaged = read_manifests(tier.folder)
     if not damaged:  # else the damaged manifest may name these files
-        tier.uploader.drop(tier.folder.unnamed({name for manifest in found for name in manifest.names}))
+        tier.uploader.drop(tier.folder.orphans({name for manifest in found for name in manifest.names}))
 
 
 def resume_alone(context: SaveContext, tier: StagingTier) -> list[ResumedPut]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar, cast
 
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.errors import InvalidOptionError, RetryableError, SnapshotAbortedError, StoreError, UndecidedError
 from tensorstore_ck.log import Op
 from tensorstore_ck.log.snapshot import Snapshot
@@ -19,7 +20,7 @@ def retrying(context: SaveContext, call: Callable[[], T], *, attempts: int, paus
     """See `Store.retrying`."""
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(f"attempts must be a whole number from 1 on, not {attempts!r}", object_id="attempts")
-    pauses = [min(pause_seconds * 2**number, LONGEST_PAUSE_SECONDS) for number in range(attempts - 1)]
+    pauses = [next_delay(number, pause_seconds, LONGEST_PAUSE_SECONDS, least=1.0) for number in range(attempts - 1)]
     for pause in (*pauses, None):
         try:
             return call()

@@ -15,7 +15,7 @@ from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
 from tensorstore_ck.engine.write.publish import AnyHead, check_expected, is_expected
@@ -82,7 +82,7 @@ def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int |
         for shared in (lead.pinned, *lead.after):
             info = view.snapshot(shared) if shared is not None else None
             if info is not None:
-                pins += [*revive(engine, view, info), pin_for(ref, txn, info.root)]
+                pins += [*rescue_if_expired(engine, view, info), pin_for(ref, txn, info.root)]
         return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]
 
     appended = engine.log.append(build)

@@ -11,7 +11,7 @@ from tensorstore_ck.backend.staging import StagingFolder, StagingTier
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
 from tensorstore_ck.format.pack import pack_name
@@ -58,7 +58,7 @@ def verify_staged(
     require_intact(engine, info)
     for rank, ulid in enumerate(record.parts):
         part = engine.read_part(record, rank)
-        source = OpenPart(part, part_name(ulid), resolve(engine, engine.log.view(), part), lambda _: "a staged snapshot")
+        source = OpenPart(part, part_name(ulid), locate_blocks(engine, engine.log.view(), part), lambda _: "a staged snapshot")
         wanted = wanted_blocks(source, range(part.block_count), 0, _Nowhere())
         read_unpublished(engine, [block for block in wanted if pack_name(block.pack) in names])
     for name in sorted(names):

@@ -1,12 +1,12 @@
-"""When to save: triggers that all ranks decide alike, and the loop's helper that goes by them.
+"""When to save: triggers on which all ranks agree, and the training loop's helper that uses them.
 
-expressions.py    conditions on metrics, as text
-triggers.py       what fires at a step
-board.py          what rank 0 tells the others in advance
-unsaved.py        how long a run has been without a snapshot, and when that is too long
-candidates.py     which snapshot a run may go on from
-resuming.py       restores it, on all ranks or on none
-checkpointer.py   saves when a trigger fires, resumes from what is sound
+metric_condition.py    conditions on metrics, as text
+triggers.py            decide at each step whether to save
+step_flag.py           announces to all ranks, ahead of time, the step from which something holds
+unsaved_time.py        how long a run has been without a snapshot, and when that is too long
+resume_candidates.py   which snapshot a run may resume from
+resume.py              restores it on all ranks, or on none
+checkpointer.py        Checkpointer: saves when a trigger fires, resumes from the newest intact snapshot
 """
 
 from tensorstore_ck.training.checkpointing.checkpointer import Checkpointer

@@ -1,4 +1,4 @@
-"""Saves a job's state when a trigger fires, and resumes from the newest snapshot that is sound."""
+"""Saves a job's state when a trigger fires, and resumes from the newest intact snapshot."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.resume import ResumeAttempt
 from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
-from tensorstore_ck.training.checkpointing.step_flag import StepFlag, ask_around
+from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
 
@@ -41,9 +41,8 @@ class Checkpointer:
                 if ckpt.preempted:
                     break
 
-    A save that fails with what may pass (a backend is away, a rank is late) is told in a warning, and the next trigger saves again; when
-    there was no snapshot for `max_unsaved_seconds`, `step` raises. It raises what will repeat (a state, an option or a ref that is refused)
-    at once. Ranks of a group raise after the same step, up to `lead_steps` later, when puts under way have ended. Not thread-safe.
+    A transient failure of a save (an unreachable backend) is a warning; `step` raises after `max_unsaved_seconds` without a snapshot, or at
+    once for a permanent one (a rejected state). Ranks raise after the same step, up to `lead_steps` later. Not thread-safe.
     """
 
     def __init__(
@@ -64,27 +63,27 @@ class Checkpointer:
         max_unsaved_seconds: float | None = None,
         clock: Callable[[], float] = CLOCK,
     ) -> None:
-        """All ranks of `group` make one alike.
+        """All ranks of `group` create one with the same arguments.
 
         Args:
-            store: Where to.
+            store: The store.
             state: A `TrainingState`; or any state that `Store.put_snapshot` takes, whose tensors are restored in place.
             ref: The branch.
             when: When to save: triggers, joined by ``|`` and ``&``.
-            keep: What stays, as in `Store.set_policy` for this ref; None: what is said already.
-            asynchronous: Whether saves go on beside the training.
-            group: All ranks of it save and resume together.
-            total_steps: How long the training is, for `at_fraction` and `last`.
-            lead_steps: How many steps ahead rank 0 tells what goes by its clock, or that saves fail: more than ranks are ever apart.
+            keep: The retention policy of this ref, as in `Store.set_policy`; None: leave it as it is.
+            asynchronous: Save in the background.
+            group: All its ranks save and resume together.
+            total_steps: The length of the training, for `at_fraction` and `last`.
+            lead_steps: How many steps ahead rank 0 announces its decisions: more than the ranks are ever apart.
             unchanged: See `Store.put_snapshot`.
-            verify_capture: Likewise.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
-            max_unsaved_seconds: How long the training goes on while saves fail or hang, by the clock of rank 0, since the newest snapshot
-                that was published; by default an hour, or 10 of the usual intervals between saves if that is longer.
+            verify_capture: See `Store.put_snapshot`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+            max_unsaved_seconds: How long the training continues while saves fail or hang, by the clock of rank 0, since the last published
+                snapshot; by default an hour, or 10 of the usual intervals between saves if that is longer.
             clock: In seconds; for tests.
 
         Raises:
-            InvalidOptionError: `when` is no trigger, or `keep` makes no sense.
+            InvalidOptionError: an argument is invalid.
         """
         if not isinstance(when, Trigger):
             raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
@@ -95,21 +94,21 @@ class Checkpointer:
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
         self._checks = require_checks(unchanged, verify_capture)
-        self._told = list(when.told())
+        self._decided = list(when.decided())
         self.preempted = False
-        """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
-        self._board: StepFlag | None = None
+        """Whether `on_preemption` caused a save: true on all ranks after the same step, so that the loop can end there."""
+        self._flag: StepFlag | None = None
         self._ends_at: int | None = None
-        """After which step all ranks look whether the training must end, as rank 0 has said."""
+        """The step, announced by rank 0, after which all ranks check whether the training must end."""
         self._pending: list[tuple[PendingSnapshot, float]] = []
         self._saves = self._resumes = 0
         self._before: TriggerContext | None = None
         self._stall = self._lag = self._restart = 0.0
         self._run_mtbf: float | None = None
         self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
-        self._resuming = ResumeAttempt(store, state, ref, group, timeout_seconds)
+        self._attempt = ResumeAttempt(store, state, ref, group, timeout_seconds)
         self._round = 0
-        """How often it was resumed, or looked whether it must end: the same on all ranks."""
+        """Number of resumes and checks whether the training must end: equal on all ranks."""
 
         def begin() -> bytes:
             if policy is not None and store.policies().get(ref) != policy:
@@ -119,10 +118,10 @@ class Checkpointer:
         drawn = Ulid(self._from_first("the id of a Checkpointer", begin))
         self._id = ulid_text(drawn)
         self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
-        """Of the run: the same on all ranks, as it is in the metadata."""
+        """The start of the run: equal on all ranks, since the metadata contains it."""
         if group is not None:
             run, renew, prefix = store.session.groups.runner(group), store.session.groups.of(group)[0].renew, f"tsck/{self._id}/"
-            self._board = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+            self._flag = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
 
     def __enter__(self) -> Self:
         return self
@@ -132,33 +131,33 @@ class Checkpointer:
 
     @property
     def costs(self) -> SaveCosts:
-        """What this rank has measured, for `Store.advise`; 0 where nothing was yet."""
+        """What this rank has measured, for `Store.advise`; 0 if not measured yet."""
         return SaveCosts(self._stall, self._lag, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
     def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
-        """Restores the newest snapshot that is not marked and of which every block that this job reads verifies.
+        """Restores the newest snapshot that is not marked and whose blocks verify, as far as this job reads them.
 
-        What is marked ``bad`` or ``damaged``, or found damaged on any rank, is passed over by all, and told in warnings. What may pass,
-        such as a read that fails, is tried again some times. All ranks restore the same one, or raise the same.
+        All ranks skip, with a warning, a snapshot that is marked ``bad`` or ``damaged``, or found damaged on any rank. Transient failures,
+        such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error.
 
         Args:
-            drift: What to do about a snapshot that is marked ``drift``, or was put by the same run after one that is: ranks that should
-                hold the same did not, which may be a corrupted rank. ``"accept"`` takes it, ``"skip"`` passes it over with a warning.
+            drift: How to treat a snapshot that is marked ``drift``, or that the same run saved after such a one: replicas differed, so a
+                rank may be corrupted. ``"accept"`` restores it, ``"skip"`` skips it with a warning.
 
         Returns:
-            The snapshot; None where there is none at all: then the training starts from the beginning.
+            The snapshot; None if there are none, so the training starts from the beginning.
 
         Raises:
-            SnapshotMarkedBadError: replicas had drifted apart, and `drift` does not say what to do; names tensors, ranks and both copies.
-            MismatchError: the newest one that is sound does not fit the state.
-            DamageError: there are snapshots, and none of them can be restored.
-            RetryableError: it cannot be restored for now.
+            SnapshotMarkedBadError: replicas had drifted apart, and `drift` is None; names tensors, ranks and both copies.
+            MismatchError: the newest intact snapshot does not fit the state.
+            DamageError: none of the existing snapshots can be restored.
+            RetryableError: it cannot be restored now.
         """
         began = self._clock()
         self._begin_round()
-        found = self._resuming.restore(drift)
+        found = self._attempt.restore(drift)
         if found is not None:
             self._restart = self._clock() - began
             self._note_resumed(found)
@@ -166,7 +165,7 @@ class Checkpointer:
         return found
 
     def _note_resumed(self, found: Snapshot) -> None:
-        note = self._resuming.note(found)
+        note = self._attempt.note(found)
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
@@ -174,7 +173,7 @@ class Checkpointer:
         self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
         self._before = TriggerContext(found.step or 0, epoch if isinstance(epoch, int | float) else None)
         self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
-        for each in self._told:
+        for each in self._decided:
             each.begin()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -188,25 +187,25 @@ class Checkpointer:
         last: bool = False,
         metadata: Mapping[str, object] | None = None,
     ) -> Snapshot | PendingSnapshot | None:
-        """Saves, if it is time; to be called after each step, by all ranks with the same values.
+        """Saves if a trigger fires. All ranks call it after each step, with the same values.
 
         Args:
-            step: How many steps are done.
-            metrics: Numbers of this step; they are put with the snapshot.
-            epoch: How many epochs are done, as a number that grows: ``2.5``.
+            step: The number of completed steps.
+            metrics: Numbers of this step, stored with the snapshot.
+            epoch: The number of completed epochs, such as ``2.5``; must not decrease.
             last: Whether this is the last step.
-            metadata: What else the snapshot is to know.
+            metadata: Anything else to store with the snapshot.
 
         Returns:
-            What was put, or is being put; None where nothing was, or could be.
+            The snapshot, or the pending one; None if nothing was saved or the save failed.
 
         Raises:
-            InvalidOptionError: the step went backwards, or a trigger needs something that it was not told.
-            StoreError: a save failed with what will repeat, or there was no snapshot for too long: on all ranks after the same step.
+            InvalidOptionError: the step went backwards, or a trigger needs an argument that is missing.
+            StoreError: a save failed permanently, or there was no snapshot for too long: on all ranks after the same step.
         """
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
-        self._look_at_pending()
+        self._check_pending()
         moment = TriggerContext(
             step,
             epoch,
@@ -218,12 +217,12 @@ class Checkpointer:
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
         self._before = moment
-        self._end_if_hopeless(step)
-        ask_around(self._board, self._told, self._saves, step)
+        self._end_if_failing(step)
+        poll_triggers(self._flag, self._decided, self._saves, step)
         if not self._when.fires(moment):
             return None
         self._saves += 1
-        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
+        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._decided)
         self._when.saved(moment)
         return self._put(moment, metadata or {})
 
@@ -236,7 +235,7 @@ class Checkpointer:
             **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,
         }
-        self._settle()
+        self._resolve_undecided()
         began = self._clock()
         self._unsaved.begin_save()
         state, store = self._state, self._store
@@ -251,142 +250,143 @@ class Checkpointer:
                 found = pending
             else:
                 found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
-                self._unsaved.sound()
+                self._unsaved.note_published()
         except StoreError as exc:
             self._fail(moment.step, exc)
             if not self._asynchronous and self._unsaved.refusal is not None:
-                self._end()  # all ranks have learned the same of this put
-            self._end_if_hopeless(moment.step)
+                self._end()  # all ranks know that this save failed
+            self._end_if_failing(moment.step)
             return None
         self._measure(self._clock() - began)
         return found
 
     def _note(self, moment: TriggerContext) -> dict[str, object]:
-        """What the snapshot is to know of the run: the same on all ranks, so costs are those of the first."""
-        told = self._from_first(f"what save {self._saves} of {self._ref!r} notes", lambda: json.dumps(self.costs[:3]).encode())
-        costs = {name: seconds for name, seconds in zip(SaveCosts._fields, json.loads(told), strict=False) if seconds > 0}
+        """Notes about the run for the snapshot; equal on all ranks, so costs are those of the first."""
+        noted = self._from_first(f"the notes of save {self._saves} of {self._ref!r}", lambda: json.dumps(self.costs[:3]).encode())
+        costs = {name: seconds for name, seconds in zip(SaveCosts._fields, json.loads(noted), strict=False) if seconds > 0}
         return {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": moment.epoch, "costs": costs}
 
     def _measure(self, stall: float) -> None:
         self._stall = stall if not self._stall else (self._stall + stall) / 2
-        for each in self._told:
+        for each in self._decided:
             if isinstance(each, auto):
                 each.measured(self._stall, self._lag, self._restart, self._run_mtbf)
 
-    def _look_at_pending(self) -> None:
+    def _check_pending(self) -> None:
         left = []
         for pending, began in self._pending:
             if not pending.done():
                 left.append((pending, began))
-            elif self._came_of(pending):
+            elif self._wait_for(pending):
                 self._lag = self._clock() - began
         self._pending = left
 
-    def _came_of(self, pending: PendingSnapshot) -> bool:
-        """Waits for a put, and notes what came of it: whether it is published. Nobody else is told of its error."""
+    def _wait_for(self, pending: PendingSnapshot) -> bool:
+        """Waits for a save; returns whether it was published. Handles its error."""
         try:
             pending.wait()
-        except Exception as exc:  # noqa: BLE001 - also what is no error of the store's, such as a device's
+        except Exception as exc:  # noqa: BLE001 - also other errors, such as a device's
             self._fail(pending.step, exc)
             return False
-        self._unsaved.sound()
+        self._unsaved.note_published()
         return True
 
     def wait(self) -> None:
-        """Until all that was begun is published; what failed is told in warnings.
+        """Waits until every begun save has ended; failures are warnings.
 
         Raises:
-            StoreError: what will repeat.
+            StoreError: a permanent failure.
         """
         pending, self._pending = self._pending, []
         for each, _ in pending:
-            self._came_of(each)
+            self._wait_for(each)
         if self._unsaved.refusal is not None:
             self._end()
 
     def close(self) -> None:
-        """Waits for what was begun. The store stays open.
+        """Waits for all begun saves. The store stays open.
 
         Raises:
             StoreError: the newest save failed, and nothing will be saved after it.
         """
         self.wait()
-        self._settle()
+        self._resolve_undecided()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._end(is_over=True)
 
-    # --- what fails ---------------------------------------------------------------------------------------------------
+    # --- failures ----------------------------------------------------------------------------------------------------
 
     def _fail(self, step: int | None, exc: BaseException) -> None:
         if not self._unsaved.fail(exc):
-            warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)
+            warnings.warn(f"the snapshot of step {step} was not saved: {exc}; the training continues", stacklevel=5)
 
-    def _settle(self) -> None:
-        """See `UnsavedTime.settle`. What is not known yet is asked again at the next save; ranks must begin this one together."""
+    def _resolve_undecided(self) -> None:
+        """See `UnsavedTime.resolve_undecided`. Only warns on failure, since ranks must begin the next save together."""
         try:
-            self._unsaved.settle(self._store)
+            self._unsaved.resolve_undecided(self._store)
         except StoreError as exc:
-            warnings.warn(f"{exc}; it is asked again at the next save", stacklevel=5)
+            warnings.warn(f"{exc}; the next save checks again", stacklevel=5)
 
     def _begin_round(self) -> None:
-        """What the board says of an end counts no more."""
         self._round += 1
         self._ends_at = None
 
     def _must_end(self) -> bool:
-        """Whether the saves will fail, or have failed or hung for too long: the first rank says so of the time, each of its own errors."""
-        is_first, unsaved = self._board is None or self._board.is_first, self._unsaved
+        """Whether a save failed permanently on this rank, or, on the first rank, saves have failed or hung for too long."""
+        is_first, unsaved = self._flag is None or self._flag.is_first, self._unsaved
         is_failing = unsaved.failure is not None or bool(self._pending)
         return unsaved.refusal is not None or (is_first and is_failing and unsaved.is_too_long)
 
-    def _end_if_hopeless(self, step: int) -> None:
-        """Ends the training where it must; all ranks from the step that rank 0 says, whatever they know of the saves themselves."""
-        if self._board is None:
+    def _end_if_failing(self, step: int) -> None:
+        """Ends the training if saves keep failing; all ranks do so after the step that rank 0 announces."""
+        if self._flag is None:
             self._end(unless_sound=True) if self._must_end() else None
             return
         if self._ends_at is None:
             try:
-                self._ends_at = self._board.look(f"end/{self._round}", step, wants=self._must_end())
+                self._ends_at = self._flag.poll(f"end/{self._round}", step, wants=self._must_end())
             except SnapshotAbortedError as exc:
-                if self._unsaved.is_too_long and self._board.away_seconds > self._unsaved.max_seconds:
+                if self._unsaved.is_too_long and self._flag.away_seconds > self._unsaved.max_seconds:
                     self._unsaved.fail(exc)
-                    self._end()  # nobody can tell, for too long: this rank sees for itself
+                    self._end()  # the flag did not answer for too long: this rank decides for itself
         if self._ends_at is not None and step >= self._ends_at:
             self._end(unless_sound=True)
 
-    def _all_go_on(self) -> bool:
-        """Whether no rank must end now, after the puts under way have ended; the same on all ranks."""
+    def _all_continue(self) -> bool:
+        """Whether no rank has to end after the running saves have ended; equal on all ranks."""
         if self._group is None:
             return not self._must_end()
-        title, must_end = f"whether saves to {self._ref!r} go on failing ({self._id}, {self._round})", self._must_end()
+        title, must_end = f"whether saves to {self._ref!r} still fail ({self._id}, {self._round})", self._must_end()
         try:
-            said = self._store.session.groups.all_gather(
+            ending = self._store.session.groups.all_gather(
                 self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
             )
         except StoreError as exc:
             self._unsaved.failure = self._unsaved.failure or exc
             return False
-        return not any(map(any, said))
+        return not any(map(any, ending))
 
     def _end(self, *, is_over: bool = False, unless_sound: bool = False) -> None:
-        """Raises what the saves fail with, once those under way have ended; on all ranks after the same step.
+        """Waits for running saves, then raises why saves fail; on all ranks after the same step.
 
-        `is_over`: at the end. `unless_sound`: the training goes on where those that were under way have mended it.
+        `is_over`: the training is over. `unless_sound`: returns instead if the running saves succeeded.
         """
         unsaved = self._unsaved
         error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
         report = self._store.drain(self._timeout_seconds)
-        self._look_at_pending()
-        self._settle()
-        goes_on = unless_sound and self._all_go_on()
+        self._check_pending()
+        self._resolve_undecided()
+        continues = unless_sound and self._all_continue()
         self._begin_round()
-        if goes_on:
+        if continues:
             return
         error = error or unsaved.refusal or unsaved.failure
         self._pending = []
         unsaved.begin()
         if error is not None and will_repeat(error):
-            error.add_note(f"(each save to {self._ref!r} would fail likewise: the training must not go on without; {report})")
+            error.add_note(
+                f"(each save to {self._ref!r} would fail the same way: the training must not continue without snapshots; {report})"
+            )
             raise error
         kind = type(error) if isinstance(error, StoreError) else SnapshotAbortedError
         limit = "" if is_over else f", and max_unsaved_seconds is {unsaved.max_seconds:.0f}"

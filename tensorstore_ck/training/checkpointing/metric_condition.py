@@ -1,89 +1,86 @@
-"""Conditions on metrics: ``val_loss < 2.1 and not (acc < 0.5 or step == 0)``. Parsed, never run as Python.
+"""Conditions on metrics: ``val_loss < 2.1 and not (acc < 0.5 or step == 0)``."""
 
-Names, numbers, ``+ - * /``, comparisons (also in a row, as ``0 < x < 1``), ``and``, ``or``, ``not`` and parentheses; nothing else.
-"""
-
-import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.common.conditions import Arithmetic, Comparison, Condition, Joined, Name, NameTest, Operand, parse, syntax_error
 
 MAX_CHARS: Final = 1000
 Numbers = Mapping[str, float]
-_Node = Callable[[Numbers], float]
-_COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
+_Holds = Callable[[Numbers], bool]
+_TESTS: Final[Mapping[str, Callable[..., bool]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "!=": operator.ne,
+    "in": lambda number, *others: number in others,
+    "between": lambda number, low, high: low <= number <= high,
 }
-_COUNT: Final[Mapping[type[ast.operator], Callable[[float, float], float]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: a / b if b else math.nan,
+_COUNT: Final[Mapping[str, Callable[[float, float], float]]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": lambda a, b: a / b if b else math.nan,
 }
 
 
-def condition(text: str) -> Callable[[Numbers], bool]:
-    """What says whether it holds for some numbers. A comparison with a number that is missing or NaN does not hold, whichever it is.
+def condition(text: str) -> _Holds:
+    """A function of numbers: whether the condition holds. A missing number, or NaN, satisfies no test but `is null` and `is nan`.
 
     Raises:
-        InvalidOptionError: it is no such condition; the message says where.
+        InvalidOptionError: it is not a condition on metrics; the message says where.
     """
-    if not isinstance(text, str) or len(text) > MAX_CHARS:
-        raise InvalidOptionError(f"a condition must be a text of at most {MAX_CHARS:,} characters", object_id="condition")
-    try:
-        parsed = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
-        raise InvalidOptionError(f"{text!r} is no condition: {getattr(exc, 'msg', exc)}", object_id=text) from exc
-    return _condition(parsed, text)
+    return _condition(parse(text, max_chars=MAX_CHARS, arithmetic=True), text)
 
 
-def _condition(node: ast.expr, text: str) -> Callable[[Numbers], bool]:
+def _condition(node: Condition, text: str) -> _Holds:
     match node:
-        case ast.BoolOp(op=ast.And(), values=values):
-            each = [_condition(value, text) for value in values]
-            return lambda numbers: all(holds(numbers) for holds in each)
-        case ast.BoolOp(op=ast.Or(), values=values):
-            some = [_condition(value, text) for value in values]
-            return lambda numbers: any(holds(numbers) for holds in some)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            other = _condition(operand, text)
-            return lambda numbers: not other(numbers)
-        case ast.Compare(left=left, ops=ops, comparators=comparators) if all(type(op) in _COMPARE for op in ops):
-            numbers_of = [_number(value, text) for value in (left, *comparators)]
-            compare = [_COMPARE[type(op)] for op in ops]
-
-            def holds(numbers: Numbers) -> bool:
-                found = [each(numbers) for each in numbers_of]
-                return not any(map(math.isnan, found)) and all(op(a, b) for op, a, b in zip(compare, found, found[1:], strict=False))
-
-            return holds
-    raise _refused(node, text, "a comparison such as val_loss < 2.1")
+        case Joined(how, parts):
+            each = [_condition(part, text) for part in parts]
+            if how == "not":
+                return lambda numbers: not each[0](numbers)
+            join = all if how == "and" else any
+            return lambda numbers: join(holds(numbers) for holds in each)
+        case Comparison(op, left, right):
+            return _test([left, right], text, _TESTS[op])
+        case NameTest(name, "null", _, negated):
+            return lambda numbers: (name.text in numbers) is negated
+        case NameTest(name, "nan", _, negated):
+            return lambda numbers: math.isnan(numbers.get(name.text, 0)) is not negated
+        case NameTest(name, op, values, negated) if op in _TESTS:
+            return _test([name, *values], text, _TESTS[op], negated=negated)
+    raise syntax_error(text, node.name.at)
 
 
-def _number(node: ast.expr, text: str) -> _Node:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            number = float(value)
-            return lambda numbers: number
-        case ast.Name(id=name):
-            return lambda numbers: float(numbers.get(name, math.nan))
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
-            inner, sign = _number(operand, text), -1.0 if isinstance(op, ast.USub) else 1.0
-            return lambda numbers: sign * inner(numbers)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _COUNT:
-            one, other, count = _number(left, text), _number(right, text), _COUNT[type(op)]
-            return lambda numbers: count(one(numbers), other(numbers))
-    raise _refused(node, text, "a name or a number")
+def _test(operands: list[Operand], text: str, holds: Callable[..., bool], *, negated: bool = False) -> _Holds:
+    each = [_number(operand, text) for operand in operands]
+
+    def test(numbers: Numbers) -> bool:
+        found = [number(numbers) for number in each]
+        return not any(map(math.isnan, found)) and holds(*found) is not negated
+
+    return test
 
 
-def _refused(node: ast.expr, text: str, wanted: str) -> InvalidOptionError:
-    found = ast.get_source_segment(text.strip(), node) or text
-    return InvalidOptionError(f"{text!r} is no condition: {found!r} stands where {wanted} must", object_id=text)
+def _number(operand: Operand, text: str) -> Callable[[Numbers], float]:
+    if isinstance(operand, Name):
+        name = operand.text
+        return lambda numbers: float(numbers.get(name, math.nan))
+    if isinstance(operand, Arithmetic):
+        first, steps = _number(operand.first, text), [(_COUNT[op], _number(right, text)) for op, right in operand.steps]
+
+        def count(numbers: Numbers) -> float:
+            value = first(numbers)
+            for step, right in steps:
+                value = step(value, right(numbers))
+            return value
+
+        return count
+    if operand.kind != "number":
+        raise syntax_error(text, operand.at)
+    number = float(operand.number)
+    return lambda numbers: number

@@ -1,6 +1,6 @@
-"""Restores what a run goes on from: all ranks the same snapshot, or they raise the same. The first rank decides, by what all have met.
+"""Restores the snapshot from which a run resumes: all ranks the same one, or all raise the same error. The first rank decides.
 
-Only what was stored and is not there as it was is passed over; what may pass is tried again; what does not fit is the caller's to change.
+Skips only missing or damaged snapshots, retries transient failures, and raises for snapshots that do not fit.
 """
 
 import json
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TRIES: Final = 3
-"""Of what may pass."""
+"""For transient failures."""
 PAUSE_SECONDS: Final = 5.0
-"""Between two of them."""
-PASS_OVER, AGAIN, STOP = b"pass over", b"again", b"stop"
+SKIP, RETRY, STOP = b"skip", b"retry", b"stop"
 
 
 class ResumeAttempt(NamedTuple):
-    """One rank's side of it."""
+    """One rank's side of a resume."""
 
     store: Store
     state: object
@@ -52,42 +51,42 @@ class ResumeAttempt(NamedTuple):
         if drift not in (None, "accept", "skip"):
             raise InvalidOptionError(f'drift must be "accept" or "skip", not {drift!r}', object_id="drift")
         self.store.finish_staged(self.ref, self.group, timeout_seconds=self.timeout_seconds)
-        passed: list[str] = []
+        skipped: list[str] = []
         tries = 0
         while True:
-            chosen = self._choose(passed, drift)
+            chosen = self._choose(skipped, drift)
             if chosen.is_new:
                 return None
             if not chosen.address:
                 break
             if chosen.drift:
                 raise SnapshotMarkedBadError(
-                    f'{chosen.drift}. A rank may be corrupted: compare the copies, then call resume(drift="accept") to go on from '
-                    f'{chosen.address}, or resume(drift="skip") to go back to what was put before',
+                    f'{chosen.drift}. A rank may be corrupted: compare the copies, then call resume(drift="accept") to resume from '
+                    f'{chosen.address}, or resume(drift="skip") to go back to an earlier snapshot',
                     object_id=chosen.address,
                 )
             found, failure = self._try(chosen.address)
             if found is not None:
                 return found
-            verdict = self._from_first(f"what becomes of the restore of {chosen.address!r}", partial(_verdict, failure))
+            verdict = self._from_first(f"the verdict on the restore of {chosen.address!r}", partial(_verdict, failure))
             tries += 1
-            if verdict == PASS_OVER:
-                warnings.warn(f"{chosen.address} was passed over: {failure}", stacklevel=3)
-                passed.append(chosen.address)
+            if verdict == SKIP:
+                warnings.warn(f"{chosen.address} was skipped: {failure}", stacklevel=3)
+                skipped.append(chosen.address)
                 tries = 0
             elif verdict == STOP or tries == TRIES:
                 raise failure
             else:
                 time.sleep(PAUSE_SECONDS)
-        undefined = ", and what was tried has left the state undefined" if passed else ""
+        undefined = ", and the attempts left the state undefined" if skipped else ""
         raise CorruptObjectError(
-            f"none of the snapshots of {self.ref!r} can be restored{undefined}: see the warnings, and run `tsck fsck --read-data`; a "
-            "training that begins anew needs another ref",
+            f"none of the snapshots of {self.ref!r} can be restored{undefined}: see the warnings, and run `tsck fsck --read-data`; to "
+            "start from the beginning, use another ref",
             object_id=self.ref,
         )
 
     def note(self, found: Snapshot) -> dict[str, Any]:
-        """What a snapshot knows of the run that put it: on all ranks what the first one reads, as they put the same from then on."""
+        """The notes about its run in a snapshot. All ranks get what the first one reads, since they will save it again."""
 
         def read() -> bytes:
             info = self.store.engine.log.view().snapshot(parse_ulid(found.id) or b"")
@@ -96,14 +95,14 @@ class ResumeAttempt(NamedTuple):
         note: dict[str, Any] = json.loads(self._from_first(f"the notes of {found.root}", read))
         return note
 
-    def _choose(self, passed: list[str], drift: OnDrift | None) -> ResumeCandidate:
-        title = f"the resume of {self.ref!r} with drift={drift!r}, {len(passed)} passed over"
-        told = self._from_first(title, lambda: json.dumps(choose(self.store, self.ref, passed, drift)).encode())
-        return ResumeCandidate(*json.loads(told))
+    def _choose(self, skipped: list[str], drift: OnDrift | None) -> ResumeCandidate:
+        title = f"the resume of {self.ref!r} with drift={drift!r}, {len(skipped)} skipped"
+        chosen = self._from_first(title, lambda: json.dumps(choose(self.store, self.ref, skipped, drift)).encode())
+        return ResumeCandidate(*json.loads(chosen))
 
     def _try(self, address: str) -> tuple[Snapshot | None, StoreError]:
-        """The snapshot, restored; or why it cannot be."""
-        gone = NotFoundError(f"{address} was taken away meanwhile", object_id=address)
+        """The restored snapshot; or None, and why it cannot be restored."""
+        gone = NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         try:
             if isinstance(self.state, TrainingState):
                 found = self.state.restore(self.store, address, group=self.group, timeout_seconds=self.timeout_seconds)
@@ -115,9 +114,9 @@ class ResumeAttempt(NamedTuple):
             return None, exc
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
-        """What the first rank says, told to all; tried again while the store or a rank does not answer."""
+        """The first rank's value, on all ranks; retries transient failures."""
 
-        def patiently() -> bytes:
+        def with_retries() -> bytes:
             for _ in range(TRIES - 1):
                 try:
                     return value()
@@ -126,12 +125,11 @@ class ResumeAttempt(NamedTuple):
             return value()
 
         if self.group is None:
-            return patiently()
-        return self.store.session.groups.broadcast(self.group, title, patiently, timeout_seconds=self.timeout_seconds)
+            return with_retries()
+        return self.store.session.groups.broadcast(self.group, title, with_retries, timeout_seconds=self.timeout_seconds)
 
 
 def _verdict(failure: StoreError) -> bytes:
-    """What all ranks do about a restore that failed."""
     if isinstance(failure, CorruptObjectError | MissingObjectError | SnapshotExpiredError):
-        return PASS_OVER
-    return AGAIN if isinstance(failure, RetryableError | NotFoundError) else STOP
+        return SKIP
+    return RETRY if isinstance(failure, RetryableError | NotFoundError) else STOP

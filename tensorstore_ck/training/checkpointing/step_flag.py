@@ -1,8 +1,8 @@
-"""What the ranks of a group tell each other between collectives: that something is wanted, and from which step it counts.
+"""A flag that the ranks of a group share between collectives: that something is wanted, and the step from which it holds.
 
-Any rank may ask; rank 0 says from which step on, so many steps ahead that all ranks read it before they get there. Training keeps ranks
-within a step or two of each other, as each waits for the others' gradients; one that is further ahead finds the step passed, and says so.
-A look at the board is one call to the store that the process group has anyway, some 0.1 ms; no rank waits for another one.
+Any rank may ask; rank 0 chooses a step far enough ahead that all ranks read the flag before they reach it. Training keeps ranks within a
+step or two of each other, since each waits for the others' gradients; a rank further ahead finds that the step has passed, and warns.
+A poll is one call to the process group's own store, about 0.1 ms; no rank waits for another.
 """
 
 import warnings
@@ -15,16 +15,16 @@ from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
 CALL_SECONDS: Final = 30.0
 LONGEST_PAUSE_SECONDS: Final = 300.0
-"""Between two looks at a board that does not answer: each can take `CALL_SECONDS` of the training."""
+"""Between two polls of a flag that does not answer: each can delay the training by `CALL_SECONDS`."""
 
 
 class StepFlag:
-    """One rank's view of it. All ranks look at each step, with the same names."""
+    """One rank's view of the flags. All ranks poll at each step, with the same names."""
 
     def __init__(
         self, run: StoreRunner, renew: Callable[[], object], *, rank: int, prefix: str, lead_steps: int, clock: Callable[[], float]
     ) -> None:
-        """`renew` mends `run` after an error."""
+        """`renew` repairs `run` after an error."""
         self._run, self._renew, self._rank, self._prefix, self._lead_steps, self._clock = run, renew, rank, prefix, lead_steps, clock
         self._away_since: float | None = None
         self._again_at = 0.0
@@ -37,24 +37,24 @@ class StepFlag:
 
     @property
     def away_seconds(self) -> float:
-        """For how long it has not answered."""
+        """How long the store has not answered."""
         return 0.0 if self._away_since is None else self._clock() - self._away_since
 
-    def look(self, name: str, step: int, *, wants: bool) -> int | None:
-        """From which step on `name` counts; None while nobody has said. `wants`: whether this rank asks for it.
+    def poll(self, name: str, step: int, *, wants: bool) -> int | None:
+        """The step from which `name` holds; None if rank 0 has not set it. `wants`: whether this rank asks for it.
 
         Raises:
-            SnapshotAbortedError: the store of the group does not answer; or did not when it was asked last, a short time ago.
+            SnapshotAbortedError: the group's store does not answer, or did not a short time ago.
         """
-        asked, said = f"{self._prefix}{name}/asked", f"{self._prefix}{name}/from"
+        asked, since = f"{self._prefix}{name}/asked", f"{self._prefix}{name}/from"
 
         def talk(store: KeyValue) -> bytes | None:
             if self._rank == 0:
-                if not store.check([said]) and (wants or store.check([asked])):
-                    store.set(said, str(step + self._lead_steps).encode())
+                if not store.check([since]) and (wants or store.check([asked])):
+                    store.set(since, str(step + self._lead_steps).encode())
             elif wants and not store.check([asked]):
                 store.set(asked, b"1")
-            return store.get(said) if store.check([said]) else None
+            return store.get(since) if store.check([since]) else None
 
         if self._trouble is None or self._clock() >= self._again_at:
             try:
@@ -69,7 +69,7 @@ class StepFlag:
         raise SnapshotAbortedError(f"the ranks cannot agree on when to save: {self._trouble}", object_id=name) from self._trouble
 
     def _ask(self, talk: Callable[[KeyValue], bytes | None]) -> bytes | None:
-        """Once more where the connection turns out to be broken: a rank that does not look at one step may miss from when on to save."""
+        """Retries once after a broken connection: a rank that misses one poll may learn too late from which step to save."""
         self._renew()
         try:
             return self._run(talk, CALL_SECONDS)
@@ -80,23 +80,23 @@ class StepFlag:
             return self._run(talk, CALL_SECONDS)
 
 
-def ask_around(board: StepFlag | None, told: Sequence[DecidedTrigger], saves: int, step: int) -> None:
-    """What one rank decides, told to all: from when on each trigger counts. `saves`: how many there were, which is the same on all."""
-    for number, each in enumerate(told):
+def poll_triggers(flag: StepFlag | None, triggers: Sequence[DecidedTrigger], saves: int, step: int) -> None:
+    """Sets, on all ranks, the step from which each trigger fires. `saves`: the number of saves so far, equal on all ranks."""
+    for number, each in enumerate(triggers):
         if each.since is not None:
             continue
-        if board is None:
+        if flag is None:
             each.since = step if each.wants() else None
             continue
-        wants = (each.any_rank or board.is_first) and each.wants()
+        wants = (each.any_rank or flag.is_first) and each.wants()
         try:
-            each.since = board.look(f"{number}/{saves}", step, wants=wants)
+            each.since = flag.poll(f"{number}/{saves}", step, wants=wants)
         except SnapshotAbortedError as exc:
             warnings.warn(str(exc), stacklevel=3)
             continue
         if each.since is not None and each.since < step:
             warnings.warn(
                 f"this rank is at step {step}, past step {each.since}, from which rank 0 wanted to save: make lead_steps larger than "
-                "ranks are apart",
+                "the distance between ranks",
                 stacklevel=3,
             )

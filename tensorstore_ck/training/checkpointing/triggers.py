@@ -1,7 +1,7 @@
-"""Triggers: what says at a step that it is time to save. `|` and `&` join them.
+"""Triggers decide at each step whether to save. `|` and `&` join them.
 
-Most follow from the step, the epoch and the metrics, which all ranks have: these decide alike without asking each other. What goes by a
-clock or a signal (`DecidedTrigger`) is decided by one rank, and told to all with the step from which it counts; see `board`.
+Most depend on the step, the epoch and the metrics, so all ranks decide the same without communication. One that uses a clock or a signal
+(`DecidedTrigger`) is decided by one rank, which announces the step from which it fires; see `step_flag`.
 """
 
 import math
@@ -18,38 +18,38 @@ from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Sa
 from tensorstore_ck.training.checkpointing.metric_condition import condition
 
 FIRST_SECONDS: Final = 600.0
-"""Of `auto`, until something was measured."""
+"""The interval of `auto` until costs are measured."""
 CLOCK: Final = time.monotonic
 
 
 class TriggerContext(NamedTuple):
-    """Where a run is when it asks."""
+    """The position of a run at one step."""
 
     step: int
-    """Steps that are done; the first one that is asked for is usually 1."""
+    """The number of completed steps; usually 1 at the first call."""
     epoch: float | None = None
     total_steps: int | None = None
     metrics: Mapping[str, float] = {}
     is_first: bool = False
-    """Nothing was asked for before, in this run or those that it goes on from."""
+    """No step came before it, in this run or the ones that it resumes."""
     is_last: bool = False
     previous_step: int | None = None
-    """When it asked before; or where it was resumed."""
+    """The step of the previous call, or of the resume."""
     previous_epoch: float | None = None
 
 
 class Trigger(ABC):
-    """Says whether it is time to save."""
+    """Decides whether to save."""
 
     @abstractmethod
     def fires(self, moment: TriggerContext) -> bool:
-        """Whether it is; asked once at each step."""
+        """Whether to save now; called once at each step."""
 
     def saved(self, moment: TriggerContext) -> None:  # noqa: B027 - most have nothing to remember
-        """A snapshot of this moment was put, whoever said so."""
+        """Called after a save at this moment, whichever trigger caused it."""
 
-    def told(self) -> "Iterator[DecidedTrigger]":
-        """Those in it that one rank decides."""
+    def decided(self) -> "Iterator[DecidedTrigger]":
+        """The triggers in it that one rank decides."""
         return iter(())
 
     def __or__(self, other: "Trigger") -> "Trigger":
@@ -63,47 +63,43 @@ class _Joined(Trigger):
     def __init__(self, join: Callable[[Collection[bool]], bool], *triggers: Trigger) -> None:
         for each in triggers:
             if not isinstance(each, Trigger):
-                raise InvalidOptionError(f"{each!r} is no trigger, such as every_steps(1000)", object_id="when")
+                raise InvalidOptionError(f"{each!r} is not a trigger such as every_steps(1000)", object_id="when")
         self._join, self._triggers = join, triggers
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger` and `DecidedTrigger`."""
-        return self._join([each.fires(moment) for each in self._triggers])  # all are asked: some count
+        return self._join([each.fires(moment) for each in self._triggers])  # no short circuit: some triggers count calls
 
     def saved(self, moment: TriggerContext) -> None:
-        """See `Trigger` and `DecidedTrigger`."""
         for each in self._triggers:
             each.saved(moment)
 
-    def told(self) -> "Iterator[DecidedTrigger]":
-        """See `Trigger` and `DecidedTrigger`."""
+    def decided(self) -> "Iterator[DecidedTrigger]":
         for each in self._triggers:
-            yield from each.told()
+            yield from each.decided()
 
 
 class _Pure(Trigger):
-    """What follows from the moment alone."""
+    """Depends on the moment alone."""
 
     def __init__(self, holds: Callable[[TriggerContext], bool]) -> None:
         self._holds = holds
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger` and `DecidedTrigger`."""
         return self._holds(moment)
 
 
 class DecidedTrigger(Trigger):
-    """What one rank decides: from a step that is told in advance, until the next snapshot."""
+    """Decided by one rank: fires from a step that is announced in advance, until the next save."""
 
     def __init__(self, *, any_rank: bool = False) -> None:
-        """`any_rank`: each rank may ask for it, and not only the first one."""
+        """`any_rank`: any rank may ask for it, not only the first."""
         self.any_rank = any_rank
         self.since: int | None = None
-        """From which step it counts."""
+        """The step from which it fires."""
 
     @abstractmethod
     def wants(self) -> bool:
-        """Whether it is time, for this rank."""
+        """Whether this rank asks for a save."""
 
     def fires(self, moment: TriggerContext) -> bool:
         """See `Trigger` and `DecidedTrigger`."""
@@ -115,9 +111,9 @@ class DecidedTrigger(Trigger):
         self.begin()
 
     def begin(self) -> None:
-        """Counts from now."""
+        """Restarts the measurement."""
 
-    def told(self) -> "Iterator[DecidedTrigger]":
+    def decided(self) -> "Iterator[DecidedTrigger]":
         """See `Trigger` and `DecidedTrigger`."""
         yield self
 
@@ -129,7 +125,7 @@ def _count(value: object, what: str) -> int:
 
 
 def every_steps(steps: int) -> Trigger:
-    """At each multiple of `steps`; where a run does several steps at once, as soon as one is passed."""
+    """At each multiple of `steps`; if a call covers several steps, as soon as one is passed."""
     count = _count(steps, "steps")
     return _Pure(lambda moment: moment.step // count > (moment.previous_step or 0) // count)
 
@@ -143,28 +139,26 @@ def at_steps(steps: Collection[int]) -> Trigger:
 
 
 def every_epochs(epochs: float) -> Trigger:
-    """Whenever another multiple of `epochs` is reached; `Checkpointer.step` must be told the epoch, as a number that grows."""
+    """At each multiple of `epochs`; needs ``epoch=`` in `Checkpointer.step`."""
     if not (isinstance(epochs, int | float) and not isinstance(epochs, bool) and math.isfinite(epochs) and epochs > 0):
         raise InvalidOptionError(f"epochs must be a number larger than 0, not {epochs!r}", object_id="epochs")
 
     def holds(moment: TriggerContext) -> bool:
         if moment.epoch is None:
-            raise InvalidOptionError("every_epochs needs to be told the epoch: step(step, epoch=...)", object_id="epoch")
+            raise InvalidOptionError("every_epochs needs the epoch: step(step, epoch=...)", object_id="epoch")
         return moment.epoch // epochs > (moment.previous_epoch or 0) // epochs
 
     return _Pure(holds)
 
 
 def at_fraction(fraction: float) -> Trigger:
-    """After each such part of the whole training: ``at_fraction(0.1)`` ten times. `Checkpointer` must be told `total_steps`."""
+    """After each such fraction of the training: ``at_fraction(0.1)`` fires ten times. Needs ``total_steps=`` in `Checkpointer`."""
     if not (isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1):
         raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {fraction!r}", object_id="fraction")
 
     def holds(moment: TriggerContext) -> bool:
         if moment.total_steps is None:
-            raise InvalidOptionError(
-                "at_fraction needs to know how long the training is: Checkpointer(total_steps=...)", object_id="total_steps"
-            )
+            raise InvalidOptionError("at_fraction needs the length of the training: Checkpointer(total_steps=...)", object_id="total_steps")
         every = max(1, round(fraction * moment.total_steps))
         return moment.step // every > (moment.previous_step or 0) // every
 
@@ -172,17 +166,17 @@ def at_fraction(fraction: float) -> Trigger:
 
 
 def first() -> Trigger:
-    """At the very first step of a run that goes on from nothing."""
+    """At the first step of a run that resumes no snapshot."""
     return _Pure(lambda moment: moment.is_first)
 
 
 def last() -> Trigger:
-    """When `Checkpointer.step` is told ``last=True``, or `total_steps` is reached."""
+    """At ``Checkpointer.step(last=True)``, or at `total_steps`."""
     return _Pure(lambda moment: moment.is_last or moment.step == moment.total_steps)
 
 
-class on_improvement(Trigger):  # noqa: N801 - read as the functions beside it
-    """When a metric is better than it ever was in this run, by more than `min_delta`. All ranks must be told the same value."""
+class on_improvement(Trigger):  # noqa: N801 - reads like the functions next to it
+    """When a metric improves on its best value in this run by more than `min_delta`. All ranks must pass the same value."""
 
     def __init__(self, metric: str, *, min_delta: float = 0.0, direction: str = "min") -> None:
         if direction not in ("min", "max") or not metric or not (math.isfinite(min_delta) and min_delta >= 0):
@@ -191,7 +185,7 @@ class on_improvement(Trigger):  # noqa: N801 - read as the functions beside it
             )
         self._metric, self._min_delta, self._sign = metric, min_delta, 1.0 if direction == "min" else -1.0
         self.best = math.nan
-        """The best value so far, of those that were told and are numbers."""
+        """The best value so far; NaN values do not count."""
 
     def fires(self, moment: TriggerContext) -> bool:
         """See `Trigger` and `DecidedTrigger`."""
@@ -203,7 +197,7 @@ class on_improvement(Trigger):  # noqa: N801 - read as the functions beside it
 
 
 def on_metric(holds: str | Callable[[Mapping[str, float]], bool]) -> Trigger:
-    """When a condition holds that did not hold at the step before: ``"val_loss < 2.1 and step > 5000"``, or a function of the metrics."""
+    """When a condition becomes true: ``"val_loss < 2.1 and step > 5000"``, or a function of the metrics."""
     if isinstance(holds, str):
         return _Rising(condition(holds))
     if callable(holds):
@@ -216,19 +210,18 @@ class _Rising(Trigger):
         self._holds, self._held = holds, False
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger` and `DecidedTrigger`."""
         before, self._held = self._held, bool(self._holds({**moment.metrics, "step": moment.step}))
         return self._held and not before
 
 
-class every_seconds(DecidedTrigger):  # noqa: N801 - likewise
-    """When so much time has passed since the last snapshot, by the clock of rank 0: seconds, or ``"15m"``."""
+class every_seconds(DecidedTrigger):  # noqa: N801 - see `on_improvement`
+    """When this time has passed since the last snapshot, by the clock of rank 0: seconds, or ``"15m"``."""
 
     def __init__(self, seconds: float | str, *, clock: Callable[[], float] = CLOCK) -> None:
         super().__init__()
         self.seconds = parse_seconds(seconds, "seconds")
         if self.seconds <= 0:
-            raise InvalidOptionError("seconds must be longer than nothing", object_id="seconds")
+            raise InvalidOptionError("seconds must be more than 0", object_id="seconds")
         self._clock = clock
         self._began = clock()
 
@@ -241,22 +234,22 @@ class every_seconds(DecidedTrigger):  # noqa: N801 - likewise
         return self._clock() - self._began >= self.seconds
 
 
-class auto(every_seconds):  # noqa: N801 - likewise
-    """At the interval that loses least time, by what saves, restores and failures of this run have cost so far; see `intervals.best`."""
+class auto(every_seconds):  # noqa: N801 - see `on_improvement`
+    """At the interval that loses the least time, given the measured costs of this run; see `optimal_interval.best`."""
 
     def __init__(self, *, mtbf: float | str | None = None, clock: Callable[[], float] = CLOCK) -> None:
-        """`mtbf`: mean time between failures; without it, by how often this run was resumed, and four hours before it ever was."""
+        """`mtbf`: mean time between failures; by default estimated from this run's resumes, or four hours before the first."""
         super().__init__(FIRST_SECONDS, clock=clock)
         self.mtbf_seconds = None if mtbf is None else parse_seconds(mtbf, "mtbf")
 
     def measured(self, stall: float, lag: float, restart: float, run_mtbf: float | None) -> None:
-        """What the run has measured so far."""
+        """Takes the costs that the run has measured so far."""
         mtbf = self.mtbf_seconds or run_mtbf or DEFAULT_MTBF_SECONDS
         self.seconds = best(require_costs(SaveCosts(stall, lag, restart, mtbf)))
 
 
-class on_preemption(DecidedTrigger):  # noqa: N801 - likewise
-    """When a signal came that says that the machine will go, to any rank: SIGTERM, or those given. See `Checkpointer.preempted`."""
+class on_preemption(DecidedTrigger):  # noqa: N801 - see `on_improvement`
+    """When any rank gets a signal that its machine will go away: SIGTERM, or those given. See `Checkpointer.preempted`."""
 
     def __init__(self, *signals: int) -> None:
         super().__init__(any_rank=True)
@@ -272,7 +265,7 @@ class on_preemption(DecidedTrigger):  # noqa: N801 - likewise
             try:
                 signal.signal(number, handle)
             except (ValueError, OSError) as exc:
-                raise InvalidOptionError(f"on_preemption cannot answer signal {number}: {exc}", object_id="on_preemption") from exc
+                raise InvalidOptionError(f"on_preemption cannot handle signal {number}: {exc}", object_id="on_preemption") from exc
 
     def begin(self) -> None:
         """See `Trigger` and `DecidedTrigger`."""

@@ -1,4 +1,4 @@
-"""How long a run has been without a snapshot that is sound, and when it must not go on like that. One rank's view, by its own clock."""
+"""How long a run has been without a published snapshot, and when that is too long. One rank's view, by its own clock."""
 
 import math
 import statistics
@@ -23,30 +23,30 @@ from tensorstore_ck.store import Store
 
 LEAST_SECONDS: Final = 3600.0
 INTERVALS: Final = 10
-"""How many usual intervals between saves a run may go on without a snapshot."""
-_MAY_PASS: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, SuspiciousSaveError)
-"""What somebody may mend while the job runs, and what is so of one moment's state."""
+"""The default limit, in usual intervals between saves."""
+_TRANSIENT: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, SuspiciousSaveError)
+"""Errors that someone may fix while the job runs, or that concern one moment's state."""
 _OF_ONE_SAVE: Final = ("step", "parent", "expect")
-"""Where ranks differ in these, one did not read the board in time, or does not know yet what came of the save before."""
+"""If ranks differ in these, one polled the step flag too late, or does not know the outcome of the previous save yet."""
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Whether each later save will fail likewise: the state, the options or the ref are refused, or this is no error of the store's."""
+    """Whether later saves will fail the same way: the state, the options or the ref are rejected, or it is no `StoreError`."""
     if not isinstance(error, StoreError):
         return True
     if isinstance(error, InvalidOptionError) and error.object_id in _OF_ONE_SAVE and DIFFER in str(error):
         return False
-    return isinstance(error, ConflictError) or (isinstance(error, InputError) and not isinstance(error, _MAY_PASS))
+    return isinstance(error, ConflictError) or (isinstance(error, InputError) and not isinstance(error, _TRANSIENT))
 
 
 class UnsavedTime:
-    """What came of the saves since the newest one that is sound."""
+    """The outcome of the saves since the last published one."""
 
     def __init__(self, max_seconds: float | None, clock: Callable[[], float]) -> None:
-        """`max_seconds`: how long there may be none; None: the larger of an hour and 10 usual intervals.
+        """`max_seconds`: the limit; None: the larger of an hour and 10 usual intervals.
 
         Raises:
-            InvalidOptionError: that is no time.
+            InvalidOptionError: `max_seconds` is not a positive number.
         """
         is_time = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool) and max_seconds > 0
         if max_seconds is not None and not (is_time and math.isfinite(max_seconds)):
@@ -54,43 +54,43 @@ class UnsavedTime:
         self._max_seconds, self._clock = max_seconds, clock
         self._intervals: list[float] = []
         self.undecided: UndecidedError | None = None
-        """Of the save of which it is not known whether it happened."""
+        """The error of a save that may or may not have happened."""
         self.begin()
 
     def begin(self) -> None:
-        """The training begins, or goes on from a snapshot."""
+        """The training begins or resumes."""
         self._begun = self._clock()
-        self.sound()
+        self.note_published()
 
-    def sound(self) -> None:
-        """There is one: a save was published."""
+    def note_published(self) -> None:
+        """A save was published."""
         self._since = self._clock()
         self.failure: BaseException | None = None
-        """What the newest save failed with; None where none did since."""
+        """The error of the newest failed save since then."""
         self.refusal: BaseException | None = None
-        """The first of the failures that will repeat."""
+        """The first permanent failure since then."""
 
     def begin_save(self) -> None:
-        """Another save begins; for what is usual."""
+        """A save begins; measures the usual interval."""
         now = self._clock()
         self._intervals = [*self._intervals[1 - INTERVALS :], now - self._begun]
         self._begun = now
 
     def fail(self, error: BaseException) -> bool:
-        """A save failed: returns whether each later one will."""
+        """A save failed; returns whether later ones will fail the same way."""
         self.failure = error
         if isinstance(error, UndecidedError):
             self.undecided = error
         if not will_repeat(error) or (isinstance(error, ConflictError) and self.undecided is not None):
-            return False  # such a conflict may be with the save before
+            return False  # the conflict may be with the undecided save
         self.refusal = self.refusal or error
         return True
 
-    def settle(self, store: Store) -> None:
-        """Asks the log about a save that may have happened: the next one goes on from it, or it never will have.
+    def resolve_undecided(self, store: Store) -> None:
+        """Asks the log whether an undecided save happened; if not, it never will.
 
         Raises:
-            UndecidedError: that is still not known.
+            UndecidedError: it is still unknown.
         """
         undecided = self.undecided
         if undecided is None:
@@ -105,21 +105,21 @@ class UnsavedTime:
             pass  # it did not happen
         else:
             if self.failure is undecided:
-                self.sound()
+                self.note_published()
         self.undecided = None
 
     @property
     def seconds(self) -> float:
-        """For how long there was none."""
+        """The time since the last published snapshot."""
         return self._clock() - self._since
 
     @property
     def max_seconds(self) -> float:
-        """For how long there may be none."""
+        """The limit of `seconds`."""
         usual = statistics.median(self._intervals) if self._intervals else 0.0
         return max(LEAST_SECONDS, INTERVALS * usual) if self._max_seconds is None else self._max_seconds
 
     @property
     def is_too_long(self) -> bool:
-        """Whether there was none for longer than that."""
+        """Whether `seconds` exceeds the limit."""
         return self.seconds > self.max_seconds

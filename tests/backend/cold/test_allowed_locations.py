@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.backend.cold import locations
-from tensorstore_ck.backend.cold.allowed_locations import as_places, is_allowed, is_inside
+from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_inside, parse_allowed, places_file
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError
@@ -83,12 +83,10 @@ def test_credentials_go_to_other_buckets_of_the_same_endpoint(opened: list[Any],
 def test_nothing_else_is_opened_unless_allowed_and_then_without_the_credentials(opened: list[Any], store: str, place: str) -> None:
     with pytest.raises(PlaceUnavailableError) as refused:
         pickle.loads(pickle.dumps(LocationOpener(store, SECRET)))(place)
-    assert all(
-        word in str(refused.value) for word in (store, display_url(place), "places=", "--allow-place", ".config/tensorstore_ck/places")
-    )
+    assert all(word in str(refused.value) for word in (store, display_url(place), "places=", "--allow-place", str(places_file())))
     assert opened == []
     try:
-        allowed = as_places([place])
+        allowed = parse_allowed([place])
     except InvalidOptionError:
         with pytest.raises(PlaceUnavailableError):
             LocationOpener(store, SECRET, allowed=(place,))(place)
@@ -110,12 +108,12 @@ def test_a_url_brings_no_options(opened: list[Any], query: str) -> None:
 )
 def test_what_cannot_be_allowed(wrong: str) -> None:
     with pytest.raises(InvalidOptionError, match="absolute path or a URL"):
-        as_places([wrong])
+        parse_allowed([wrong])
 
 
 def test_one_place_or_a_path(tmp_path: Path) -> None:
-    assert as_places("s3://cold") == ("s3://cold",)
-    assert as_places(tmp_path) == as_places([tmp_path]) == (str(tmp_path),)
+    assert parse_allowed("s3://cold") == ("s3://cold",)
+    assert parse_allowed(tmp_path) == parse_allowed([tmp_path]) == (str(tmp_path),)
 
 
 # --- prefixes -----------------------------------------------------------------------------------------------------------

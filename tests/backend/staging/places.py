@@ -12,7 +12,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable_upload import Upload
-from tensorstore_ck.backend.s3_create import NewObject, UploadedPieces
+from tensorstore_ck.backend.s3_create import NewObject, S3Creator, UploadedPieces
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.upload_journal import UploadJournal
 from tensorstore_ck.errors import MissingObjectError
@@ -22,11 +22,14 @@ UUID = "0c3f3c2a-5a4e-4bb0-8f0e-2f6a3c1d9e11"
 PACK, PART = "packs/0A/01ARZ3NDEKTSV4RRFFQ69G5F0A", "parts/0B/01ARZ3NDEKTSV4RRFFQ69G5F0B"
 
 
-class FakeCreator:
+class FakeCreator(S3Creator):
     """Does what `S3Creator` does by `call` alone; nobody else writes here."""
 
     def __init__(self, call: Callable[..., dict[str, Any]]) -> None:
-        self.call = call
+        self._call = call
+
+    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
+        return self._call(action, name, method, **arguments)
 
     def put(self, new: NewObject, body: BinaryIO) -> None:
         self.call("write", new.name, "put_object", Key=new.key, Body=body)

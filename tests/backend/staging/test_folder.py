@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def copies(folder: StagingFolder) -> list[str]:
     return [name for name in NAMES if folder.copies.size(name)]
 
 
-# --- room -----------------------------------------------------------------------------------------------------------
+# --- space ----------------------------------------------------------------------------------------------------------
 
 
 def test_copies_are_evicted_oldest_first_and_no_more_than_needed(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_a_folder_that_can_serve(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    with pytest.raises(NoSpaceError, match=r"may take 1\.0 EiB, .* GiB are free: free space there, or lower its capacity"):
+    with pytest.raises(NoSpaceError, match=r"may use 1\.0 EiB, .* GiB are free: free space there, or lower its capacity"):
         StagingFolder(tmp_path, UUID, 1 << 60).check()
 
 
@@ -211,3 +212,18 @@ def test_manifests(tmp_path: Path) -> None:
     with pytest.raises(MissingObjectError):
         folder.read_manifest("01A-0")
     assert folder.list_manifests() == ["01A-10", "01B-1"]
+
+
+def test_a_folder_that_was_deleted_while_in_use_is_made_again_with_its_lock(tmp_path: Path) -> None:
+    folder, swept = staging(tmp_path, {}), list[str]()
+    folder.enter(lambda: swept.append("first"))
+    shutil.rmtree(folder.path)
+    folder.unsent.put(PACK, b"new")
+    other = staging(tmp_path, {})
+    other.enter(lambda: swept.append("beside it"))
+    other.leave()
+    assert swept == ["first"]
+    folder.leave()
+    other.enter(lambda: swept.append("after it"))
+    other.leave()
+    assert swept == ["first", "after it"]

@@ -102,7 +102,7 @@ def forget_and_gc(folder: Path) -> None:
         assert list(store.branches()) == ["job"]
         store.tag("kept", "job")
         assert list(store.tags()) == ["kept"]
-        store.tier()
+        store.migrate_tiers()
 
 
 SCENES: dict[str, tuple[Callable[[Path], None], bool]] = {

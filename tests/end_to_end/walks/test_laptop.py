@@ -19,7 +19,7 @@ SLOW_SAVE = """
 import torch
 import tensorstore_ck as tsck
 
-with tsck.open("./ckpt", max_bytes_per_second=4_000_000) as store:
+with tsck.open("./ckpt", rate_limit=4_000_000) as store:
     store.checkout("runs/one")
     store.put_snapshot({"w": torch.randn(6_000_000)}, ref="runs/one", step=40)
 """
@@ -64,7 +64,7 @@ def test_before_there_is_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         walk.follow(walk.type("tsck tag -s ckpt"), "tag", NAME="paper", ADDRESS="runs/x")
         walk.follow(walk.type("tsck pin -s ckpt"), "pin", ADDRESS="runs/x")
         walk.follow(walk.type("tsck tier -s ckpt"), "policy set")
-        walk.follow(walk.type("tsck forget --dry-run -s ckpt"), "gc")
+        walk.follow(walk.type("tsck policy apply --dry-run -s ckpt"), "gc")
         walk.type("tsck log runs/x -s ckpt")
 
 

@@ -10,10 +10,10 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging import Uploader
-from tensorstore_ck.backend.throttled import limited
+from tensorstore_ck.backend.throttled import throttled
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.format.codec import CodecChoice
+from tensorstore_ck.format.codec import CodecPolicy
 from tests.gc.stores import open_store, same, stay_in_one_thread
 
 PUT = 1 << 30
@@ -54,7 +54,7 @@ def open_throttled(time: Time, rate: float, *, is_local: bool = False) -> tsck.S
     backend = MemoryBackend()
     backend.is_local = is_local
     store = open_store(backend)
-    store.engine.backend = limited(store.engine.backend, writes=RateLimit(rate, clock=lambda: time.now), sleep=time.sleep)
+    store.engine.backend = throttled(store.engine.backend, writes=RateLimit(rate, clock=lambda: time.now), sleep=time.sleep)
     return store
 
 
@@ -113,7 +113,7 @@ def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time, options: dict[st
     ],
 )
 def test_one_slow_put_does_not_outweigh_fast_ones(paces: list[float], mode: str) -> None:
-    codecs = CodecChoice()
+    codecs = CodecPolicy()
     for pace in paces:
         codecs.note_written(PUT, pace)
     assert codecs.coding("run").mode == mode

@@ -36,7 +36,7 @@ def test_a_chain_is_followed_to_its_end() -> None:
 
 
 def refused(extents: Extents) -> None:
-    with pytest.raises(CorruptObjectError, match="bases that cannot be"):
+    with pytest.raises(CorruptObjectError, match="invalid delta bases"):
         location_of(part_of(extents), [PACK], extents, 0)
 
 

@@ -51,7 +51,7 @@ def again(encoded: Encoded, raw: bytes, bases: Sequence[bytes] = ()) -> bytes:
 @given(data=st.data())
 def test_planes(mode: str, elements: Elements, data: st.DataObject) -> None:
     raw = data.draw(blocks(elements))
-    encoded = Encoder(mode).numbers(raw, elements)  # type: ignore[arg-type]
+    encoded = Encoder(mode).encode_tensor(raw, elements)  # type: ignore[arg-type]
     assert again(encoded, raw) == raw
     assert len(stored(encoded)) <= len(raw) + 100
 
@@ -68,7 +68,7 @@ def test_differences(elements: Elements, data: st.DataObject) -> None:
     changed = rng.random(len(words)) < share
     words[changed] += rng.integers(0, 100, int(changed.sum()), dtype=np.uint64).astype(words.dtype)
     raw = words.tobytes()
-    encoded = Encoder("small").delta(raw, memoryview(base), elements)
+    encoded = Encoder("small").encode_delta(raw, memoryview(base), elements)
     if encoded is not None:
         assert encoded.codec == Codec.DELTA
         assert again(encoded, raw, [base]) == raw
@@ -110,7 +110,7 @@ def test_roundings(dtype: str, cuts: int, data: st.DataObject) -> None:
     pieces = [data.draw(blocks(Elements(4, is_float=True))) for _ in range(cuts)]
     masters = torch.from_numpy(np.frombuffer(b"".join(pieces), "<f4").copy())
     weights = masters.to(getattr(torch, dtype)).view(torch.int16).numpy().tobytes()
-    encoded = Encoder("fast").cast(weights, [memoryview(piece) for piece in pieces], dtype)
+    encoded = Encoder("fast").encode_cast(weights, [memoryview(piece) for piece in pieces], dtype)
     if encoded is None:
         assert bool(torch.isnan(masters).any())
         return
@@ -118,7 +118,7 @@ def test_roundings(dtype: str, cuts: int, data: st.DataObject) -> None:
     assert again(encoded, weights, pieces) == weights
     other = bytearray(weights)
     other[-1] ^= 1
-    assert Encoder("fast").cast(other, [memoryview(piece) for piece in pieces], dtype) is None
+    assert Encoder("fast").encode_cast(other, [memoryview(piece) for piece in pieces], dtype) is None
 
 
 def test_the_rounding_of_a_nan_is_one_and_the_same() -> None:
@@ -126,7 +126,7 @@ def test_the_rounding_of_a_nan_is_one_and_the_same() -> None:
     masters = np.array([0x7F800001, 0xFFFFFFFF, 0x3F800000], "<u4").tobytes()
     for nan, fits in ((0x7FC0, True), (0xFFFF, False), (0x7FFF, False)):
         weights = np.array([nan, nan, 0x3F80], "<u2").tobytes()
-        encoded = Encoder("fast").cast(weights, [memoryview(masters)], "bfloat16")
+        encoded = Encoder("fast").encode_cast(weights, [memoryview(masters)], "bfloat16")
         assert (encoded is not None) == fits
         if encoded is not None:
             assert again(encoded, weights, [masters]) == weights
@@ -141,8 +141,8 @@ def test_damage_is_refused_or_seen(data: st.DataObject) -> None:
     words = np.frombuffer(base, f"<u{elements.item_bytes}").copy()
     words[:: data.draw(st.integers(1, 200))] += 1
     encoder = Encoder("small")
-    delta = encoder.delta(words.tobytes(), memoryview(base), elements) if data.draw(st.booleans()) else None
-    encoded = delta or encoder.numbers(base, elements)
+    delta = encoder.encode_delta(words.tobytes(), memoryview(base), elements) if data.draw(st.booleans()) else None
+    encoded = delta or encoder.encode_tensor(base, elements)
     damaged = bytearray(stored(encoded))
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, min(len(damaged), 64) - 1))] = data.draw(st.integers(0, 255))
@@ -166,10 +166,10 @@ def test_what_codes_well_becomes_small() -> None:
     ]
     for raw, elements, share in cases:
         for mode in ("fast", "small"):
-            encoded = Encoder(mode).numbers(raw, elements)
+            encoded = Encoder(mode).encode_tensor(raw, elements)
             assert len(stored(encoded)) <= share * len(raw), (elements, mode)
-    assert Encoder("small").numbers(rng.bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
-    assert Encoder("raw").numbers(bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
+    assert Encoder("small").encode_tensor(rng.bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
+    assert Encoder("raw").encode_tensor(bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
 
 
 def test_sparse_differences_are_tiny() -> None:
@@ -179,7 +179,7 @@ def test_sparse_differences_are_tiny() -> None:
     after = before.copy()
     chosen = rng.random(len(after)) < 0.005
     after[chosen] += 1
-    encoded = Encoder("small").delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=True))
+    encoded = Encoder("small").encode_delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=True))
     assert encoded is not None
     assert len(stored(encoded)) < 0.01 * after.nbytes
 

@@ -12,7 +12,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.gc.compact import read_footer
 from tests.format.codec.training import SIZE, Training, put_steps, same
 
@@ -104,7 +104,7 @@ def test_what_differences_need_outlives_what_they_are_taken_from(opened: Open, t
         for pack in tmp_path.glob("store/packs/*/*"):
             footer = read_footer(store.engine.backend, parse_ulid(pack.name) or Ulid(b""), pack.stat().st_size)
             for entry, codec in enumerate(footer.entries["codec"].tolist()):
-                assert bool(footer.bases_of(entry)) == (codec in BASED)
+                assert bool(footer.bases_of(entry)) == (codec in CODECS_WITH_BASES)
         assert same(store.checkout(last.root), state)
         assert store.fsck(read_data=True).ok
         assert same(opened(cache_dir=tmp_path / "new").checkout("run"), state)

@@ -62,7 +62,7 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
 
 def test_values(store: tsck.Store) -> None:
     for step in (1, 2):
-        state = store.checkout(f"runs/golden@{step}", allow_bad=True)
+        state = store.checkout(f"runs/golden@{step}", allow_marked=True)
         assert same(state, golden_state(step))
         model = state["model"]
         assert model["tied"] is model["weight"] or model["tied"].data_ptr() == model["weight"].data_ptr()

@@ -20,7 +20,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
@@ -310,7 +310,7 @@ def test_relocations_in_a_circle(tmp_path: Path, hops: int) -> None:
         move_through(store, hops, back=True)
         result = run_alone(written(contents(store.engine.backend), tmp_path / "store"), "runs/a", tmp_path / "out.safetensors")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.endswith("its relocations go in circles\n")
+    assert result.stderr.endswith("its relocations form a cycle\n")
 
 
 def test_packs_that_were_moved_to_another_folder(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_packs_that_were_moved_to_another_folder(store: tsck.Store, folder: Path
     store.set_policy("*", move_after=("1s", str(tmp_path / "cold")))
     clock = store.engine.clock
     store.engine.clock = lambda: clock() + 10**12
-    store.tier()
+    store.migrate_tiers()
     store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
     assert not [path for path in (folder / "packs").rglob("*") if path.is_file()]
     assert_same(store, "runs/a", exported(folder, "runs/a", tmp_path / "out.safetensors"))
@@ -396,7 +396,7 @@ def flat_shards(rank: int) -> CapturedState:
     start, stop = borders[rank : rank + 2]
     boxes = TensorSpec("boxes", "np:<i4", 4, (10, 900))
     box = BoxBounds((3 * rank, 0), (4 if rank == 2 else 3, 900))
-    told = [Explicit(0, (BoxBounds((start,), (stop - start,)),)), Explicit(1, (box,))]
+    told = [ExplicitRegions(0, (BoxBounds((start,), (stop - start,)),)), ExplicitRegions(1, (box,))]
     layout = Layout([spec, boxes], ["d", ["flat", "boxes"], [0, 1]], (), (), ["flat", "boxes"])
     data = [BytesSource(array.tobytes()[4 * start : 4 * stop]), BytesSource(cut(whole((10, 900)), box))]
     return CapturedState(layout, [], (), data, told)

@@ -15,7 +15,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.format.relocation import decode_moved
+from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Entry, ObjectKey, Objects, RefTable, SnapshotInfo, table_keys, table_rows
 from tensorstore_ck.log.cache import MemoryTable
@@ -170,7 +170,7 @@ def _way(view: RefTable, pack: Ulid, entry: int, read: Callable[[str], bytes]) -
     """The moved objects from an entry of a pack to where it is now, and the pack where it is."""
     for relocation in view.relocations(pack):
         key = ObjectKey("moved", relocation.moved)
-        moved = decode_moved(read(key.name), key.name, relocation.hash)
+        moved = decode_relocation(read(key.name), key.name, relocation.hash)
         for row in moved.rows.tolist():
             if row[0] == entry:
                 yield key

@@ -14,7 +14,7 @@ from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFou
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.gc.collect import run_gc
-from tensorstore_ck.gc.report import GcOptions
+from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
@@ -180,6 +180,6 @@ def collector(name: str, *, table: MemoryTable | None = None, compact: bool = Fa
         undo_window_seconds=0,
         max_delete=1,
         compact_below=0.9 if compact else 0,
-        settle_seconds=0 if settle else 1e9,
+        tombstone_seconds=0 if settle else 1e9,
     )
     return Actor(name, lambda process: run_gc(process.engine(), options).deleted, table, FAILED)

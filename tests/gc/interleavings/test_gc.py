@@ -51,7 +51,7 @@ def settler(host: MemoryTable) -> Actor:
     """Settles whenever it likes: that is a matter of efficiency only."""
 
     def settle(store: Store) -> object:
-        return store.engine.log.append(lambda view: [Op.settle(head.n)] if (head := view.head()) else []).n
+        return store.engine.log.append(lambda view: [Op.truncate_tombstones(head.n)] if (head := view.head()) else []).n
 
     return user("S", settle, table=host)
 

@@ -155,12 +155,12 @@ def test_marked_bad(pool: Pool, folder: Path) -> None:
         store.mark("marked", "bad", reason="loss spike")
     for error in pool.ask(load, str(folder), "marked", ranks=RANKS):
         assert [type(cause) for cause in causes(error)] == [tsck.SnapshotMarkedBadError] * RANKS
-        assert "allow_bad=True" in str(error)
+        assert "allow_marked=True" in str(error)
     assert pool.run(load_bad, str(folder), ranks=RANKS) == [None, None]
 
 
 def load_bad(folder: str) -> Any:
-    return load(folder, "marked", allow_bad=True)
+    return load(folder, "marked", allow_marked=True)
 
 
 def test_another_shape(pool: Pool, folder: Path) -> None:

@@ -11,7 +11,7 @@ __all__ = ["history", "model", "tsck"]
 
 
 def test_export(history: Tsck, model: dict[str, torch.Tensor]) -> None:
-    result = history("export", "runs/gpt@1", "--to", "safetensors", "out", "--select", "model.*")
+    result = history("export", "runs/gpt@1", "--to", "safetensors", "out", "--include", "model.*")
     assert result.code == 0, result.err
     assert result.out.startswith("wrote out from ")
     assert "1 file, 2 tensors" in result.out
@@ -47,7 +47,7 @@ def test_errors_are_one_line(history: Tsck) -> None:
         (("runs/gpt", "--to", "dcp", "there"), 28),
         (("runs/gpt", "--to", "torch", "no/where"), 25),
         (("nope", "--to", "torch", "out"), 25),
-        (("runs/gpt", "--to", "torch", "out", "--select", "nope"), 27),
+        (("runs/gpt", "--to", "torch", "out", "--include", "nope"), 27),
         (("runs/gpt", "--to", "torch", "/sys/out"), 33),
         (("runs/gpt", "--to", "onnx", "out"), 2),
         (("runs/gpt", "--to", "dcp", "out", "--max-file-size", "0"), 2),
@@ -59,4 +59,4 @@ def test_errors_are_one_line(history: Tsck) -> None:
         assert result.out == ""
     assert history("mark", "runs/gpt", "--reason", "diverged").code == 0
     assert history("export", "runs/gpt", "--to", "dcp", "out").code == 36
-    assert history("export", "runs/gpt", "--to", "dcp", "out", "--allow-bad").code == 0
+    assert history("export", "runs/gpt", "--to", "dcp", "out", "--allow-marked").code == 0

@@ -39,7 +39,7 @@ def metadata_of(folder: Path) -> Metadata:
 
 
 def test_dtypes_that_dcp_does_not_know_are_refused_by_name(export: Export, unsavable: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedValueError, match=r"dtypes\.\w+ \(torch\.\w+\), .* --skip NAME") as caught:
+    with pytest.raises(UnsupportedValueError, match=r"dtypes\.\w+ \(torch\.\w+\), .* --exclude NAME") as caught:
         export(tmp_path / "out", "dcp")
     assert caught.value.object_id in unsavable
     assert list(tmp_path.iterdir()) == []
@@ -47,7 +47,7 @@ def test_dtypes_that_dcp_does_not_know_are_refused_by_name(export: Export, unsav
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_it_reads_as_what_dcp_saves_of_the_same_state(export: Export, state: dict[str, Any], unsavable: list[str], tmp_path: Path) -> None:
-    report = export(tmp_path / "ours", "dcp", skip=unsavable)
+    report = export(tmp_path / "ours", "dcp", exclude=unsavable)
     saved_by_dcp(state, tmp_path / "theirs")
     ours, theirs = metadata_of(tmp_path / "ours"), metadata_of(tmp_path / "theirs")
     assert ours.state_dict_metadata == theirs.state_dict_metadata
@@ -60,7 +60,7 @@ def test_it_reads_as_what_dcp_saves_of_the_same_state(export: Export, state: dic
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_load_into_a_state_and_convert(export: Export, state: dict[str, Any], unsavable: list[str], tmp_path: Path) -> None:
-    export(tmp_path / "out", "dcp", skip=unsavable)
+    export(tmp_path / "out", "dcp", exclude=unsavable)
     into = {"model": {name: torch.zeros_like(found) for name, found in state["model"].items()}, "step": 0}
     load(into, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
     assert into["step"] == 12
@@ -83,7 +83,7 @@ def test_every_item_is_a_whole_torch_file(export: Export, tmp_path: Path) -> Non
 
 
 def test_files_are_split(export: Export, state: dict[str, Any], unsavable: list[str], tmp_path: Path) -> None:
-    report = export(tmp_path / "out", "dcp", max_file_bytes=100_000, skip=unsavable)
+    report = export(tmp_path / "out", "dcp", max_file_bytes=100_000, exclude=unsavable)
     names = [file.name for file in report.files]
     assert len(names) > 3
     assert set(names) == {".metadata", *(f"__0_{number}.distcp" for number in range(len(names) - 1))}
@@ -92,7 +92,7 @@ def test_files_are_split(export: Export, state: dict[str, Any], unsavable: list[
 
 
 def test_what_dcp_drops_and_changes_is_told(export: Export, unsavable: list[str], tmp_path: Path) -> None:
-    report = export(tmp_path / "out", "dcp", skip=unsavable)
+    report = export(tmp_path / "out", "dcp", exclude=unsavable)
     assert report.left_out == {
         "values.9.k": "an empty dict, which DCP drops",
         "model._metadata": "an attribute of an OrderedDict, which DCP drops",
@@ -115,7 +115,7 @@ def test_what_is_no_dict_and_equal_names_are_refused(tmp_path: Path) -> None:
     with open_store(small_blocks()) as store:
         store.put_snapshot([torch.ones(3)], ref="list")
         store.put_snapshot({"a": {1: torch.ones(2), "1": torch.ones(3)}}, ref="twice")
-        with pytest.raises(UnsupportedValueError, match="DCP holds dicts alone"):
+        with pytest.raises(UnsupportedValueError, match="DCP holds only dicts"):
             export_snapshot(store, "list", tmp_path / "out", format="dcp")
         with pytest.raises(UnsupportedValueError, match=r"duplicated flatten key a\.1"):
             export_snapshot(store, "twice", tmp_path / "out", format="dcp")

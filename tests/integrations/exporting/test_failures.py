@@ -78,7 +78,7 @@ def test_too_little_space_is_told_before_anything_is_written(
     store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))
-    monkeypatch.setattr(byte_routing, "_pour", None)
+    monkeypatch.setattr(byte_routing, "_write_ranges", None)
     with pytest.raises(NoSpaceError, match="are free there"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
@@ -121,7 +121,7 @@ def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, mon
 
     monkeypatch.setattr(byte_routing._FanOutTarget, "write", lose)
     with pytest.raises(CorruptObjectError, match="was not written"):
-        export_snapshot(store, "run", tmp_path / "out", format=kind, skip=["b.turned"])
+        export_snapshot(store, "run", tmp_path / "out", format=kind, exclude=["b.turned"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,7 +161,7 @@ def test_what_is_there_is_not_replaced_unasked(store: tsck.Store, kind: Any, tmp
     (tmp_path / "link").symlink_to("nowhere")
     before = inodes(tmp_path)
     for name in ("file", "folder", "link"):
-        with pytest.raises(AlreadyExistsError, match="is there already: give --force"):
+        with pytest.raises(AlreadyExistsError, match="already exists: use --force"):
             export_snapshot(store, "run", tmp_path / name, format=kind)
     for name in ("file", "link"):
         with pytest.raises(AlreadyExistsError, match=r"is no folder|is a link"):
@@ -203,13 +203,13 @@ def test_files_are_replaced_when_asked(store: tsck.Store, tmp_path: Path) -> Non
 
 
 def test_another_export_that_was_faster_wins(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pour = byte_routing.ByteRouter.pour
+    run = byte_routing.ByteRouter.run
 
     def slowly(self: byte_routing.ByteRouter, scratch: str) -> None:
-        pour(self, scratch)
+        run(self, scratch)
         (tmp_path / "out").mkdir()
 
-    monkeypatch.setattr(byte_routing.ByteRouter, "pour", slowly)
+    monkeypatch.setattr(byte_routing.ByteRouter, "run", slowly)
     with pytest.raises(AlreadyExistsError):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert os.listdir(tmp_path) == ["out"]
@@ -225,10 +225,10 @@ def test_folders_that_cannot_be_written(store: tsck.Store, kind: Any, tmp_path: 
 
 def test_a_marked_snapshot(store: tsck.Store, kind: Any, tmp_path: Path) -> None:
     store.mark("run", reason="diverged")
-    with pytest.raises(SnapshotMarkedBadError, match=r"diverged.*--allow-bad"):
+    with pytest.raises(SnapshotMarkedBadError, match=r"diverged.*--allow-marked"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
-    export_snapshot(store, "run", tmp_path / "out", format=kind, allow_bad=True)
+    export_snapshot(store, "run", tmp_path / "out", format=kind, allow_marked=True)
 
 
 def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
         export_snapshot(store, "run", out, format="dcp", max_file_bytes=0)
     with pytest.raises(NotFoundError):
         export_snapshot(store, "nope", out, format="dcp")
-    for bad in ({"select": ["nope.*"]}, {"skip": ["nope.*"]}, {"skip": ["*"]}):
+    for bad in ({"select": ["nope.*"]}, {"exclude": ["nope.*"]}, {"exclude": ["*"]}):
         with pytest.raises(MismatchError):
             export_snapshot(store, "run", out, format="dcp", **bad)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

@@ -36,7 +36,7 @@ def unsupported(state: dict[str, Any]) -> list[str]:
 
 
 def test_round_trip(export: Export, state: dict[str, Any], tmp_path: Path) -> None:
-    report = export(tmp_path / "out", "safetensors", skip=unsupported(state))
+    report = export(tmp_path / "out", "safetensors", exclude=unsupported(state))
     for name in unsupported(state):
         del state["dtypes"][name.partition(".")[2]]
     expected = tensors_of(state)
@@ -50,7 +50,7 @@ def test_round_trip(export: Export, state: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_values_are_listed_and_beside_it(export: Export, tmp_path: Path) -> None:
-    report = export(tmp_path / "out", "safetensors", skip=UNKNOWN)
+    report = export(tmp_path / "out", "safetensors", exclude=UNKNOWN)
     found = json.loads((tmp_path / "out" / "values.json").read_text())
     assert report.left_out.keys() == found["values"].keys() | found["as_text"].keys()
     assert found["values"]["step"] == 12
@@ -64,7 +64,7 @@ def test_values_are_listed_and_beside_it(export: Export, tmp_path: Path) -> None
 
 
 def test_one_file(export: Export, state: dict[str, Any], tmp_path: Path) -> None:
-    report = export(tmp_path / "a.safetensors", "safetensors", skip=UNKNOWN, max_file_bytes=1)
+    report = export(tmp_path / "a.safetensors", "safetensors", exclude=UNKNOWN, max_file_bytes=1)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
     del state["dtypes"]
     require_equal(load_file(tmp_path / "a.safetensors"), tensors_of(state))
@@ -72,7 +72,7 @@ def test_one_file(export: Export, state: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_numbered_files_with_an_index(export: Export, state: dict[str, Any], tmp_path: Path) -> None:
-    report = export(tmp_path / "out", "safetensors", skip=UNKNOWN, max_file_bytes=100_000)
+    report = export(tmp_path / "out", "safetensors", exclude=UNKNOWN, max_file_bytes=100_000)
     del state["dtypes"]
     expected = tensors_of(state)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -90,7 +90,7 @@ def test_numbered_files_with_an_index(export: Export, state: dict[str, Any], tmp
 
 
 def test_unknown_dtypes_are_refused_by_name_before_anything_is_written(export: Export, state: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedValueError, match=r"dtypes\.\w+ \(torch\.\w+\), .* --skip NAME") as caught:
+    with pytest.raises(UnsupportedValueError, match=r"dtypes\.\w+ \(torch\.\w+\), .* --exclude NAME") as caught:
         export(tmp_path / "out", "safetensors")
     assert caught.value.object_id in unsupported(state)
     assert list(tmp_path.iterdir()) == []
@@ -107,7 +107,7 @@ def test_arrays(tmp_path: Path) -> None:
         )
         with pytest.raises(UnsupportedValueError, match=r"big \(>f4\), text \(<U1\)"):
             export_snapshot(store, "run", tmp_path / "a.safetensors", format="safetensors")
-        export_snapshot(store, "run", tmp_path / "a.safetensors", format="safetensors", skip=["big", "text"])
+        export_snapshot(store, "run", tmp_path / "a.safetensors", format="safetensors", exclude=["big", "text"])
     with safe_open(tmp_path / "a.safetensors", "np") as file:
         for name, array in arrays.items():
             found = file.get_tensor(name)
@@ -137,7 +137,7 @@ def test_a_reserved_name_is_refused(tmp_path: Path) -> None:
         store.put_snapshot({"__metadata__": torch.ones(3), "a": torch.ones(3)}, ref="run")
         with pytest.raises(UnsupportedValueError, match="__metadata__"):
             export_snapshot(store, "run", tmp_path / "out", format="safetensors")
-        export_snapshot(store, "run", tmp_path / "out", format="safetensors", skip=["__metadata__"])
+        export_snapshot(store, "run", tmp_path / "out", format="safetensors", exclude=["__metadata__"])
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"a"}
 
 

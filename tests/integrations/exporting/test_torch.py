@@ -37,7 +37,7 @@ def sharing(state: Any) -> list[tuple[str, int, int, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("mapped", [True, False], ids=["mmap", "read"])
 def test_round_trip(store: tsck.Store, export: Export, unsavable: list[str], tmp_path: Path, *, mapped: bool) -> None:
-    report = export(tmp_path / "run.pt", "torch", skip=unsavable)
+    report = export(tmp_path / "run.pt", "torch", exclude=unsavable)
     back = torch.load(tmp_path / "run.pt", weights_only=True, mmap=mapped)
     expected = store.checkout("run")
     without_unsavable(expected)
@@ -51,14 +51,14 @@ def test_round_trip(store: tsck.Store, export: Export, unsavable: list[str], tmp
 
 
 def test_dtypes_that_torch_cannot_save_are_refused_by_name(export: Export, unsavable: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedValueError, match=r"dtypes\.\w+ \(torch\.\w+\).* --skip NAME") as caught:
+    with pytest.raises(UnsupportedValueError, match=r"dtypes\.\w+ \(torch\.\w+\).* --exclude NAME") as caught:
         export(tmp_path / "out", "torch")
     assert caught.value.object_id in unsavable
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_is_a_whole_zip_file(export: Export, unsavable: list[str], tmp_path: Path) -> None:
-    export(tmp_path / "run.pt", "torch", skip=unsavable)
+    export(tmp_path / "run.pt", "torch", exclude=unsavable)
     data = (tmp_path / "run.pt").read_bytes()
     with zipfile.ZipFile(tmp_path / "run.pt") as archive:
         assert archive.testzip() is None
@@ -68,7 +68,7 @@ def test_it_is_a_whole_zip_file(export: Export, unsavable: list[str], tmp_path: 
 
 
 def test_it_has_the_bytes_that_torch_save_writes(store: tsck.Store, export: Export, unsavable: list[str], tmp_path: Path) -> None:
-    export(tmp_path / "out", "torch", skip=[*unsavable, "neighbours"])  # what lies between neighbours has no value
+    export(tmp_path / "out", "torch", exclude=[*unsavable, "neighbours"])  # what lies between neighbours has no value
     expected = store.checkout("run")
     without_unsavable(expected)
     del expected["neighbours"]
@@ -132,7 +132,7 @@ def test_two_dtypes_of_one_memory_are_refused_by_name(tmp_path: Path) -> None:
             export_snapshot(store, "run", tmp_path / "run.pt", format="torch")
         assert caught.value.object_id == "two"
         assert list(tmp_path.iterdir()) == []
-        export_snapshot(store, "run", tmp_path / "run.pt", format="torch", skip=["two"])
+        export_snapshot(store, "run", tmp_path / "run.pt", format="torch", exclude=["two"])
     assert torch.equal(torch.load(tmp_path / "run.pt")["one"], base)
 
 
@@ -151,7 +151,7 @@ def test_a_type_that_is_gone_is_refused_before_anything_is_written(tmp_path: Pat
 
 
 def test_select_and_skip(export: Export, state: dict[str, Any], tmp_path: Path) -> None:
-    export(tmp_path / "a.pt", "torch", select=["model", "tied.*"], skip=["*.bias", "tied.row"])
+    export(tmp_path / "a.pt", "torch", select=["model", "tied.*"], exclude=["*.bias", "tied.row"])
     back = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
     names = [name for name in tensors_of({key: state[key] for key in ("model", "tied")}) if not name.endswith((".bias", "tied.row"))]
     assert list(tensors_of(back)) == names
@@ -172,5 +172,5 @@ def test_a_torch_that_reads_something_else_is_noticed(
 
     monkeypatch.setattr(torch, "load", load_turned)
     with pytest.raises(CorruptObjectError, match="torch reads something else"):
-        export(tmp_path / "out", "torch", skip=unsavable)
+        export(tmp_path / "out", "torch", exclude=unsavable)
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tensorstore_ck.cli import main
-from tensorstore_ck.cli.cmd_import import import_
 
 
 class Result(NamedTuple):
@@ -30,7 +29,6 @@ class Own:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tsck:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(main.commands, "import", import_)
 
     def run(*args: str) -> Result:
         env = {"TSCK_CACHE_DIR": str(tmp_path / "cache"), "TSCK_STORE": "ck"}
@@ -59,7 +57,7 @@ def test_import(run: Tsck) -> None:
 
 def test_a_dry_run_writes_nothing(run: Tsck) -> None:
     torch.save({"a": torch.ones(5), "b": 1, "c": Path("x"), "d": Path("y"), "own": Own()}, "a.pt")
-    done = run("import", "a.pt", "--ref", "new", "--dry-run", "--leave-out", "own")
+    done = run("import", "a.pt", "--ref", "new", "--dry-run", "--exclude", "own")
     assert done.out.splitlines() == [
         "found a torch file: 1 tensor (20 B), 3 other values",
         "converted: pathlib.PosixPath, read as text (2 times)",

@@ -112,7 +112,7 @@ class Own:
 def test_values_of_unknown_classes(bring: Bring, refuse: Refuse, tmp_path: Path) -> None:
     folder = save({"a": torch.ones(2), "config": {"x": Own(), "y": 1}}, tmp_path / "dcp")
     assert "config.x (tests.integrations.importing.test_dcp.Own)" in refuse(folder, tsck.UnsupportedValueError)
-    require_same(bring(folder, leave_out=["config.x"])[0], {"a": torch.ones(2), "config": {"y": 1}})
+    require_same(bring(folder, exclude=["config.x"])[0], {"a": torch.ones(2), "config": {"y": 1}})
 
 
 # --- bad folders --------------------------------------------------------------------------------------------------------

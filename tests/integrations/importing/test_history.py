@@ -137,14 +137,14 @@ def test_a_dry_run_says_what_would_be_imported(run: Tsck, tmp_path: Path) -> Non
         (("old/step_5.pt", "--metric", "a=low"), 2, "NAME=NUMBER"),
         (("--history", "old/*.pt", "--step-from", "names"), 22, "step_from must be 'name' or 'key:PATH'"),
         (("--history", "old/*.pt", "--step-from", "key:"), 22, "step_from must be"),
-        (("--history", "old/*.ckpt", "--step-from", "name"), 25, "nothing fits old/*.ckpt"),
+        (("--history", "old/*.ckpt", "--step-from", "name"), 25, "nothing matches old/*.ckpt"),
         (("--history", "old/step_7.pt", "--step-from", "name"), 25, "there is no file old/step_7.pt"),
         (("--history", "old/*.pt", "--step-from", "key:global_stp"), 25, "step_10.pt has nothing at 'global_stp'; it has: model,"),
         (("--history", "old/*.pt", "--step-from", "key:val_loss"), 27, "not a training step"),
         (("--history", "old/*.pt", "--step-from", "key:model"), 27, "is a OrderedDict, not a training step"),
         (("--history", "old/*.pt", "--step-from", "name", "--metric", "a=key:nope"), 25, "has nothing at 'nope'"),
         (("--history", "old/*.pt", "--step-from", "name", "--metric", "a=key:model.0.weight"), 27, "is a Tensor, not a number"),
-        (("--history", "old", "--step-from", "name"), 22, "old does not say its step"),
+        (("--history", "old", "--step-from", "name"), 22, "old does not contain its step"),
     ],
 )
 def test_wrong_arguments_are_named(run: Tsck, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -205,7 +205,7 @@ def test_steps_in_names(store: tsck.Store, tmp_path: Path, names: list[str], ste
 def test_a_name_without_a_step_is_named(store: tsck.Store, tmp_path: Path) -> None:
     for name in ("step_1.pt", "last.pt"):
         torch.save({"w": torch.ones(3)}, tmp_path / name)
-    with pytest.raises(tsck.InvalidOptionError, match=r"last\.pt does not say its step"):
+    with pytest.raises(tsck.InvalidOptionError, match=r"last\.pt does not contain its step"):
         tsck.import_history(store, tmp_path.glob("*.pt"), ref="new", step_from="name")
 
 
@@ -282,10 +282,10 @@ def test_what_is_there_must_come_from_the_file(store: tsck.Store, tmp_path: Path
     assert all(step.was_there for step in tsck.import_history(store, str(tmp_path / "old/*.pt"), ref="new", step_from="name"))
     change(saved[10])
     torch.save(saved[10], tmp_path / "old" / "step_10.pt")
-    with pytest.raises(tsck.MismatchError, match=r"new@10 is on the branch already, and is not what .*step_10\.pt holds"):
+    with pytest.raises(tsck.MismatchError, match=r"new@10 is already on the branch, and differs from .*step_10\.pt"):
         tsck.import_history(store, str(tmp_path / "old/*.pt"), ref="new", step_from="name")
-    with pytest.raises(tsck.MismatchError, match="other values were left out"):
-        tsck.import_history(store, str(tmp_path / "old/step_5.pt"), ref="new", step_from="name", leave_out=["val_loss"])
+    with pytest.raises(tsck.MismatchError, match="other values were excluded"):
+        tsck.import_history(store, str(tmp_path / "old/step_5.pt"), ref="new", step_from="name", exclude=["val_loss"])
     assert len(store.log("new")) == 3
 
 
@@ -294,7 +294,7 @@ def test_a_history_is_imported_in_order(store: tsck.Store, tmp_path: Path) -> No
     store.put_snapshot({"w": torch.ones(4)}, ref="new", step=1)
     tsck.import_history(store, str(tmp_path / "old/step_1?.pt"), ref="new", step_from="name")
     assert [snapshot.step for snapshot in store.log("new")] == [15, 10, 1]
-    with pytest.raises(tsck.InvalidOptionError, match=r"step_5\.pt has step 5, and new is at step 15 already"):
+    with pytest.raises(tsck.InvalidOptionError, match=r"step_5\.pt has step 5, and new is already at step 15"):
         tsck.import_history(store, str(tmp_path / "old/*.pt"), ref="new", step_from="name")
     store.tag("paper", "new")
     with pytest.raises(tsck.InvalidOptionError, match="is a tag"):
@@ -308,7 +308,7 @@ def test_a_file_that_changes_meanwhile(store: tsck.Store, tmp_path: Path) -> Non
     def overwrite(plan: object) -> None:
         (tmp_path / "old" / "step_10.pt").write_bytes((tmp_path / "old" / "step_15.pt").read_bytes())
 
-    with pytest.raises(tsck.SnapshotAbortedError, match=r"step_10\.pt was changed"):
+    with pytest.raises(tsck.SnapshotAbortedError, match=r"step_10\.pt changed during the import"):
         tsck.import_history(store, str(tmp_path / "old/*.pt"), ref="new", step_from="key:step", planned=overwrite)
     assert [snapshot.step for snapshot in store.log("new")] == [5]
 
@@ -422,7 +422,9 @@ def test_files_of_one_step_beside_others(run: Tsck, tmp_path: Path) -> None:
     run("init", "ck")
     refused = run("import", "old", "--ref", "new")
     assert refused.code == 26
-    assert re.search(r"model_step_1\.pt and optimizer_step_1\.pt have the same step: give the files of one step a folder", refused.err)
+    assert re.search(
+        r"model_step_1\.pt and optimizer_step_1\.pt have the same step: move the files of each step to a separate folder", refused.err
+    )
     for step in (1, 2):
         (tmp_path / "steps" / f"step_{step}").mkdir(parents=True)
         for path in (tmp_path / "old").glob(f"*_{step}.pt"):

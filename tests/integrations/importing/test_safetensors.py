@@ -80,7 +80,7 @@ def test_a_folder_with_one_file(bring: Bring, tmp_path: Path) -> None:
     (folder / "sub").mkdir()
     found, contents = bring(folder)
     require_same(found, {"a": torch.ones(3)})
-    assert contents.skipped == {"config.json": "no checkpoint", "sub": "a folder without a .metadata"}
+    assert contents.skipped == {"config.json": "not a checkpoint", "sub": "a folder without a .metadata"}
 
 
 def test_a_folder_with_several(bring: Bring, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_links_out_of_the_folder(refuse: Refuse, model: Path) -> None:
 def test_files_that_are_none(refuse: Refuse, model: Path) -> None:
     file = model / "model-00001-of-00002.safetensors"
     file.unlink()
-    assert "not there" in refuse(model, tsck.CorruptObjectError)
+    assert "does not exist" in refuse(model, tsck.CorruptObjectError)
     os.mkfifo(file)
     assert "no regular file" in refuse(model, tsck.UnsupportedValueError)
     file.unlink()

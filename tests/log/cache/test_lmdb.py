@@ -456,7 +456,7 @@ def test_a_file_that_grows_during_a_look_at_it_is_not_taken_for_one_that_was_cut
             in_another_process(tmp_path, "with table.batch() as batch:\n    for n in range(900): batch.put(b'n%d' % n, b'v' * 1000)")
         return pread(*args)
 
-    monkeypatch.setattr(environment_module, "_LOOKS", 1, raising=False)
+    monkeypatch.setattr(environment_module, "_CHECK_TRIES", 1)
     monkeypatch.setattr(os, "pread", grow_first)
     assert table.get(b"one") == b"v"
     assert grown

@@ -79,7 +79,7 @@ def test_what_is_tagged_pinned_or_a_fallback_stays(store: tsck.Store) -> None:
     store.tag("paper", "runs/gpt@2")
     store.pin("runs/gpt@3", owner="ada")
     store.mark("runs/gpt@6", "bad")
-    report = store.retain("runs/gpt", dry_run=True, rules={"keep_last": 1})
+    report = store.apply_policies("runs/gpt", dry_run=True, rules={"keep_last": 1})
     assert [(each.snapshot.step, each.why) for each in report.branches[0].snapshots if each.stays] == [
         (2, ("tag paper",)),
         (3, ("pinned by ada",)),
@@ -88,7 +88,7 @@ def test_what_is_tagged_pinned_or_a_fallback_stays(store: tsck.Store) -> None:
     ]
     store.set_policy("runs/gpt", keep_last=1)
     assert steps(store) == [1, 2, 3, 4, 5, 6, 7], "only a put or retain applies it"
-    assert [each.snapshot.step for branch in store.retain().branches for each in branch.snapshots if not each.stays] == [1, 4, 6]
+    assert [each.snapshot.step for branch in store.apply_policies().branches for each in branch.snapshots if not each.stays] == [1, 4, 6]
     assert steps(store) == [2, 3, 5, 7]
 
 
@@ -99,9 +99,9 @@ def test_what_is_told_to_be_freed_is_freed(store: tsck.Store) -> None:
     put(store, 4, 5, ref="runs/other")  # which shares step 4
     store.branch("kept", "runs/gpt@2")
     store.set_policy("runs/*", keep_last=1)
-    planned = store.retain(dry_run=True)
+    planned = store.apply_policies(dry_run=True)
     assert steps(store) == [1, 2, 3, 4]
-    assert store.retain().going == planned.going == 2
+    assert store.apply_policies().going == planned.going == 2
     before = sum(sizes(backend).values())
     freed = store.gc(AT_ONCE).freed_bytes
     assert planned.frees_bytes is not None
@@ -114,7 +114,7 @@ def test_bytes_are_a_limit(store: tsck.Store) -> None:
     put(store, *range(1, 9))
     whole = store.usage().stored_bytes
     store.set_policy("runs/*", keep_last=100, max_bytes=whole // 2)
-    report = store.retain()
+    report = store.apply_policies()
     assert [each.why for each in report.branches[0].snapshots if not each.stays] == [("max_bytes",)] * report.going
     store.gc(AT_ONCE)
     assert whole // 4 < store.usage().stored_bytes <= whole // 2 + 1000  # records are not counted
@@ -126,7 +126,7 @@ def test_metrics_that_come_later_count(store: tsck.Store) -> None:
     put(store, 1, 2, 3, 4, 5)
     store.annotate("runs/gpt@2", {"loss": 0.1})
     store.annotate("runs/gpt@3", {"loss": float("nan")})
-    report = store.retain(dry_run=True, rules={"keep_best": (1, "loss", "min")})
+    report = store.apply_policies(dry_run=True, rules={"keep_best": (1, "loss", "min")})
     assert [each.snapshot.step for each in report.branches[0].snapshots if each.stays] == [2, 4, 5]
 
 
@@ -137,7 +137,7 @@ def test_age_counts_by_the_clock(store: tsck.Store, clock: Clock) -> None:
         clock.advance(DAY_SECONDS)
     assert steps(store) == [3, 4, 5]
     clock.advance(30 * DAY_SECONDS)
-    store.retain()
+    store.apply_policies()
     assert steps(store) == [4, 5], "the newest and its fallback"
 
 
@@ -153,7 +153,7 @@ def test_steps_that_went_back(store: tsck.Store) -> None:
 def test_where_a_branch_came_back_to_is_its_newest(store: tsck.Store) -> None:
     put(store, 1, 2, 3)
     store.reset("runs/gpt", "runs/gpt@1")
-    report = store.retain(dry_run=True, rules={"keep_last": 1})
+    report = store.apply_policies(dry_run=True, rules={"keep_last": 1})
     assert [(each.snapshot.step, each.why) for each in report.branches[0].snapshots if each.stays] == [
         (3, ("fallback",)),
         (1, ("newest", "keep_last")),
@@ -190,15 +190,15 @@ def test_policies_are_seen_replaced_and_removed(store: tsck.Store) -> None:
 def test_bad_input(store: tsck.Store) -> None:
     put(store, 1)
     for glob in ("", "runs/gpt\n", "é*", "x" * 300):
-        with pytest.raises(InvalidOptionError, match="fits no ref"):
+        with pytest.raises(InvalidOptionError, match="matches no ref"):
             store.set_policy(glob, keep_last=1)
     with pytest.raises(InvalidOptionError, match="keeps something"):
         store.set_policy("runs/*", expire_after="1d")
     with pytest.raises(InvalidOptionError, match="dry_run"):
-        store.retain(rules={"keep_last": 1})
+        store.apply_policies(rules={"keep_last": 1})
     with pytest.raises(NotFoundError, match="no branch"):
-        store.retain("runs/none", dry_run=True)
-    assert store.retain().branches == ()
+        store.apply_policies("runs/none", dry_run=True)
+    assert store.apply_policies().branches == ()
 
 
 def test_rules_of_a_newer_build_let_nothing_go(store: tsck.Store) -> None:
@@ -206,7 +206,7 @@ def test_rules_of_a_newer_build_let_nothing_go(store: tsck.Store) -> None:
     store.engine.log.append(lambda view: [Op.policy("runs/*", {"keep_last": 1, "keep_lucky": 7})])
     put(store, 4)
     assert steps(store) == [1, 2, 3, 4]
-    assert store.kept_by("runs/gpt") == {}
+    assert store.explain_retention("runs/gpt") == {}
     for use in (store.policies, store.retain):
         with pytest.raises(InvalidOptionError, match="cannot be used: there is no rule 'keep_lucky'"):
             use()
@@ -224,7 +224,7 @@ def test_a_hold_that_comes_meanwhile_counts() -> None:
         return append(build)
 
     store.engine.log.append = late  # type: ignore[method-assign, assignment]
-    assert store.retain().going == 2
+    assert store.apply_policies().going == 2
     assert steps(other) == [1, 3, 4]
 
 

@@ -43,7 +43,7 @@ def assert_same(source: Store, target: Store) -> None:
     assert contents(source) == contents(target)
     assert set(source.tags()) == set(target.tags())
     for address, number in ADDRESSES.items():
-        assert is_exact(target.checkout(address, allow_bad=True), number)
+        assert is_exact(target.checkout(address, allow_marked=True), number)
     report = target.fsck(read_data=True)
     assert report.ok, report.findings
 

@@ -62,7 +62,7 @@ def test_rate_limit() -> None:
 @pytest.mark.parametrize("rate", [0, -1, float("inf"), float("nan")])
 def test_no_rate(rate: float) -> None:
     with pytest.raises(InvalidOptionError, match="rate limit"):
-        copy(reopen(build()), open_over(empty()), rate_limit_bytes_per_second=rate)
+        copy(reopen(build()), open_over(empty()), rate_limit=rate)
 
 
 @pytest.mark.parametrize("limited", ["reads", "writes"])
@@ -254,7 +254,7 @@ def test_a_head_that_is_marked_damaged(tmp_path: Path) -> None:
 )
 def test_rates(text: str, rate: float | None) -> None:
     if rate is None:
-        with pytest.raises(click.BadParameter, match="is no rate"):
+        with pytest.raises(click.BadParameter, match="is not a rate"):
             byte_rate(text)
     else:
         assert byte_rate(text) == rate

@@ -145,7 +145,7 @@ def test_only_new_blocks_travel() -> None:
     source_backend, target_backend = build(codec="raw"), empty()
     copy(reopen(source_backend), open_over(target_backend))
     with reopen(source_backend) as store:
-        store.checkout("runs/a", allow_bad=True)
+        store.checkout("runs/a", allow_marked=True)
         new = store.put_snapshot({**state(3), "weight": torch.full((1500,), 9.0)}, ref="runs/a", step=6, codec="raw")
     source = Watched(source_backend)
     report = copy(open_over(source), open_over(target_backend))  # without a cache: by what the parent's part says
@@ -204,7 +204,7 @@ def test_globs() -> None:
 
 def test_a_glob_that_fits_nothing() -> None:
     target = Watched(empty())
-    with pytest.raises(NotFoundError, match=r"fits 'run/\*' \(refs: runs/a, runs/b, paper\)"):
+    with pytest.raises(NotFoundError, match=r"matches 'run/\*' \(refs: runs/a, runs/b, paper\)"):
         copy(reopen(build()), open_over(target), refs=["runs/*", "run/*"])
     assert target.writes() == []
     with pytest.raises(NotFoundError, match="it has no refs yet"):
@@ -259,14 +259,14 @@ def test_a_target_that_is_no_store(tmp_path: Path) -> None:
 def test_diverged() -> None:
     source, target = reopen(build()), open_over(empty())
     copy(source, target)
-    target.checkout("runs/a", allow_bad=True)
+    target.checkout("runs/a", allow_marked=True)
     target.put_snapshot(state(7), ref="runs/a", step=7)
-    source.checkout("runs/a", allow_bad=True)
+    source.checkout("runs/a", allow_marked=True)
     source.put_snapshot(state(8), ref="runs/a", step=8)
     source.checkout("runs/b")
     source.put_snapshot(state(9), ref="runs/b", step=9)
     before = target.log("runs/a")
-    with pytest.raises(ConflictError, match="'runs/a' went apart") as caught:
+    with pytest.raises(ConflictError, match="'runs/a' diverged") as caught:
         copy(source, target)
     assert caught.value.object_id == "runs/a"
     assert target.log("runs/a") == before
@@ -311,7 +311,7 @@ def test_another_branch_of_that_name() -> None:
     copy(source, target, refs="runs/b")
     source.forget("runs/b")
     source.put_snapshot(state(6), ref="runs/b", step=6, expect=None)
-    with pytest.raises(ConflictError, match="went apart"):
+    with pytest.raises(ConflictError, match="diverged"):
         copy(source, target, refs="runs/b")
 
 

@@ -73,7 +73,7 @@ def failing_roots(backend: Backend) -> Iterator[str]:
     store = reopen(backend)
     for snapshot in {snapshot.root: snapshot for snapshot in store.log()}.values():
         try:
-            restored = store.checkout(snapshot.root, allow_bad=True)
+            restored = store.checkout(snapshot.root, allow_marked=True)
         except StoreError:
             yield snapshot.root[:12]
         else:

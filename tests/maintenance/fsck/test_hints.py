@@ -140,7 +140,7 @@ def test_what_a_repair_left_damaged_is_known_to_every_host(tsck: Tsck) -> None:
     assert (found.code, "marked_damaged" in found.out or "corrupt_object" in found.out) == (40, True)
     repaired = tsck("fsck", "--repair", "--from", "copy", *STORE, host="a fourth")
     assert repaired.code == 0
-    assert "whole again" in repaired.out
+    assert "no longer damaged" in repaired.out
     assert tsck("fsck", *STORE, host="elsewhere").code == 0
     require_whole(tsck)
 

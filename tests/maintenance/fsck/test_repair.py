@@ -71,7 +71,7 @@ def assert_whole(backend: Backend) -> None:
     assert run_fsck(engine_of(backend), read_data=True).ok
     store = reopen(backend)
     for address, number in ADDRESSES.items():
-        assert is_exact(store.checkout(address, allow_bad=True), number)
+        assert is_exact(store.checkout(address, allow_marked=True), number)
     assert [snapshot.mark for snapshot in store.log("runs/a")] == ["bad", "", ""]
     reopen(backend).gc(AT_ONCE)
     assert list(failing_roots(backend)) == []
@@ -168,7 +168,7 @@ def test_what_cannot_be_mended_is_marked_and_unmarked_again() -> None:
         store.checkout("runs/a@2")
     assert repair(backend).marked == ()
     with pytest.raises(StoreError):
-        store.checkout("runs/a@2", allow_bad=True)
+        store.checkout("runs/a@2", allow_marked=True)
 
     report = repair(backend, TWIN)
     assert (report.ok, report.unmarked) == (True, (root,))

@@ -35,7 +35,7 @@ def assert_whole(store: Store) -> None:
     """Everything that was published is in the history of its ref, in order, and exact."""
     assert [snapshot.step for snapshot in store.log("runs/a")] == [3, 2, 1]
     for snapshot in store.log():
-        assert is_exact(store.checkout(snapshot.root, allow_bad=True), snapshot.step or 0)
+        assert is_exact(store.checkout(snapshot.root, allow_marked=True), snapshot.step or 0)
     assert {snapshot.step for snapshot in store.log()} == {1, 2, 3, 4}
     assert store.fsck(read_data=True).ok
 
@@ -135,7 +135,7 @@ def test_a_damaged_snapshot_is_left_out_and_listed() -> None:
     assert report.tags == ()
     store = reopen(backend)
     assert [snapshot.step for snapshot in store.log("runs/a")] == [3, 1]
-    assert is_exact(store.checkout("runs/a", allow_bad=True), 3)
+    assert is_exact(store.checkout("runs/a", allow_marked=True), 3)
 
 
 def info_of(number: int) -> SnapshotInfo:
@@ -148,9 +148,9 @@ def test_an_unpublished_snapshot_is_left_out() -> None:
     """Its save began before entries that are all there, and its branch went on without it."""
     backend = copy()
     store = reopen(backend)
-    store.checkout("runs/a", allow_bad=True)
+    store.checkout("runs/a", allow_marked=True)
     late = reopen(backend)
-    late.checkout("runs/a", allow_bad=True)
+    late.checkout("runs/a", allow_marked=True)
     original = late.engine.log.append
 
     def overtaken(build: object, **_: object) -> object:
@@ -259,4 +259,4 @@ def test_every_address_after_salvage() -> None:
     salvage(backend)
     store = reopen(backend)
     for address, number in ADDRESSES.items():
-        assert is_exact(store.checkout(address, allow_bad=True), number)
+        assert is_exact(store.checkout(address, allow_marked=True), number)

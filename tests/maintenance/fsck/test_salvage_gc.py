@@ -12,12 +12,12 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.engine.reachability import snapshot_closure
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_move
+from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.maintenance.fsck.stores import is_exact, names, read, reopen, state
@@ -110,7 +110,7 @@ def assert_restorable(store: Store, steps: set[int | None]) -> None:
     infos = {info.step: info for info in store.engine.log.view().snapshots()}
     assert steps <= set(infos)
     for step, info in infos.items():
-        assert is_exact(store.checkout(info.root.hex(), allow_bad=True), step or 0)
+        assert is_exact(store.checkout(info.root.hex(), allow_marked=True), step or 0)
     assert store.fsck(read_data=True).ok
 
 
@@ -189,7 +189,7 @@ def test_the_newest_entries_without_a_trace() -> None:
     first = next(position for position, ops in enumerate(OPERATIONS) if "relocate" in ops)
     backend = copy_with(dict.fromkeys(LOG[first:]))
     report = salvage(backend)
-    assert any("no log entry says" in problem for problem in report.problems)
+    assert any("no log entry names" in problem for problem in report.problems)
     assert_restorable(reopen(backend), LIVE)
 
 
@@ -458,7 +458,7 @@ def flip_first_block(backend: Backend, pack: ObjectKey) -> None:
 
 def assert_exact(store: Store) -> None:
     for info in view_of(store.engine.backend).snapshots():
-        assert is_exact(store.checkout(info.root.hex(), allow_bad=True), info.step or 0)
+        assert is_exact(store.checkout(info.root.hex(), allow_marked=True), info.step or 0)
 
 
 def test_a_damaged_moved_object_is_not_used() -> None:
@@ -484,7 +484,7 @@ def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(ta
     }[target]
     entry, stored, offset, codec = map(int, where)
     elsewhere = store.engine.new_id() if target == "gone" else pack.ulid
-    rows = np.array([(0, 0, entry, stored, offset, codec, 0, 0)], MOVED_DTYPE)
+    rows = np.array([(0, 0, entry, stored, offset, codec, 0, 0)], RELOCATION_DTYPE)
     backend.put(ObjectKey("moved", store.engine.new_id()).name, RelocationMap(pack.ulid, [elsewhere], rows).encode())
     report = salvage(backend)
     assert (report.kept, report.lost) == (len(LIVE), ())
@@ -496,7 +496,7 @@ def test_a_pack_that_repair_replaced_is_not_used_again() -> None:
     backend = copy_with({})
     store = synced(backend)
     pack, footer = a_pack(store)
-    commit_move(store.engine, copy_blocks(store, pack, footer, list(range(len(footer.entries)))), 0)
+    commit_relocation(store.engine, copy_blocks(store, pack, footer, list(range(len(footer.entries)))), 0)
     store.annotate("runs/a", {"x": 1.0})
     flip_first_block(backend, pack)
     backend.delete([names(backend, "log/")[-2]])
@@ -510,8 +510,8 @@ def test_of_two_relocations_the_newer_counts() -> None:
     pack, footer = a_pack(store)
     newer = copy_blocks(store, pack, footer, [0])
     older = copy_blocks(store, pack, footer, list(range(len(footer.entries))))
-    commit_move(store.engine, older, 0)
-    commit_move(store.engine, newer, 0)
+    commit_relocation(store.engine, older, 0)
+    commit_relocation(store.engine, newer, 0)
     flip_first_block(backend, ObjectKey("pack", older.targets[0]))
     assert_exact(synced(backend))
     backend.delete(["store.json"])

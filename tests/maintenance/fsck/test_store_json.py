@@ -132,7 +132,7 @@ def test_a_log_that_is_not_there_is_no_empty_store(fsck: Fsck) -> None:
     for args in ((), ("--repair",), ("--repair", "--from", "copy")):
         (finding,) = [found for found in fsck(*args, code=40)["report"]["findings"] if found["severity"] == "error"]
         assert finding["object"] == "store.json"
-        assert "names the log log-01, which is not there; log is" in finding["message"]
+        assert "names the log log-01, which is not there; found: log" in finding["message"]
         assert "`tsck salvage -s store`" in finding["message"]
     assert {name: data for name, data in files().items() if name in before} == before
 

@@ -13,7 +13,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
@@ -149,7 +149,7 @@ def stage(rank: int) -> CapturedState:
         [*taken.layout.spreads, "boxes"],
     )
     data = BytesSource(cut(whole((5000,), 9), box))
-    return CapturedState(layout, [rank // 2], (), [*taken.sources, data], [Explicit(len(found), (box,))])
+    return CapturedState(layout, [rank // 2], (), [*taken.sources, data], [ExplicitRegions(len(found), (box,))])
 
 
 class Reads:

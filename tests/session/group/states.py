@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.format.block_assignment import regions
+from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout, Sharding, Spread, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Mesh
 
@@ -52,7 +52,7 @@ def captured(
     layout = Layout(specs, tree, (), meshes, [each.spread for each in tensors.values()])
     held = [b""] * len(specs)
     everything = list(tensors.values())
-    for region in regions(layout, rank, tuple(range(ranks))):
+    for region in regions_of_rank(layout, rank, tuple(range(ranks))):
         held[region.tensor] += cut(everything[region.tensor].whole, BoxBounds(region.offsets, region.sizes))
     return CapturedState(layout, values, (), [BytesSource(data) for data in held])
 

@@ -17,8 +17,17 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format import block_assignment
-from tensorstore_ck.format.block_assignment import Region, decode_regions, encode_regions, every_region, overlap, regions, row_boxes, shares
-from tensorstore_ck.format.layout import Explicit, Layout, Sharding, Spread, TensorSpec
+from tensorstore_ck.format.block_assignment import (
+    Region,
+    assign_blocks,
+    decode_regions,
+    encode_regions,
+    overlap,
+    regions_of_rank,
+    regions_of_tensor,
+    row_boxes,
+)
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, Sharding, Spread, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
 MIB = 1 << 20
@@ -29,11 +38,11 @@ class Spreadings(NamedTuple):
 
     layout: Layout
     alike: tuple[int, ...]
-    explicit: dict[int, list[Explicit]]
+    explicit: dict[int, list[ExplicitRegions]]
     """Of each rank."""
 
     def held(self, rank: int) -> list[Region]:
-        return regions(self.layout, rank, self.alike, self.explicit[rank])
+        return regions_of_rank(self.layout, rank, self.alike, self.explicit[rank])
 
 
 def slices(box: BoxBounds) -> tuple[slice, ...]:
@@ -55,7 +64,7 @@ def spreadings(draw: st.DrawFn) -> Spreadings:
         meshes.append(Mesh(shape, tuple(draw(st.permutations(ranks))[: prod(shape)])))
     tensors: list[TensorSpec] = []
     spreads: list[Spread] = []
-    explicit: dict[int, list[Explicit]] = {rank: [] for rank in ranks}
+    explicit: dict[int, list[ExplicitRegions]] = {rank: [] for rank in ranks}
     for number in range(draw(st.integers(1, 4))):
         spec = TensorSpec(f"t{number}", "x", draw(st.sampled_from([1, 2, 3, 8])), tuple(draw(st.lists(st.integers(0, 24), max_size=3))))
         kind: Any = draw(st.sampled_from(["mesh", "mesh", "mesh", None, "boxes", "flat"]))
@@ -77,14 +86,14 @@ def spreadings(draw: st.DrawFn) -> Spreadings:
             owners = [draw(st.sampled_from(ranks)) for _ in boxes]
             for rank in ranks:
                 own = tuple(box for box, owner in zip(boxes, owners, strict=True) if owner == rank and 0 not in box.sizes)
-                explicit[rank].append(Explicit(number, own))
+                explicit[rank].append(ExplicitRegions(number, own))
     return Spreadings(Layout(tensors, None, (), meshes, spreads), ranks, explicit)
 
 
 def written(found: Spreadings, rank: int, target_bytes: int) -> Iterator[tuple[Region, int, list[int]]]:
     """(region, first byte, lengths of blocks) that a rank writes."""
     held = found.held(rank)
-    for share in shares(found.layout, held, rank, target_bytes):
+    for share in assign_blocks(found.layout, held, rank, target_bytes):
         yield held[share.region], share.start, share.lengths
 
 
@@ -112,7 +121,7 @@ def test_every_element_is_written_once(found: Spreadings, target_bytes: int, run
     assert all((count == 1).all() for count in counts)
     for region, begun in starts.items():  # the replicas go by the same blocks
         spec = found.layout.tensors[region.tensor]
-        lengths = [region.size_bytes(spec)] if region.size_bytes(spec) <= 32 else region.lengths(spec, target_bytes)
+        lengths = [region.size_bytes(spec)] if region.size_bytes(spec) <= 32 else region.block_lengths(spec, target_bytes)
         assert sorted(begun) == np.cumsum([0, *lengths]).tolist()[:-1]
 
 
@@ -120,7 +129,7 @@ def test_every_element_is_written_once(found: Spreadings, target_bytes: int, run
 def test_each_rank_holds_what_all_know_of_it(found: Spreadings) -> None:
     for tensor in range(len(found.layout.tensors)):
         every = list(
-            every_region(
+            regions_of_tensor(
                 found.layout,
                 tensor,
                 found.alike,
@@ -288,15 +297,15 @@ def test_overlap(shape: tuple[int, ...], data: st.DataObject) -> None:
 
 def test_a_tensor_whose_regions_nobody_told_is_refused() -> None:
     layout = Layout([TensorSpec("t", "x", 1, (4,))], None, (), (), ["boxes"])
-    with pytest.raises(CorruptObjectError, match="which regions of tensor 't' rank 1 holds"):
-        regions(layout, 1, (0, 1), [])
+    with pytest.raises(CorruptObjectError, match="rank 1 does not list its regions of tensor 't'"):
+        regions_of_rank(layout, 1, (0, 1), [])
 
 
 def test_a_local_tensor_of_dtensor_in_several_boxes() -> None:
     """Rows 0-3 and 8-11, as the issue has it."""
     mesh = Mesh((2, 2), (0, 1, 2, 3))
     layout = Layout([TensorSpec("t", "x", 4, (16, 3))], None, (), [mesh], [Sharding(0, (Shard(0, 2), None))])
-    assert regions(layout, 1, (0, 1, 2, 3)) == [
+    assert regions_of_rank(layout, 1, (0, 1, 2, 3)) == [
         Region(0, (0, 0), (4, 3), False, (0, 1)),
         Region(0, (8, 0), (4, 3), False, (0, 1)),
     ]

@@ -7,7 +7,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_snapshot
-from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tests.gc.stores import open_store
 from tests.session.group.states import BytesSource, whole
@@ -34,7 +34,7 @@ def state(rank: int) -> CapturedState:
     )
     held = {number: (start, stop) for number, start, stop in intervals(rank, RANKS)}
     explicit = [
-        Explicit(number, (BoxBounds((held[number][0],), (held[number][1] - held[number][0],)),) if number in held else ())
+        ExplicitRegions(number, (BoxBounds((held[number][0],), (held[number][1] - held[number][0],)),) if number in held else ())
         for number in range(4)
     ]
     sources = [BytesSource(TENSORS[number][slice(*held.get(number, (0, 0)))].tobytes()) for number in range(4)]

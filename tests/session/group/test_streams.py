@@ -57,7 +57,7 @@ def ranks_of(found: Any) -> Any:
 
 
 def new_streams(folder: str, address: str, ranks: int) -> tsck.Streams:
-    return opened(folder).streams(address, group=GROUPS[ranks], timeout_seconds=20)
+    return opened(folder).random_streams(address, group=GROUPS[ranks], timeout_seconds=20)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_another_number_without_a_map_is_told_what_to_do(pool: Pool, folder: Pat
     """The error is the mismatch itself on all ranks: an aborted attempt would look as if trying again helped."""
     for error in pool.ask(own_state, str(folder), "own", 2, ranks=2):
         assert isinstance(error, tsck.MismatchError)
-        for words in ("has the states of 3 ranks, and there are 2 now", "rank_state_map=", "store.streams()", "SampleCursor"):
+        for words in ("has the states of 3 ranks, and there are 2 now", "rank_state_map=", "store.random_streams()", "SampleCursor"):
             assert words in str(error)
 
 
@@ -148,7 +148,7 @@ def test_all_ranks_derive_from_the_same_snapshot(pool: Pool, folder: Path) -> No
         found = pool.run(new_streams, str(folder), address, 8)
         with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
             root = store.resolve(address).root
-            assert store.streams(address) == tsck.Streams(root, 0, 1)
+            assert store.random_streams(address) == tsck.Streams(root, 0, 1)
         assert found == [tsck.Streams(root, rank, 8) for rank in range(8)]
         assert len({streams.seed("torch") for streams in found}) == 8
 
@@ -195,7 +195,7 @@ def test_a_copy_and_a_repair_keep_the_rule() -> None:
     open_store(other)
     copy_snapshots(open_store(backend), open_store(other))
     (copied,) = open_store(other).log("job")
-    assert open_store(other).streams(copied.root) == open_store(backend).streams(info.root.hex())
+    assert open_store(other).random_streams(copied.root) == open_store(backend).random_streams(info.root.hex())
     assert {decode_record(other.get(each.name, max_bytes=1 << 20), "copy").streams for each in other.list("snapshots/")} == {"blake3-v1"}
     backend.delete([part_name(record_of(backend, info).parts[2])])
     assert run_repair(open_store(backend).engine, other=open_store(other).engine).ok

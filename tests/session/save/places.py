@@ -111,7 +111,7 @@ class Scene:
     def in_use_bytes(self) -> int:
         """Of the memory for captures, what is not free."""
         arena = self.store.session.queue._memory.arena
-        return arena.in_use_bytes if arena is not None else 0
+        return arena._in_use_bytes if arena is not None else 0
 
     @property
     def allocated_bytes(self) -> int:

@@ -201,19 +201,19 @@ def put_torn(step: int, on: int | None) -> Ending:
 def put_torn_beside(step: int, on: int) -> Ending:
     """Likewise, beside the training: before its copy is compared."""
     side, rank = SIDES[-1], dist.get_rank()
-    state, real = state_of(step, rank, side.ranks), capture_copy._Rest.copy_strided
+    state, real = state_of(step, rank, side.ranks), capture_copy._OtherSources.copy_strided
 
-    def copy_strided(self: capture_copy._Rest) -> None:
+    def copy_strided(self: capture_copy._OtherSources) -> None:
         real(self)
         if rank == on:
             state["model"]["w"].to_local().add_(1)
 
-    capture_copy._Rest.copy_strided = copy_strided  # type: ignore[method-assign]
+    capture_copy._OtherSources.copy_strided = copy_strided  # type: ignore[method-assign]
     options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
     try:
         return ending(lambda: side.store.put_snapshot_async(state, ref="job", step=step, group=GROUPS[side.ranks], **options).wait())
     finally:
-        capture_copy._Rest.copy_strided = real  # type: ignore[method-assign]
+        capture_copy._OtherSources.copy_strided = real  # type: ignore[method-assign]
 
 
 def put_now(step: int) -> Ending:
@@ -269,7 +269,7 @@ def memory() -> tuple[int, int]:
     """In use, and the limit."""
     arena = SIDES[-1].store.session.queue._memory.arena
     assert arena is not None
-    return arena.in_use_bytes, arena.limit_bytes
+    return arena._in_use_bytes, arena.limit_bytes
 
 
 def ending(action: Callable[[], Any]) -> Ending:

@@ -62,14 +62,14 @@ def during_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], ob
     """Likewise, while the next put beside the training copies its state."""
 
     def arrange(work: Callable[[], object]) -> None:
-        real = capture_copy._Rest.copy_strided
+        real = capture_copy._OtherSources.copy_strided
 
-        def copy_strided(self: capture_copy._Rest) -> None:
+        def copy_strided(self: capture_copy._OtherSources) -> None:
             real(self)
             monkeypatch.undo()
             in_a_thread(work)
 
-        monkeypatch.setattr(capture_copy._Rest, "copy_strided", copy_strided)
+        monkeypatch.setattr(capture_copy._OtherSources, "copy_strided", copy_strided)
 
     return arrange
 

@@ -209,7 +209,7 @@ def test_a_failed_put_is_told_by_an_event_and_an_error_in_the_log(caplog: pytest
         (event,) = place.told("failed")
         assert (event.put, event.step) == (pending.id, 1)
         assert (event.fields["error"], event.fields["error_kind"], event.fields["is_waited_for"]) == ("odd", "OddError", 0)
-        assert [record.levelname for record in caplog.records if "putting job@1 failed" in record.getMessage()] == ["ERROR"]
+        assert [record.levelname for record in caplog.records if "saving job@1 failed" in record.getMessage()] == ["ERROR"]
         with pytest.raises(OddError):
             pending.wait()
 

@@ -339,7 +339,7 @@ def test_a_checkpointer_passes_it_on(place: Scene) -> None:
         ckpt.step(1)
         state["w"].add_(1)
         ckpt.step(2)
-        with pytest.warns(UserWarning, match="step 3 was not put: nothing was published to 'job': no floating tensor"):
+        with pytest.warns(UserWarning, match="step 3 was not saved: nothing was published to 'job': no floating tensor"):
             ckpt.step(3)
         state["w"].add_(1)
         ckpt.step(4)
@@ -393,7 +393,7 @@ def test_finite_states_have_no_note_and_equal_states_equal_roots(place: Scene) -
 
 
 def test_the_key_is_the_stores_own(place: Scene) -> None:
-    with pytest.raises(InvalidOptionError, match=r"metadata\['tsck'\] is for what the store itself says"):
+    with pytest.raises(InvalidOptionError, match=r"metadata\['tsck'\] belongs to the store"):
         place.store.put_snapshot({"w": weights(1)}, ref="job", metadata={"tsck": 1})
     place.store.put_snapshot({"w": weights(1)}, ref="job", metadata={"tsck": {"non_finite": 0.5}, "lr": 1})  # of another snapshot
     assert place.store.show("job").metadata == {"lr": 1}

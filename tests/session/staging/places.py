@@ -128,7 +128,7 @@ DISK: Final = FaultyOs()
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small pieces, no waiting, and a disk that can fail."""
     monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(random, "uniform", lambda *_: NAP_SECONDS)
+    monkeypatch.setattr("tensorstore_ck.session.save.context.next_delay", lambda *_, **__: NAP_SECONDS)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
     monkeypatch.setattr(folder_module, "os", DISK)
     monkeypatch.setattr(copies_module, "os", DISK)

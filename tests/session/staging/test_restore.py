@@ -47,7 +47,7 @@ def test_on_another_host(tmp_path: Path) -> None:
     server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
     with process(server, tmp_path / "elsewhere") as other:
-        with pytest.raises(MissingObjectError, match="is staged, and something of it is not on this host"):
+        with pytest.raises(MissingObjectError, match="is staged, and not completely on this host"):
             other.store.checkout("job^staged")
         check(other.store, 0, "job")
         with pytest.raises(NotFoundError):

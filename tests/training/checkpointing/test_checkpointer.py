@@ -123,13 +123,13 @@ def test_damaged_and_marked_snapshots_are_passed_over(store: tsck.Store, tmp_pat
         tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as other,
         tsck.Checkpointer(other, again, ref="run", when=tsck.every_steps(1)) as ckpt,
     ):
-        with pytest.warns(UserWarning, match="was passed over") as caught:
+        with pytest.warns(UserWarning, match="was skipped") as caught:
             found = ckpt.resume()
         assert found is not None
         assert (found.step, same(again, expected(3))) == (3, True)
         said = [str(each.message) for each in caught]
         assert "does not match its hash" in said[0]
-        assert "run@4 was passed over: it is marked bad" in said[1]
+        assert "run@4 was skipped: it is marked bad" in said[1]
         assert train(ckpt, again, 4, 4) == [4]
     assert store.log("run")[0].parent == found.root
 
@@ -142,7 +142,7 @@ def test_where_nothing_is_sound_it_does_not_begin_anew(store: tsck.Store, tmp_pa
     with (
         tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as other,
         tsck.Checkpointer(other, fresh(), ref="run", when=tsck.every_steps(1)) as ckpt,
-        pytest.warns(UserWarning, match="passed over"),
+        pytest.warns(UserWarning, match="was skipped"),
         pytest.raises(DamageError, match="none of the snapshots of 'run' can be restored"),
     ):
         ckpt.resume()
@@ -172,7 +172,7 @@ def test_a_save_that_fails_does_not_end_the_training(store: tsck.Store, asynchro
             warnings.simplefilter("always")
             train(ckpt, state, 3, 4)
             ckpt.wait()
-        assert re.match("the snapshot of step 4 was not put: .*the training goes on", str(caught[0].message))
+        assert re.match("the snapshot of step 4 was not saved: .*the training continues", str(caught[0].message))
         faults.mode, faults.at, faults.persistent = "", 0, False
         train(ckpt, state, 5, 6)
     assert [snapshot.step for snapshot in store.log("run")] == [6, 2]
@@ -239,4 +239,4 @@ def test_all_ranks_pass_over_what_one_finds_damaged(pool: Pool, tmp_path: Path) 
         spoil(tmp_path, ulid)
     resumed = pool.run(rank_side.resume, str(tmp_path), 2, ranks=2)
     assert [(step, total) for step, total, _ in resumed] == [(8, 2000.0 * 36)] * 2
-    assert all("job was passed over" in said[0] for _, _, said in resumed)
+    assert all("job was skipped" in said[0] for _, _, said in resumed)

@@ -32,8 +32,8 @@ def test_a_connection_that_broke_is_made_anew() -> None:
     server = Server()
     thread = StoreThread(server)
     board = StepFlag(thread, thread.renew, rank=0, prefix="", lead_steps=3, clock=lambda: 0.0)
-    assert board.look("save", 1, wants=False) is None
+    assert board.poll("save", 1, wants=False) is None
     server.connections[0].is_broken = True
-    assert board.look("save", 2, wants=True) == 5
+    assert board.poll("save", 2, wants=True) == 5
     assert (len(server.connections), board.away_seconds) == (2, 0.0)
     thread.close()

@@ -86,7 +86,7 @@ def test_what_will_repeat_ends_the_training_at_the_first_save(tmp_path: Path, as
     job.state["thing"] = object()
     with pytest.raises(tsck.UnsupportedValueError, match="cannot store thing") as raised:
         job.save()
-    assert "each save to 'run' would fail likewise" in raised.value.__notes__[-1]
+    assert "each save to 'run' would fail the same way" in raised.value.__notes__[-1]
     assert "nothing was published" in raised.value.__notes__[-1]
 
 
@@ -111,8 +111,8 @@ def test_what_may_pass_is_told_until_it_has_lasted_too_long(tmp_path: Path, asyn
     for _ in range(3):
         job.save(20)
     (said,) = job.save(20)
-    assert "was not put: " in said
-    assert "the training goes on" in said
+    assert "was not saved: " in said
+    assert "the training continues" in said
     with pytest.raises(tsck.NoSpaceError if mode == "no-space" else tsck.BackendUnavailableError) as raised:
         [job.save(20) for _ in range(4)]
     assert "no snapshot of 'run' was published in the last 1" in str(raised.value)

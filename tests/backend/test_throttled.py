@@ -9,7 +9,7 @@ import pytest
 from tensorstore_ck.backend import Backend, Buffer, Created, ObjectWriter
 from tensorstore_ck.backend import throttled as limited_module
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.throttled import CHECK_BYTES, limited, limited_to
+from tensorstore_ck.backend.throttled import CHECK_BYTES, throttled, throttled_to
 from tensorstore_ck.common.executor import LocalThreads
 from tensorstore_ck.common.free_space import MinFree, Space
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -73,7 +73,7 @@ class Appends:
 
 
 def paced(inner: Backend, time: Time) -> Backend:
-    return limited(inner, writes=RateLimit(RATE, clock=time.clock), reads=RateLimit(RATE, clock=time.clock), sleep=time.sleep)
+    return throttled(inner, writes=RateLimit(RATE, clock=time.clock), reads=RateLimit(RATE, clock=time.clock), sleep=time.sleep)
 
 
 @pytest.mark.parametrize("seconds_a_byte", [0.0, 0.5 / RATE])
@@ -136,7 +136,7 @@ def test_appends_of_several_threads_stay_whole() -> None:
             other.join(0.05)
 
     inner = MemoryBackend()
-    writer = limited(inner, writes=RateLimit(100, clock=time.clock), sleep=sleep).open_writer("object")
+    writer = throttled(inner, writes=RateLimit(100, clock=time.clock), sleep=sleep).open_writer("object")
     offsets.append(writer.append([b"a" * 450]))
     other.join()
     writer.close()
@@ -159,10 +159,10 @@ def test_the_log_and_all_that_is_no_data_waits_for_nobody() -> None:
 
 def test_without_a_limit_it_is_not_there() -> None:
     inner = MemoryBackend()
-    assert limited(inner) is inner
-    assert limited_to(inner, None) is inner
+    assert throttled(inner) is inner
+    assert throttled_to(inner, None) is inner
     with pytest.raises(InvalidOptionError, match="rate limit must be more than 0"):
-        limited_to(inner, 0)
+        throttled_to(inner, 0)
 
 
 # --- min_free ------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Filling(MemoryBackend):
 
 def test_a_writer_stops_before_the_place_is_full() -> None:
     inner = Filling(200 << 20)
-    backend = limited(inner, min_free=MinFree.parse("10%"))
+    backend = throttled(inner, min_free=MinFree.parse("10%"))
     first, second = backend.open_writer("packs/1"), backend.open_writer("packs/2")
     block = bytes(4 << 20)
     for number in range(47):
@@ -199,7 +199,7 @@ def test_a_writer_stops_before_the_place_is_full() -> None:
 
 def test_free_space_is_looked_at_once_for_so_many_bytes() -> None:
     inner = Filling(1 << 40)
-    backend = limited(inner, min_free=MinFree.parse("1MB"))
+    backend = throttled(inner, min_free=MinFree.parse("1MB"))
     for number in range(33):
         backend.put(f"parts/{number}", bytes(4 << 20))
     assert inner.looks == 33 * (4 << 20) // CHECK_BYTES == 2
@@ -235,7 +235,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meter]]:
 
 def test_fsck_reads_no_faster_than_told(meters: list[Meter]) -> None:
     store = reopen(build())
-    report = store.fsck(FsckOptions(read_data=True, max_bytes_per_second=5e6))
+    report = store.fsck(FsckOptions(read_data=True, rate_limit=5e6))
     writes, reads = meters
     assert report.ok
     assert (writes.rate, reads.rate, writes.count) == (5e6, 5e6, 0)
@@ -247,7 +247,7 @@ def test_gc_reads_and_writes_no_faster_than_told(meters: list[Meter]) -> None:
     store.forget("runs/b")
     store.forget("runs/a@1")  # whose pack is still needed, in part
     log_bytes = len([*store.engine.backend.list("log/")])
-    report = store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1, max_bytes_per_second=5e6))
+    report = store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1, rate_limit=5e6))
     writes, reads = meters
     assert report.rewritten
     assert (writes.rate, reads.rate, writes.count) == (5e6, 5e6, report.written_bytes)
@@ -257,7 +257,7 @@ def test_gc_reads_and_writes_no_faster_than_told(meters: list[Meter]) -> None:
 
 def test_an_open_store_stays_as_fast_as_it_was(meters: list[Meter]) -> None:
     store = reopen(build())
-    store.gc(GcOptions(max_bytes_per_second=5e6))
+    store.gc(GcOptions(rate_limit=5e6))
     before = [meter.count for meter in meters]
     store.put_snapshot({"x": bytes(100_000)}, ref="runs/c")
     assert [meter.count for meter in meters] == before
@@ -268,7 +268,7 @@ def test_repair_limits_both_stores(meters: list[Meter]) -> None:
     store, other = reopen(build(codec="raw")), reopen(build(codec="raw"))
     (pack, *_) = [found for found in store.engine.backend.list("packs/") if found.size_bytes > 10_000]
     store.engine.backend.replace(pack.name, bytes(pack.size_bytes))
-    report = run_repair(store.engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), other=other.engine)
+    report = run_repair(store.engine, FsckOptions(read_data=True, rate_limit=5e6), other=other.engine)
     assert len(meters) == 4
     assert report.ok
     assert meters[3].count > 0  # the other store's reads
@@ -279,4 +279,4 @@ def test_work_elsewhere_cannot_be_limited() -> None:
         is_remote = True
 
     with pytest.raises(InvalidOptionError, match="this process only"):
-        run_fsck(reopen(build()).engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), executor=Elsewhere(1))
+        run_fsck(reopen(build()).engine, FsckOptions(read_data=True, rate_limit=5e6), executor=Elsewhere(1))

@@ -1,4 +1,4 @@
-"""Which of how many ranks this process is, and in which group."""
+"""This process's rank, the number of ranks, and their group."""
 
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
-    """What ``group=`` means; refuses to take one of several ranks for all: the others' generators and positions would be lost."""
-    rank, ranks = place()
+    """Resolves ``group=``. Raises if it is missing with several ranks: the others' generators and positions would be lost."""
+    rank, ranks = rank_and_world_size()
     if group is None and ranks > 1:
         raise InvalidOptionError(
-            f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
+            f"this is rank {rank} of {ranks}, and each rank has its own generators: call it on all ranks with group=dist.group.WORLD",
             object_id="group",
         )
     return process_group(group)

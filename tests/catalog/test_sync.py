@@ -83,7 +83,7 @@ def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, n
 
 
 def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=60), threading.local(), create_tables.is_made
+    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=60), threading.local(), create_tables.has_tables
 
     def look(connection: Connection, shown: str) -> bool:
         found = is_made(connection, shown)
@@ -95,7 +95,7 @@ def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkey
         with Catalog(url) as catalog:
             return catalog.sync(open_store(MemoryBackend())).head_n
 
-    monkeypatch.setattr(create_tables, "is_made", look)
+    monkeypatch.setattr(create_tables, "has_tables", look)
     with ThreadPoolExecutor(2) as pool:
         assert [each.result() for each in [pool.submit(sync), pool.submit(sync)]] == [0, 0]
 
@@ -189,7 +189,7 @@ def test_a_cache_that_others_empty_is_read_again(url: str, monkeypatch: pytest.M
         assert len(catalog.find("state = 'live'")) == 5
         publish(store, "runs/a", 6)
         times[0] = 100
-        with pytest.raises(BackendUnavailableError, match="empties the cache"):
+        with pytest.raises(BackendUnavailableError, match="keeps emptying the cache"):
             catalog.sync(store)
         assert len(catalog.find()) == 5
 

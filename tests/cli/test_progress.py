@@ -1,0 +1,64 @@
+"""Bars: on a terminal alone, and made of text alone."""
+
+import io
+import sys
+
+import pytest
+
+from tensorstore_ck.cli.progress import Bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_bytes_and_phases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = on_terminal(monkeypatch)
+    with Bar("putting") as bar:
+        bar.add(5)
+        assert terminal.getvalue() == "", "nothing to show while the total is not known"
+        bar.expect(10)
+        bar.add(0)
+        bar.say("a line")
+        bar(3, 10)
+        bar.phase("marking", 1, 4)
+    shown = terminal.getvalue()
+    assert "putting" in shown
+    assert "marking" in shown
+    assert "100%" in shown
+    assert capsys.readouterr().out == "a line\n"
+    bar.add(1)
+    assert terminal.getvalue() == shown
+
+
+def test_a_failure_does_not_complete_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    bar = Bar("putting")
+    bar(1, 4)
+    bar.__exit__(ValueError)
+    assert "100%" not in terminal.getvalue()
+    assert "25%" in terminal.getvalue()
+
+
+def test_names_are_neither_markup_nor_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with Bar() as bar:
+        bar.phase("[bold]pack[/bold]\x1b[2J", 1, 2)
+    assert "[bold]pack[/bold]\\x1b[2J" in terminal.getvalue()
+
+
+def test_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Bar("putting") as bar:
+        bar(1, 4)
+        bar.phase("marking", 1, 4)
+    assert isinstance(sys.stderr, io.StringIO)
+    assert sys.stderr.getvalue() == ""

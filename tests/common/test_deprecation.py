@@ -1,0 +1,104 @@
+"""Earlier spellings work, and say what to write instead."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
+
+
+@renamed_argument(old="new", size="count")
+def made(first: int, *, new: int = 0, count: int = 0) -> tuple[int, int, int]:
+    """Made."""
+    return first, new, count
+
+
+@renamed_argument(old="new")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    new: int = 0
+
+
+class Shelf:
+    def put(self, what: str) -> str:
+        return f"put {what}"
+
+    store = renamed_method("store", put)
+
+
+def test_arguments() -> None:
+    call: Any = made
+    with pytest.warns(DeprecationWarning, match=r"made\(old=\) is now new=") as warned:
+        assert call(1, old=2, count=3) == (1, 2, 3)
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="is now") as warned:
+        assert call(1, old=2, size=3) == (1, 2, 3)
+    assert len(warned) == 2
+    with pytest.raises(TypeError, match="both new= and old="):
+        call(1, old=2, new=3)
+    assert made(1, new=2) == (1, 2, 0), "without a warning"
+    assert (made.__name__, made.__doc__, *inspect.signature(made).parameters) == ("made", "Made.", "first", "new", "count")
+
+
+def test_fields_of_options() -> None:
+    call: Any = Options
+    with pytest.warns(DeprecationWarning, match=r"Options\(old=\) is now new=") as warned:
+        assert call(old=2) == Options(2) == dataclasses.replace(Options(1), new=2)
+    assert warned[0].filename == __file__
+
+
+def test_methods() -> None:
+    with pytest.warns(DeprecationWarning, match=r"store\(\) is now put\(\)") as warned:
+        assert Shelf().store("it") == "put it"
+    assert warned[0].filename == __file__
+    assert Shelf().put("it") == "put it"
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (tsck.GcOptions, {"max_bytes_per_second": 5e6}),
+        (tsck.GcOptions, {"settle_seconds": 60.0}),
+        (tsck.FsckOptions, {"max_bytes_per_second": 5e6}),
+    ],
+)
+def test_public_options(call: Any, options: dict[str, Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="is now"):
+        made = call(**options)
+    assert set(options.values()) < {getattr(made, field.name) for field in dataclasses.fields(made)}
+
+
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [
+        (tsck.copy, "rate_limit_bytes_per_second"),
+        (tsck.export_snapshot, "skip"),
+        (tsck.export_snapshot, "allow_bad"),
+        (tsck.import_checkpoint, "leave_out"),
+        (tsck.import_history, "leave_out"),
+        (tsck.inspect_checkpoint, "leave_out"),
+        (tsck.inspect_history, "leave_out"),
+    ],
+)
+def test_public_functions(call: Any, option: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{call.__name__}\({option}=\) is now "), pytest.raises(TypeError, match="missing"):
+        call(**{option: None})
+
+
+def test_the_store(tmp_path: Path) -> None:
+    make: Any = tsck.open
+    with pytest.warns(DeprecationWarning, match=r"open_store\(max_bytes_per_second=\) is now rate_limit="):
+        store: Any = make(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", max_bytes_per_second=1e9)
+    with store:
+        store.put_snapshot({"x": 1}, ref="a", step=1)
+        with pytest.warns(DeprecationWarning, match="is now allow_marked="):
+            assert store.checkout("a", allow_bad=True) == {"x": 1}
+        for old, arguments in {"streams": ("a",), "kept_by": ("a",), "retain": (), "tier": ()}.items():
+            with pytest.warns(DeprecationWarning, match=rf"^{old}\(\) is now "):
+                getattr(store, old)(*arguments)
+        with pytest.warns(DeprecationWarning, match="is now"):
+            store.advise("a", stall=1.0, mtbf=3600.0, bytes_per_second=1e9)

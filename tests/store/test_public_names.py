@@ -1,0 +1,57 @@
+"""`tensorstore_ck` loads each public name when it is first used."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import tensorstore_ck
+import tensorstore_ck as tsck
+
+
+def test_importing_the_package_loads_little() -> None:
+    code = "import sys, tensorstore_ck; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert len([name for name in loaded if name.startswith("tensorstore_ck")]) < 60
+    assert not {"torch", "numpy", "fsspec", "click", "rich"} & set(loaded)
+
+
+def test_dir_lists_the_public_names_alone() -> None:
+    assert sorted(name for name in dir(tsck) if not name.startswith("__")) == sorted(tsck.__all__)
+    assert {"ANY", "Store", "StoreError", "copy", "open", "verify_resume"} <= set(tsck.__all__)
+
+
+FIRST = """
+import os, sys, torch, tensorstore_ck
+for name in ("Box", "FsckOptions", "GcOptions", "Snapshot", "Staging", "Store", "Streams", "TrainingState", "copy", "import_history"):
+    if os.fork() == 0:
+        getattr(tensorstore_ck, name)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(name)
+"""
+
+
+def test_any_area_can_be_loaded_first() -> None:
+    """No other import hides a circle."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nope"):
+        _ = tensorstore_ck.nope  # type: ignore[attr-defined]
+
+
+def test_public_classes_are_the_same_as_in_their_modules() -> None:
+    from tensorstore_ck import errors
+    from tensorstore_ck.store import Store, open_store
+
+    assert tsck.Store is Store
+    assert tsck.open is open_store
+    with pytest.raises(tsck.StoreError):
+        raise errors.NotFoundError("nothing there")
+    for name in tsck.__all__:
+        if isinstance(found := getattr(tsck, name), type):
+            assert pickle.loads(pickle.dumps(found)) is found
