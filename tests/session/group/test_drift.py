@@ -132,7 +132,7 @@ def test_both_copies_are_kept(job: Job) -> None:
     store = job.stores[3]
     marked = [snapshot for snapshot in store.log("job") if snapshot.mark]
     assert [snapshot.mark for snapshot in marked] == ["drift"]
-    assert marked[0].reason == "rank 2 had other values than rank 0 of what both hold; its own are at drift/job/rank-2"
+    assert marked[0].reason == "rank 2 had other values than rank 0 of the same data; its own are at drift/job/rank-2"
     with pytest.warns(UserWarning, match="is marked drift: rank 2"):
         shared = store.checkout(marked[0].root)[1]
     assert np.array_equal(shared, whole((20_000,)))
