@@ -118,10 +118,10 @@ def test_a_thread_that_is_not_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPa
 SCRIPT = """
 import os, sys
 import torch.distributed as dist
-from tensorstore_ck.session.group.liveness import Heart
+from tensorstore_ck.session.group.liveness import Heartbeat
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
-heart = Heart(store)
+heart = Heartbeat(store)
 heart("alive/0", 0.0001)
 pids = []
 for _ in range(2):
