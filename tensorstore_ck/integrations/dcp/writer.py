@@ -171,7 +171,9 @@ class Writer(StorageWriter):
         saving.step = step if self._step is None else self._step
         saving.turn = None if not self._saves else self._saves if saving.step is None else turn_of(None, saving.step)
         self._saves += 1
-        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None  # the others open the store once it exists
+        saving.request = (
+            self._make_request(saving.ref, saving.step) if is_coordinator else None
+        )  # the others open the store when it is there
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
