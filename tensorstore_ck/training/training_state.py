@@ -215,7 +215,7 @@ class TrainingState:
             return None
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
         old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
-        self._warn(f"{address!r} (step {found.step})", old, ranks)
+        self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
         return found
 
     def _read(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
@@ -379,13 +379,13 @@ class TrainingState:
                 object_id="gradients",
             )
 
-    def _warn(self, what: str, old: State, ranks: int) -> None:
+    def _warn(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
         """`old`: the stored own state of this rank, or of the first."""
         found = environment.differences(old["environment"], environment.describe(ranks, self._meshes()))
         if found:
             seeded = f"; {self._own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(found)}{seeded}"
-            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=3)
+            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)
 
     # --- parts ----------------------------------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ def test_each_rank_writes_an_object_of_its_own(ranks: int, at_once: int) -> None
 def test_what_does_not_fit_is_told_and_what_cannot_be_tried_refused() -> None:
     found = check_forecast(Disk(1 << 30), 1 << 30, 2)
     assert (found.free_bytes, found.fits) == (1 << 30, False)
-    with pytest.raises(NoSpaceError, match=r"a trial write needs 40\.0 MiB .* 1\.0 MiB of 1\.0 TiB are free"):
+    with pytest.raises(NoSpaceError, match=r"a trial write needs 40\.0 MiB, .* 1\.0 MiB of 1\.0 TiB are free"):
         estimate_save(Disk(1 << 20), 1 << 30, 2)
 
 

@@ -188,7 +188,7 @@ def test_a_writer_stops_before_the_place_is_full() -> None:
     block = bytes(4 << 20)
     for number in range(47):
         (first, second)[number % 2].append([block])
-    with pytest.raises(NoSpaceError, match=r"packs/2 needs 4\.0 MiB .*memory:: 104\.0 MiB of 1\.0 GiB are free, and 102\.4 MiB must stay"):
+    with pytest.raises(NoSpaceError, match=r"packs/2 needs 4\.0 MiB, .*memory:: 104\.0 MiB of 1\.0 GiB are free, and 102\.4 MiB must stay"):
         second.append([block])
     assert inner.looks == 3
     backend.abort_upload("nothing")  # all else is the backend's own

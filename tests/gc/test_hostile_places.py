@@ -157,7 +157,7 @@ def test_all_calls_refuse_it_and_change_nothing(folder: Path, port: int, roots: 
             lambda: store.fsck(read_data=True),
             store.repair,
             store.usage,
-            store.tier,
+            store.migrate_tiers,
             lambda: store.migrate_tiers(claim_locations=True),
             lambda: salvage(open_backend(folder)),
         ]

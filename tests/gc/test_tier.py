@@ -282,7 +282,7 @@ def test_a_place_that_does_not_answer() -> None:
     assert same(cut_off.checkout("run@2"), states["run@2"])
     with pytest.raises(BackendUnavailableError):
         cut_off.checkout("run@0")
-    for look in (cut_off.gc, cut_off.fsck, cut_off.tier):
+    for look in (cut_off.gc, cut_off.fsck, cut_off.migrate_tiers):
         with pytest.raises(BackendUnavailableError):
             look()
     require_sound(places.open(), states)
@@ -294,7 +294,14 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one() -> None:
     empty = MemoryBackend(clock=places.clock)
     elsewhere = places.open(open_place=lambda _: empty)
     before = {info.name: info.size_bytes for info in places.own.list("")}
-    for look in (elsewhere.gc, elsewhere.fsck, elsewhere.repair, elsewhere.tier, elsewhere.usage, lambda: elsewhere.checkout("run@0")):
+    for look in (
+        elsewhere.gc,
+        elsewhere.fsck,
+        elsewhere.repair,
+        elsewhere.migrate_tiers,
+        elsewhere.usage,
+        lambda: elsewhere.checkout("run@0"),
+    ):
         with pytest.raises(PlaceUnavailableError, match="mounted"):
             look()
     places.own.delete(["store.json"])
@@ -318,7 +325,7 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
     copy = places.open(copied)
     require_sound(copy, {"run@0": states["run@0"]})
     copy.forget("run")
-    for free in (lambda: copy.gc(AT_ONCE), copy.tier):
+    for free in (lambda: copy.gc(AT_ONCE), copy.migrate_tiers):
         with pytest.raises(GcRefusedError, match=r"--claim-locations"):
             free()
     require_sound(places.open(), states)

@@ -207,7 +207,7 @@ def test_rules_of_a_newer_build_let_nothing_go(store: tsck.Store) -> None:
     put(store, 4)
     assert steps(store) == [1, 2, 3, 4]
     assert store.explain_retention("runs/gpt") == {}
-    for use in (store.policies, store.retain):
+    for use in (store.policies, store.apply_policies):
         with pytest.raises(InvalidOptionError, match="cannot be used: there is no rule 'keep_lucky'"):
             use()
 

@@ -174,7 +174,7 @@ CONFLICTS: dict[str, tuple[Any, Any, str]] = {
     "an optimizer": (
         {"optim": {"state": {0: {"exp_avg": torch.zeros(2000)}}, "param_groups": [{"params": [0]}]}},
         {"optim": {"state": {0: {"exp_avg": torch.zeros(2000)}}, "param_groups": [{"params": [0]}]}},
-        "'optim.state' together: the same number may mean another parameter on ranks 0-1 than on rank 2",
+        "'optim.state' together: the same number may mean different parameters on ranks 0-1 and on rank 2",
     ),
 }
 

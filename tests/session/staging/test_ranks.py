@@ -69,7 +69,7 @@ def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
     pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
     found = pool.run(jobs.resume, str(folder), 2, ("disk-0", "disk-2"), ranks=2)
     assert [each[:2] for each in found] == [(0, [0])] * 2
-    assert "what rank 1 had is on none of these hosts" in found[0][2]
+    assert "no host here has the files of rank 1" in found[0][2]
     with tsck.open(folder / "store", cache_dir=folder / "cache-elsewhere") as store:
         assert [snapshot.step for snapshot in store.log("job")] == [0]
         assert [info.step for _, info in store.engine.log.view().all_staged()] == [1]
