@@ -89,6 +89,7 @@ class GroupRestore(Generic[T]):
         self._address = address
         self._find = find
         self._read = read
+        self._must_agree = must_agree
         title = f"the checkout of {address!r}"
         self._attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
         self._host = HostSharedReads(self._attempt.txn.hex(), own.rank, timeout=timeout_seconds)
@@ -99,13 +100,14 @@ class GroupRestore(Generic[T]):
         """What `read` returned, and the snapshot."""
         try:
             self._attempt.run(
-                Participant(
-                    lambda: {"address": self._address, "host": host_key()}, self._execute, None, self._compare, self._require_claimed
-                )
+                Participant(self._propose, self._execute, None, self._compare, self._require_claimed, begins_rounds=self._must_agree)
             )
         finally:
             self._host.close()
         return self._done[0]
+
+    def _propose(self) -> Body:
+        return {"address": self._address, "host": host_key()}
 
     def _compare(self, proposals: list[Body]) -> Body:
         require_same(proposals, ("address",), self._own.in_job)

@@ -55,6 +55,8 @@ class Participant(NamedTuple):
     raise an input error that it raises."""
     commit: Callable[[list[Body]], Body]
     """On rank 0, with the results of all ranks, in order: appends the save to the log; returns the outcome's record."""
+    begins_rounds: bool = False
+    """`execute` begins rounds: a rank that sees answer and outcome at once executes too, to count rounds as the others do."""
 
 
 class Round:
@@ -103,8 +105,7 @@ class Round:
         """
         try:
             if self._rank == 0:
-                decided = _plain(choose())
-                self._put(ADMIT, decided)
+                self._put(ADMIT, decided := _plain(choose()))
                 return decided
             if self._misfit:
                 raise LateError(self._misfit)
@@ -264,7 +265,7 @@ class Round:
             if self._misfit:
                 raise RankRefusedError(FailureReason(self._misfit))
             self._put(f"proposal/{self._rank}", {"record": participant.propose(), "oldest": self._ledger.oldest()})
-            key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
+            key, answer = self._channel.wait([GO, OUTCOME] if participant.begins_rounds else [OUTCOME, GO], self._patience(), writer=0)
             if key == GO:
                 result = {"record": participant.execute(self._enter(answer))}
                 self._is_counted = True

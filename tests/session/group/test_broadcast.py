@@ -1,5 +1,6 @@
 """broadcast=True: what all ranks restore in full is read once per group, and comes whole to all of them, or to none."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.log import RefTable
+from tensorstore_ck.session.group.channel import Channel
+from tensorstore_ck.session.group.round import GO, OUTCOME
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 
 RANKS = 4
@@ -114,16 +117,22 @@ def test_one_rank_fails_and_nobody_waits_in_a_collective(pool: Pool, folder: Pat
     assert [wrong for _, wrong in pool.run(restore, str(folder), False, ranks=RANKS)] == [[]] * RANKS, "the group goes on"
 
 
-def miss_the_snapshot(folder: str) -> str:
-    """Rank 1 does not see once what rank 0 has found."""
+def miss_the_snapshot(folder: str, late: int) -> str:
+    """Rank 1 does not see once what rank 0 has found. Rank `late` looks at rank 0's answer when the outcome is known already."""
     store, left = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}"), [1] if dist.get_rank() == 1 else []
 
     def snapshot(self: RefTable, ulid: Any, original: Any = RefTable.snapshot) -> Any:
         return None if left and left.pop() else original(self, ulid)
 
-    error = ""
+    def wait(self: Channel, keys: Sequence[str], *args: Any, original: Any = Channel.wait, **options: Any) -> Any:
+        if dist.get_rank() == late and GO in keys and slow.pop():
+            original(self, [OUTCOME], *args, **options)
+        return original(self, keys, *args, **options)
+
+    error, slow = "", [False] * 99 + [True]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RefTable, "snapshot", snapshot)
+        patch.setattr(Channel, "wait", wait)
         try:
             store.checkout("job", into=target(False), group=GROUPS[RANKS], broadcast=True, timeout_seconds=TIMEOUT_SECONDS)
         except tsck.StoreError as exc:
@@ -135,7 +144,8 @@ def miss_the_snapshot(folder: str) -> str:
     return error
 
 
-def test_one_rank_fails_before_it_reads(pool: Pool, folder: Path) -> None:
-    for message in pool.run(miss_the_snapshot, str(folder), ranks=RANKS):
+@pytest.mark.parametrize("late", [-1, 3])
+def test_one_rank_fails_before_it_reads(pool: Pool, folder: Path, late: int) -> None:
+    for message in pool.run(miss_the_snapshot, str(folder), late, ranks=RANKS):
         assert "rank 1" in message
         assert "does not see the snapshot" in message
