@@ -122,7 +122,7 @@ def test_a_loop_that_asks_puts_once_more_and_leaves(nursery: Nursery, tmp_path: 
 
 
 def test_a_loop_that_never_asks_ends_by_the_signal(nursery: Nursery, tmp_path: Path) -> None:
-    pid = nursery.begin(worker.preempted_unawares, tmp_path, DEADLINE_SECONDS, False)
+    pid = nursery.begin(worker.preempted_unawares, tmp_path, DEADLINE_SECONDS / 8, False)
     await_heard(tmp_path, "ready")
     os.kill(pid, signal.SIGTERM)
     assert nursery.await_end(pid) == -signal.SIGTERM, stderr(tmp_path)
