@@ -4,6 +4,7 @@ fsck/                checks and repairs a store
 salvage/             makes a new log from what is left of a store
 copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
+refs.py              moves, tags, pins, marks and annotates
 forget.py            forget and undo
 apply_policies.py    sets, shows and applies retention policies
 watch.py             yields new snapshots of a branch, each pinned meanwhile
