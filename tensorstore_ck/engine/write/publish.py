@@ -75,7 +75,7 @@ def publish(
         record: The snapshot's.
         encoded: Its bytes in the store, under the ULID `txn`, or `staged`.
         txn: The transaction. If the log has an outcome for it already, that one holds.
-        anchor: The entry under which everything was chosen: gc frees nothing that was live there while the log is shorter than its window.
+        anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
         arrange: The operations at one head of the log, the given one that publishes among them, after it has checked that the ref is where
             it must be; none: nothing is published.
         condemned: What of the snapshot is condemned at that head, and must be rescued; raises `SnapshotExpiredError` where gc freed some.

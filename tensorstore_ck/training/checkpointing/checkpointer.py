@@ -396,6 +396,5 @@ class Checkpointer:
         ) from error
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
-        if self._group is None:
-            return value()
-        return self._store.session.groups.broadcast(self._group, title, value, timeout_seconds=self._timeout_seconds)
+        groups = self._store.session.groups
+        return value() if self._group is None else groups.broadcast(self._group, title, value, timeout_seconds=self._timeout_seconds)
