@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 TESTS ?= tests
 
 NEWEST := .venv-newest-torch
-EXTRAS := s3,gcs,azure,safetensors,dask,otel,plot,postgres
+EXTRAS := s3,gcs,azure,safetensors,dask,otel,hf,plot,postgres
 
 .PHONY: demo test test-slow soak test-newest-torch lint package clean
 
@@ -28,7 +28,7 @@ test-slow: $(INSTALLED)
 soak: $(INSTALLED)
 	SOAK=1 $(PYTEST) $(TESTS)
 
-# torch.distributed.checkpoint beside ours, states and imports on the newest torch of the index: gigabytes of CUDA, so by hand. pip's own
+# The tests of DCP, imports and states on the newest torch of the index. Run by hand: it downloads gigabytes of CUDA. pip's own
 # settings hold; the project's other packages are the pinned ones.
 test-newest-torch:
 	$(PYTHON) -m venv $(NEWEST)
@@ -36,7 +36,7 @@ test-newest-torch:
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt pip
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
 	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
-	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state tests/importing
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check

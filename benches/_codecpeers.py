@@ -90,7 +90,7 @@ def _zipnn(tensor: torch.Tensor) -> int:
 
 
 def _blosc2(tensor: torch.Tensor) -> int:
-    import blosc2  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: PLC0415 - likewise
+    import blosc2  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: PLC0415 - as above
 
     return len(
         blosc2.compress2(

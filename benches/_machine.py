@@ -1,7 +1,7 @@
 """A simulated clock: replays the requests of many ranks against hosts, a network and a store of given speeds.
 
 A request waits for its turn at the prefix or the metadata server, then for the latency, then for its bytes on its own connection, its
-host's link and the store, each of which serves first come, first served. A rank's requests of one stage go out on a few lanes; its
+host's link and the store, each of which serves first come, first served. A rank sends the requests of one stage over a few connections; its
 next stage begins when they are back.
 """
 

@@ -130,7 +130,7 @@ def time_rank(rank: int, job: Job, port: int, results: "SimpleQueue[Measured]") 
 
 
 def dedup_rank(rank: int, job: Job, port: int, results: "SimpleQueue[Measured]") -> None:
-    """Entry point of a rank: puts the state that is the same for every number of ranks, on top of what others put."""
+    """Entry point of a rank: saves the state that is the same for every number of ranks, on top of what others saved."""
     begin(rank, job, port)
     state = make_state(job, rank)
     with opened(job, rank, "") as store:

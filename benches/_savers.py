@@ -1,4 +1,4 @@
-"""Ways to save beside the training, all to a store that takes so many bytes a second: what the bench `loop` compares.
+"""Ways to save in the background, all to a store with a limited bandwidth: what the bench `loop` compares.
 
 Each is what its library offers for this. `save` returns when the state may change, `wait` when all is durable. Peers write through `Paced`
 files, at the rate that tsck is given as `rate_limit`; all of them fsync.

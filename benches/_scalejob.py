@@ -1,4 +1,4 @@
-"""The real put, restore and gc of a few of thousands of ranks, over a backend that counts what they ask; the other ranks are copies."""
+"""The real save, restore and gc of a few of thousands of ranks, over a backend that counts what they ask; the other ranks are copies."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Seat(NamedTuple):
-    """What a put asks of a group."""
+    """What a save asks of a group."""
 
     rank: int
     ranks: int
@@ -45,7 +45,7 @@ class Ran(NamedTuple):
 
 
 class Put(NamedTuple):
-    """A put of all ranks."""
+    """A save of all ranks."""
 
     info: SnapshotInfo
     ran: dict[int, Ran]
@@ -55,7 +55,7 @@ class Put(NamedTuple):
 
 
 class Job:
-    """A store, and the ranks that put into it."""
+    """A store, and the ranks that save into it."""
 
     def __init__(self, ranks: int, width: int, *, is_local: bool) -> None:
         self.ranks = ranks
@@ -65,7 +65,7 @@ class Job:
         self._engines: dict[int, Engine] = {}
 
     def put(self, step: int, running: Sequence[int], parent: Digest | None) -> Put:
-        """Has some ranks put with the real code, rank 0 among them; what all others put is like what one of these did."""
+        """Has some ranks save with the real code, rank 0 among them; all others save what one of these did."""
         request = PutRequest("run", step, parent, parent, encode_metadata({}), {})
         txn = new_ulid()
         puts = {rank: self._put_of(rank, step, request, txn) for rank in running}

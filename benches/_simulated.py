@@ -27,6 +27,10 @@ class Faked:
     def __bytes__(self) -> bytes:
         return bytes(self._size_bytes)
 
+    def __getitem__(self, part: slice) -> bytes:
+        """A sample: zeros."""
+        return bytes(len(range(*part.indices(self._size_bytes))))
+
 
 class Request(NamedTuple):
     """One request."""
@@ -63,7 +67,7 @@ class CountingBackend(MemoryBackend):
         self.traffic = Traffic()
         self.packs: dict[str, SparsePack] = {}
         self.packs_named: list[Ulid] = []
-        """For whoever makes up parts."""
+        """For callers that make up parts."""
         self._count_lock = threading.Lock()
 
     def count(self, kind: str, name: str, size_bytes: int = 0, offset: int = 0) -> None:

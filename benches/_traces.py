@@ -71,7 +71,7 @@ class Gpt(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear layer that is frozen, and what is learned beside it: LoRA, arXiv:2106.09685."""
+    """A frozen linear layer and its trained low-rank adapter: LoRA, arXiv:2106.09685."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def pretraining(steps_apart: int, snapshots: int, *, warm_up: int = WARM_UP) -> 
 
 
 def lora(snapshots: int = 6, rank: int = 8, width: int = 1280) -> Iterator[tuple[str, State]]:
-    """A frozen base of 160 million parameters in bf16, and adapters beside its attention, which are trained, with their moments."""
+    """A frozen base of 160 million parameters in bf16, and trained adapters next to its attention, with their moments."""
     torch.manual_seed(1)
     text, model = tokens(), Gpt(width).bfloat16().requires_grad_(requires_grad=False)
     base = {name: weights.detach() for name, weights in model.named_parameters()}
@@ -137,7 +137,7 @@ def lora(snapshots: int = 6, rank: int = 8, width: int = 1280) -> Iterator[tuple
 
 
 def sparse_bf16(snapshots: int = 40, share: float = 0.005) -> Iterator[tuple[str, State]]:
-    """As reinforcement learning leaves bf16 weights: few elements change at each step, by one unit in the last place or two."""
+    """As reinforcement learning leaves bf16 weights: few elements change at each step, by one or two units in the last location."""
     generator = torch.Generator().manual_seed(2)
     weights = {name: each.detach().bfloat16() for name, each in Gpt().named_parameters()}
     for step in range(snapshots):

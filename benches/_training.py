@@ -1,4 +1,4 @@
-"""One training process of the bench `loop`: it trains with and without saves, in turns, and tells what each cost.
+"""One training process of the bench `loop`: it trains with and without saves, in turns, and reports what each cost.
 
 A step is real work on one core: an optimizer that changes all of the state, then products of small matrices, as many as make the step
 last as long as it should on a quiet machine. Ten steps with a save before the first and ten without take turns, within this process and
@@ -166,7 +166,7 @@ def time_copy(state: State, times: int) -> float:
 
 
 def flood(job: Job, on_full: str) -> int:
-    """A put at every step, far more than the store takes, with a budget of one copy: how far memory went beyond state and budget."""
+    """A save at every step, far more than the store takes, with a budget of one copy: how far memory went beyond state and budget."""
     state = make_state(64, job.size_bytes // 64)
     trainer = Trainer(state, job.step_seconds)
     reset_high_water()

@@ -90,7 +90,7 @@ def measure(ranks: int, seconds: float) -> str:
         took = []
         for _ in range(LOOKS):
             started = time.perf_counter()
-            channel._silent(range(watched), FAR_AWAY)  # the look, without the wait in which it takes place
+            channel._silent(range(watched), FAR_AWAY)  # the look, without the wait around it
             took.append(time.perf_counter() - started)
         looks.append(sorted(took)[LOOKS // 2])
     for process in (*people, server):

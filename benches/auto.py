@@ -1,8 +1,8 @@
-"""What the default codec costs beside `raw` and `fast`: `python -m benches.auto --folder DIR --memory /dev/shm/DIR`.
+"""What the default codec costs compared with `raw` and `fast`: `python -m benches.auto --folder DIR --memory /dev/shm/DIR`.
 
 A gibibyte of fp32 on a disk and in memory, with DCP in the same rounds, and less of it on stores that take and give so many bytes a
 second: files in memory behind a limit, which count as an object store. Ways to save take turns, round by round, in an order that changes.
-Each round has a new store and a new handle: the first put, a later put of other numbers, and restores of both into the same tensors:
+Each round has a new store and a new handle: the first save, a later save of other numbers, and restores of both into the same tensors:
 cold, with nothing of the store in the page cache, then warm. Nothing is dirty when a measurement begins.
 """
 
@@ -30,7 +30,7 @@ from tensorstore_ck.format.codec import CodecName
 CODECS: tuple[CodecName, ...] = ("raw", "auto", "fast")
 RATES = (500e6, 200e6, 100e6, 50e6)
 THROTTLED_SECONDS = 0.5
-"""A put of blocks as they are takes so long on a throttled store."""
+"""How long a save of unencoded blocks takes on a throttled store."""
 PUT_MUST, RESTORE_MUST = 0.95, 0.9
 
 Seconds = dict[str, dict[str, list[float]]]
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     folder: Path
     size_bytes: int
     rate: float = 0.0
-    """Bytes a second; 0: what the place can."""
+    """Bytes a second; 0: as fast as the storage can."""
     has_cold: bool = False
     """Whether its page cache can be emptied."""
 
@@ -103,7 +103,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def take_turn(seconds: Seconds, who: str, states: tuple[State, State], target: State, place: Place) -> float:
-    """One turn; returns what both puts stored, as a share of their size."""
+    """One turn; returns what both saves stored, as a share of their size."""
     folder = place.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -126,7 +126,7 @@ def take_turn(seconds: Seconds, who: str, states: tuple[State, State], target: S
 
 
 def bench(place: Place, rounds: int) -> None:
-    """Prints a table of one place."""
+    """Prints a table of one kind of storage."""
     ways = [*CODECS] if place.rate else ["DCP", *CODECS]
     states = make_state(64, place.size_bytes // 64), {name: -tensor for name, tensor in make_state(64, place.size_bytes // 64).items()}
     target = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}

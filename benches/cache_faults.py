@@ -1,6 +1,6 @@
 """What a broken host's cache costs: `python -m benches.cache_faults --folder /tmp/bench`.
 
-Opens a store and saves 60 small states, while the cache breaks; beside the same with a cache in memory from the start. All turn by
+Opens a store and saves 60 small states, while the cache breaks; compared with a cache in memory from the start. All turn by
 turn; medians of the ratios round by round. Needs the right to mount a tmpfs for the disk's troubles.
 """
 

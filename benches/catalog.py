@@ -1,7 +1,7 @@
 """A catalog of many snapshots: `python -m benches.catalog --folder /tmp/bench --postgres postgresql://...` (without: one is started).
 
-The log of a real local store gets an entry for each snapshot, as puts write them, without objects behind them; the catalog is fed from
-it. Then the same questions are asked of SQLite and PostgreSQL, over and over; medians are told.
+The log of a real local store gets an entry for each snapshot, as saves write them, without objects behind them; the catalog is fed from
+it. Then the same questions are asked of SQLite and PostgreSQL, over and over; it prints medians.
 """
 
 import argparse
@@ -37,7 +37,7 @@ QUESTIONS = (
 
 
 def fill(store: Store, snapshots: int, jobs: int) -> None:
-    """Entries as puts write them."""
+    """Entries as saves write them."""
     draw = random.Random(0)
     engine = store.engine
     for number in range(snapshots):

@@ -1,6 +1,6 @@
 """What snapshots of real training cost, and how fast the codecs are: `python -m benches.codecs --folder DIR [--peers] [--only NAME ...]`.
 
-Every trace is made here (see `_traces`) and put step by step; each snapshot is restored and compared bit by bit. Peers get the same states,
+Every trace is made here (see `_traces`) and saved step by step; each snapshot is restored, compared bit by bit. Peers get the same states,
 saved by torch.save: zstd, ZipNN and blosc2 on the bytes, restic and borg on the files. ZipNN and blosc2 must be installed for --peers, and
 restic and borg be at hand (Debian's packages). The curves are drawn where matplotlib is there.
 """
@@ -72,7 +72,7 @@ def speeds() -> Iterator[tuple[str, float, float, float]]:
 
 
 def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float]]:
-    """(how it was put, stored beside raw size, GB/s) of a restore in the middle of a run, by the side of those without differences."""
+    """(how it was saved, ratio of stored to raw size, GB/s) of a restore in the middle of a run, with and without differences."""
     shutil.rmtree(folder, ignore_errors=True)
     states = [copy_of(state) for state in pretraining(10, 5)]
     raw_bytes = sum(map(len, flat(states[-1]).values()))

@@ -1,6 +1,6 @@
-"""What rank 0 does for all others in a put of many ranks: `python -m benches.commit --ranks 1024 4096`.
+"""What rank 0 does for all others in a save of many ranks: `python -m benches.commit --ranks 1024 4096`.
 
-The put of rank 0 is the real one, on a backend in memory; what the other ranks say and store was made before, as if all were there at
+The save of rank 0 is the real one, on a backend in memory; what the other ranks say and store was made before, as if all were there at
 once. Rank 0's own side is 1,000 small tensors, so nearly all of its seconds go to the agreement and the commit. *Handled* is what rank
 0 reads and writes: records of other ranks, its own, parts that it must read again, its own part, the snapshot record and the log.
 """
@@ -50,11 +50,11 @@ class Case(NamedTuple):
 
     name: str
     is_first: bool = False
-    """The first put of a layout: ranks also tell digests of what they hold with others."""
+    """The first save of a layout: ranks also send digests of what they share with others."""
     condemns: bool = False
     """Another process's gc condemned something meanwhile, some of it named by the parts."""
     kinds: int = 1
-    """How many kinds of ranks there are, each with experts of its own, beside the tensors that are spread over all ranks."""
+    """How many kinds of ranks there are, each with its own experts, in addition to the tensors that are spread over all ranks."""
 
 
 CASES = [
@@ -116,7 +116,7 @@ def make_part(layout_id: Digest, rank: int, ranks: int, blocks: int) -> Part:
 
 
 def measure(case: Case, ranks: int, blocks: int) -> Cost:
-    """Has rank 0 put, with all others' records there."""
+    """Has rank 0 save, with all others' records there."""
     backend = CountingBackend()
     engine = make_engine(backend, init_store(backend), MemoryTable())
     states = RankStates(state(ranks, case.kinds, 0), None)
@@ -150,7 +150,7 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
 
 
 class Job(NamedTuple):
-    """Who puts what."""
+    """Who saves what."""
 
     engine: Engine
     backend: CountingBackend
@@ -162,7 +162,7 @@ class Job(NamedTuple):
 
 
 def _put_before(job: Job) -> None:
-    """As if the same layouts had been put once: all ranks know the plan."""
+    """As if the same layouts had been saved once: all ranks know the plan."""
     ranks, case = job.ranks, job.case
     kinds = [RankKind(tuple(range(kind, ranks, case.kinds)), *state(ranks, case.kinds, kind)[:2], {}, ()) for kind in range(case.kinds)]
     known = plan_of(kinds, {}) if case.kinds > 1 else PlanMemory(PutPlan())
@@ -184,7 +184,7 @@ def _proposals(job: Job) -> list[Body]:
 
 
 def _sayings(job: Job, blocks: int) -> Iterable[tuple[str, Body]]:
-    """The proposals and results of all ranks but rank 0, and what the first of each kind tells; their parts are stored."""
+    """The proposals and results of all ranks but rank 0, and what the first rank of each kind reports; their parts are stored."""
     engine, backend, case, _, ranks, _ = job
     head, proposals = engine.log.sync().n, _proposals(job)
     replicas = ReplicaDigests({}, b"") if case.is_first else None

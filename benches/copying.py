@@ -1,4 +1,4 @@
-"""`tsck copy` beside a plain copy of the files: `python -m benches.copying --gib 2 --folder /tmp/bench`.
+"""`tsck copy` compared with a plain copy of the files: `python -m benches.copying --gib 2 --folder /tmp/bench`.
 
 The first copy carries all blocks, the second finds nothing to do, the third carries one more snapshot of which a fifth is new. The plain
 copy is one `cp -r` and a sync of the same store, and verifies nothing.

@@ -1,4 +1,4 @@
-"""`tsck export` beside a plain copy of as many bytes: `python -m benches.exporting --gib 1 --folder /tmp/bench`.
+"""`tsck export` compared with a plain copy of as many bytes: `python -m benches.exporting --gib 1 --folder /tmp/bench`.
 
 The plain copy is one `cp` of a file and an fsync, and verifies nothing. An export verifies every block, reads its files back and compares
 them, and has fsynced them when it returns. Sources lie in the page cache. Peak memory is anonymous, sampled, of a process of its own.

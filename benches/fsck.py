@@ -1,4 +1,4 @@
-"""`fsck --read-data` beside reading and hashing the same files, in one run: `python -m benches.fsck --gib 1 --folder /tmp/bench`.
+"""`fsck --read-data` compared with reading and hashing the same files, in one run: `python -m benches.fsck --gib 1 --folder /tmp/bench`.
 
 The floor reads the store's own packs in pieces of 4 MiB, from as many threads as there are cores, and takes BLAKE3 of each piece: no
 format, nothing looked up, nothing compared. Both take turns, so that drift of the machine hits both alike. With `--cold`, the packs are

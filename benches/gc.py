@@ -1,8 +1,9 @@
-"""What freeing space takes, beside restic and borg, a plain copy and plain deletes: `python -m benches.gc peers --folder /tmp/bench`.
+"""What freeing space costs, against restic and borg, a plain copy and plain deletes: `python -m benches.gc peers --folder /tmp/bench`.
 
 `peers` keeps the last 2 of many versions of a state and frees the rest, and checks all data; each tool starts from a copy of the same
 repository, cold, and takes turns with the others. Peak memory is the kernel's, of the whole command. `compaction` rewrites packs of which
-40 % is live, beside a copy of as many bytes. `sweep` and `sweep-s3` free objects that nothing refers to, beside a list and plain deletes.
+40 % is live, compared with a copy of as many bytes. `sweep` and `sweep-s3` free objects that nothing refers to, compared with a list
+and plain deletes.
 """
 
 import argparse
@@ -50,7 +51,7 @@ Seconds = dict[str, list[float]]
 Command = list[str]
 
 
-# --- beside restic and borg ---------------------------------------------------------------------------------------------
+# --- against restic and borg --------------------------------------------------------------------------------------------
 
 
 class Tool(NamedTuple):
@@ -87,7 +88,7 @@ def save_tsck(states: Iterable[State], folder: Path) -> None:
 
 
 def save_as_files(folder: Path, states: Iterable[State], init: Command, save: Callable[[int, Path], Command]) -> None:
-    """A file per tensor, of which those that changed are written anew."""
+    """A file per tensor, of which only those that changed are written again."""
     run(init, folder)
     data, last = folder / "data", dict[str, int]()
     data.mkdir()
@@ -223,7 +224,7 @@ def bench_peers(folder: Path, mib: int, versions: int, rounds: int) -> None:
 
 
 def require_kept(folder: Path, mib: int, versions: int) -> None:
-    """Both that stay are what was put."""
+    """Both remaining snapshots are what was saved."""
     kept = {step: dict(state) for step, state in enumerate(states(mib, versions)) if step >= versions - KEEP}
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
         for step, state in kept.items():
@@ -232,7 +233,7 @@ def require_kept(folder: Path, mib: int, versions: int) -> None:
                 raise SystemExit(f"step {step} is not what was put")
 
 
-# --- beside a copy ------------------------------------------------------------------------------------------------------
+# --- against a copy -----------------------------------------------------------------------------------------------------
 
 
 def make_sparse(folder: Path, mib: int) -> None:
@@ -290,7 +291,7 @@ def gc_and_phase(folder: Path) -> tuple[float, float, GcReport]:
     return taken, stamps["rewriting packs"] - stamps["marking snapshots"], reports[0]
 
 
-# --- beside plain deletes -----------------------------------------------------------------------------------------------
+# --- against plain deletes ----------------------------------------------------------------------------------------------
 
 
 def bench_sweep(folder: Path, objects: int, rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""`tsck import` beside a plain copy of the files: `python -m benches.importing --gib 1 --folder /tmp/bench`.
+"""`tsck import` compared with a plain copy of the files: `python -m benches.importing --gib 1 --folder /tmp/bench`.
 
 The same tensors as a torch file, a safetensors file and a DCP folder of one rank. The plain copy is `cp -r` and a sync of the same
 bytes, and checks nothing. Both read from the page cache; each import goes to a new store. Memory is what the importing process has

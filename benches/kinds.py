@@ -1,4 +1,4 @@
-"""Puts of ranks whose states differ beside puts of ranks whose states are alike: `python -m benches.kinds --gib 1 --folder /tmp/bench`.
+"""Saves of ranks with different states, compared with ranks with equal states: `python -m benches.kinds --gib 1 --folder /tmp/bench`.
 
 Gloo ranks on this machine. All cases hold the same bytes: a half is spread over all ranks, the other half is experts or a replicated
 part. They take turns, round by round; a round's seconds are those of the slowest rank; ratios are medians of pairs from one round.

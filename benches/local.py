@@ -1,4 +1,4 @@
-"""Save, unchanged save and restore beside their peers, in one run: `python -m benches.local --gib 1 --folder /tmp/bench`.
+"""Save, unchanged save and restore compared with their peers, in one run: `python -m benches.local --gib 1 --folder /tmp/bench`.
 
 Peers take turns, round by round, so that drift of the machine hits all alike; medians are compared. Every save starts with
 no data of its own on the disk and with nothing dirty; the store is open, as a job has it; every restore reads from the page cache.

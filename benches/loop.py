@@ -1,10 +1,10 @@
 """A training loop with a save every ten steps, to a store so slow that a save takes 2 s: `python -m benches.loop --folder /tmp/bench`.
 
 time: each way of saving in a process of its own, ten steps with a save and ten without in turns (`_training`); the first save does not
-count. What ours may cost is one warm copy of the state for each put, and 2 %.
+count. What ours may cost is one warm copy of the state for each save, and 2 %.
 memory: runs of their own, since asking for it takes time: the kernel's high-water mark of the trainer beyond what it held before its first
 save (exact), and the highest sum over its processes, shared memory counted once (sampled).
-budget: a put at every step, far more than the store takes, under a budget of one copy of the state.
+budget: a save at every step, far more than the store takes, under a budget of one copy of the state.
 
 `--quick` tries all of it on a smaller state, in some two minutes.
 """

@@ -1,6 +1,6 @@
 """Opening a store of many snapshots and restoring a small one: `python -m benches.many_snapshots --folder /tmp/bench`.
 
-Two stores, of which one has a tenth of the other's snapshots, are made by real puts. Each measurement is a process of its own;
+Two stores, of which one has a tenth of the other's snapshots, are made by real saves. Each measurement is a process of its own;
 it imports everything first, so that what is left is what the store costs. Memory is the growth of the kernel's high-water mark.
 """
 # ruff: noqa: PLC0415 - imports are timed
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def make_store(folder: Path, snapshots: int) -> float:
-    """Puts tiny states, one after another; returns the seconds that it took."""
+    """Saves tiny states, one after another; returns the seconds that it took."""
     import torch
 
     import tensorstore_ck as tsck

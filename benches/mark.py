@@ -1,6 +1,6 @@
 """Marking and usage of a large store without packs: `python -m benches.mark --folder /tmp/bench [--scale 0.01]`.
 
-At scale 1: 200 snapshots of 10 parts of 125,000 references, of which each snapshot makes a tenth anew, rows drawn at random (that
+At scale 1: 200 snapshots of 10 parts of 125,000 references, of which each snapshot replaces a tenth, rows drawn at random (that
 is the hardest: what is kept of a pack has gaps everywhere); 250 M references to 26 M blocks, 16 GB of parts on disk. A second
 mark comes after one more snapshot, with the summaries that the first one left in the cache. Each measurement is a process of its own
 and begins with a listing of the parts; its memory is the growth of anonymous memory, sampled.
@@ -70,7 +70,8 @@ class Rank:
         blobs = np.array([(1, 0, STORED_BYTES)], BLOB_DTYPE)
         packs = [self._packs[number] for number in used.tolist()]
         ids = self._ids.tobytes()
-        return self._engine.new_id(), Part(Digest(bytes(32)), self._rank, PARTS, blobs, ids, b"\x90", b"", packs, extents, b"", 0)
+        part = Part(Digest(bytes(32)), self._rank, PARTS, blobs, ids, b"\x90", b"", packs, extents, b"", 0, layout_of=b"")
+        return self._engine.new_id(), part
 
     @property
     def blocks(self) -> int:

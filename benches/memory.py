@@ -1,4 +1,4 @@
-"""Peak memory of a put and of a checkout, beyond the state: `python -m benches.memory --gib 1 --folder /tmp/bench`.
+"""Peak memory of a save and of a checkout, beyond the state: `python -m benches.memory --gib 1 --folder /tmp/bench`.
 
 Each is run in a process of its own; the peak is the kernel's high-water mark of resident memory.
 """

@@ -1,4 +1,4 @@
-"""Save and restore of a process group beside DCP in the same group: `python -m benches.ranks --gib 2 --folder /tmp/bench`.
+"""Save and restore of a process group compared with DCP in the same group: `python -m benches.ranks --gib 2 --folder /tmp/bench`.
 
 Gloo ranks on this machine, fsync on both sides. Both take turns, round by round, and a round's seconds are those of the slowest rank;
 ratios are medians of pairs from one round. Each save begins with no data of its own on the disk and with nothing dirty; each restore
@@ -20,7 +20,7 @@ from tensorstore_ck.engine.opening import open_engine
 
 
 def spawn(job: Job, work: Callable[..., None]) -> Measured:
-    """Runs `work` on every rank; what rank 0 was told."""
+    """Runs `work` on every rank; returns the result of rank 0."""
     results: multiprocessing.SimpleQueue[Measured] = multiprocessing.get_context("spawn").SimpleQueue()
     spawn_ranks(work, (job, pick_port(), results), nprocs=job.ranks)  # type: ignore[no-untyped-call]
     return results.get()

@@ -1,4 +1,4 @@
-"""Put and checkout on SeaweedFS on loopback beside s3fs's own transfers of one file: `python -m benches.s3 --gib 1 --folder /tmp/bench`.
+"""Save and checkout on SeaweedFS on loopback, against s3fs's own transfers: `python -m benches.s3 --gib 1 --folder /tmp/bench`.
 
 The server, our client and its peers share this machine's cores, and take turns round by round, each with nothing dirty at its
 start; medians are compared. The first round warms up and does not count. s3fs verifies nothing and writes no format: its

@@ -21,7 +21,7 @@ from tensorstore_ck.format.layout import Layout
 
 HOST: Final = LUSTRE.ranks_a_host
 ANSWERS_PER_SECOND: Final = 20_000
-"""Of the process that serves the group's store; a put asks it about six times for each rank."""
+"""Of the process that serves the group's store; a save asks it about six times for each rank."""
 POLL_SECONDS: Final = 0.5
 """Two waits for others, each asked for every quarter of a second."""
 LANES: Final = {"write blocks": 4, "read blocks": 8, "read parts, for gc": 8, "read footers": 8, "delete": 8}

@@ -1,6 +1,6 @@
 """Many small plain tensors through `dcp.save`, with `Writer` and with FileSystemWriter: `python -m benches.smalldcp --folder DIR`.
 
-Gloo ranks, each with the same tensors of 1 to 16 KiB (DDP), and a put of the same state beside it. FileSystemWriter has its defaults,
+Gloo ranks, each with the same tensors of 1 to 16 KiB (DDP), and a save of the same state for comparison. FileSystemWriter has its defaults,
 which sync its files. "First" makes the store. In each pair the order alternates, and each time is that of the slowest rank. Python's
 garbage is collected before each save: a full collection takes 140 ms of a process with torch, DCP makes one due in every tenth save
 whatever writes, and one that fell into a first save was all there was to be seen.

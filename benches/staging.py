@@ -1,8 +1,8 @@
 """Uploads from a staging disk to SeaweedFS on loopback: `python -m benches.staging --folder /tmp/bench`.
 
-speed: from "staged" to "published", beside s3fs's own transfer of the same packs. They take turns in an order that
-changes, with the files not in the page cache (a put goes round it). Each round has a server of its own, which a first put warms up.
-rate: an upload, and a put without staging, held to a third of that speed.
+speed: from "staged" to "published", compared with s3fs's own transfer of the same packs. They take turns in an order that
+changes, with the files not in the page cache (a save bypasses it). Each round has a server of its own, which a first save warms up.
+rate: an upload, and a save without staging, held to a third of that speed.
 memory: the kernel's high-water mark of an upload, beyond what the process held when all was staged, by number of requests at a time.
 
 The server shares this machine's cores. `--quick` tries all of it on 0.25 GiB.
@@ -55,7 +55,7 @@ class Upload(NamedTuple):
 
 @contextmanager
 def served(folder: Path) -> Iterator[S3Server]:
-    """A new server: what was deleted on an old one still takes room. All is gone at the end."""
+    """A new server: what was deleted on an old one still uses space. All is gone at the end."""
     folder.mkdir()
     try:
         with seaweedfs(folder) as server:
@@ -84,7 +84,7 @@ def change(state: State) -> None:
 
 
 def put(store: tsck.Store, state: State) -> Upload:
-    """Changes the state, puts it, and times what comes after "staged"."""
+    """Changes the state, saves it, and times what comes after "staged"."""
     change(state)
     staged: list[float] = []
 
@@ -100,7 +100,7 @@ def put(store: tsck.Store, state: State) -> Upload:
 
 
 def put_directly(store: tsck.Store, state: State) -> Upload:
-    """Changes the state, puts it to a store without staging, and times all of that put."""
+    """Changes the state, saves it to a store without staging, and times all of that save."""
     change(state)
     began = time.perf_counter()
     snapshot = store.put_snapshot(state, ref="bench")
@@ -108,7 +108,7 @@ def put_directly(store: tsck.Store, state: State) -> Upload:
 
 
 class Packs:
-    """The files that a put staged, of which the disk keeps copies, for s3fs."""
+    """The files that a save staged, of which the disk keeps copies, for s3fs."""
 
     def __init__(self, server: S3Server, folder: Path) -> None:
         self._files = s3fs.S3FileSystem(**server.storage_options, use_listings_cache=False, skip_instance_cache=True)
@@ -143,7 +143,7 @@ def drop_pages(paths: list[str]) -> None:
 
 
 def bench_speed(state: State, folder: Path, rounds: int, requests: int) -> float:
-    """Prints how fast uploads are beside s3fs; returns tsck's bytes a second."""
+    """Prints how fast uploads are compared with s3fs; returns tsck's bytes a second."""
     speeds: dict[str, list[float]] = {}
     with watch_others() as others:
         for number in range(rounds):

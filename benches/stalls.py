@@ -1,7 +1,7 @@
-"""How long `put_snapshot_async` holds the training up, beside one warm copy of the state: `python -m benches.stalls --folder /tmp/bench`.
+"""How long `put_snapshot_async` blocks training, against one warm copy of the state: `python -m benches.stalls --folder /tmp/bench`.
 
 Both copy into memory that was used before, with as many threads; they take turns in an order that changes from round to round, with
-nothing else under way: each put is published before the next turn begins. The first put, which allocates the memory and stores all data,
+nothing else in progress: each save is published before the next turn begins. The first save, which allocates memory and stores all data,
 does not count. Ratios are medians of pairs from one round, against the faster of two plain copies. `--quick` tries it on 0.25 GiB.
 """
 
@@ -44,7 +44,7 @@ class Stalls:
             FROZEN: lambda: self._put(["*"]),
         }
         self.copying: list[float] = []
-        """The share of it that a put's copying took; the rest is taking the state apart and making room."""
+        """The share of it that a save's copying took; the rest is taking the state apart and freeing memory."""
 
     def run(self, rounds: int) -> Seconds:
         seconds: Seconds = {}

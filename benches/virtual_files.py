@@ -1,4 +1,4 @@
-"""A virtual ``.safetensors`` file beside the real one with the same bytes: `python -m benches.virtual_files --gib 1 --folder /tmp/bench`.
+"""A virtual ``.safetensors`` file against a real one of the same bytes: `python -m benches.virtual_files --gib 1 --folder /tmp/bench`.
 
 Read on from the beginning in pieces, and tensor by tensor as a lazy reader does; with both in the page cache and with both out of it.
 What is read of the real file is believed; every block behind the virtual one is hashed.

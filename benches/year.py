@@ -2,7 +2,7 @@
 
 Each job saves hourly for some weeks, fails every 12 hours on average (one failure in four in the middle of a save), and goes on
 from its newest snapshot. One policy for all; every day what it lets go and gc, every week `tier`. The clock is simulated, all else is
-real: the log, its cache on disk in DIR, the policies, gc. Objects lie in memory. Prints the store's size beside the bound that the
+real: the log, its cache on disk in DIR, the policies, gc. Objects lie in memory. Prints the store's size and the bound that the
 policy implies, how long each operation took in the first and the last quarter, what another host needs to catch up, and how quickly
 a catalog of it answers.
 """
@@ -59,7 +59,7 @@ QUESTIONS = (
 
 
 class Clock:
-    """Nanoseconds since 1970, as told."""
+    """Nanoseconds since 1970, as set."""
 
     def __init__(self) -> None:
         self.now_ns = START_NS

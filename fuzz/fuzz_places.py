@@ -1,4 +1,4 @@
-"""Log entries with relocations and places, and what a reader asks of them; moved objects have the other half."""
+"""Log entries with relocations and locations, and what a reader asks of them; moved objects have the other half."""
 
 import atheris
 from _common import fuzz_sealed

@@ -144,11 +144,11 @@ class _Gc:
 
     def _compact(self, packs: Sequence[SparsePack], copied: ProgressSum) -> Compacted:
         """Copies the live entries of packs, each within its own location."""
-        places = self._engine.placed.locations()
+        locations = self._engine.placed.locations()
         done = Compacted([], 0, self._notes)
-        for place in sorted({places.get(pack.pack) for pack in packs}, key=str):
-            here = [pack for pack in packs if places.get(pack.pack) == place]
-            found = compact(self._engine, here, copied.add, place=place)
+        for url in sorted({locations.get(pack.pack) for pack in packs}, key=str):
+            here = [pack for pack in packs if locations.get(pack.pack) == url]
+            found = compact(self._engine, here, copied.add, url=url)
             done.moves.extend(found.moves)
             done.problems.extend(found.problems)
             done = done._replace(written_bytes=done.written_bytes + found.written_bytes)

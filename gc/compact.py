@@ -22,10 +22,12 @@ from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, f
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.live_set import LiveSet
+from tensorstore_ck.gc.runs import cut_runs, span_bytes
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
-from tensorstore_ck.log.block_index import Base
+from tensorstore_ck.log.block_index import Base, Location
 
 RUN_BYTES: Final = 8 << 20
+MAX_GAP_BYTES: Final = RUN_BYTES // 64
 MAX_OPEN_PACKS: Final = 4
 MOVES_AN_ENTRY: Final = 500
 
@@ -42,8 +44,8 @@ class CompactedPack(NamedTuple):
     """The copied ones, in order."""
     size_bytes: int
     """Of the relocation map."""
-    place: str | None = None
-    """URL of the targets; None: the store's own location."""
+    url: str | None = None
+    """The location of the targets; None: the store's own location."""
 
     def operations(self, view: RefTable, needed: Entries) -> list[Op]:
         """Operations that commit the relocation at a head where `needed` entries of the pack are live; none if that is not allowed.
@@ -61,8 +63,8 @@ class CompactedPack(NamedTuple):
             return []
         condemned = Objects(key for key, state in states.items() if state is not None)
         relocate = Op.relocate(self.pack, self.ulid, self.hash, self.targets)
-        place = [] if self.place is None else [Op.set_location(self.targets, self.place)]
-        return [*place, relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
+        move = [] if self.url is None else [Op.set_location(self.targets, self.url)]
+        return [*move, relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
 
 
 class Compacted(NamedTuple):
@@ -105,7 +107,7 @@ def compact(
     packs: Sequence[SparsePack],
     progress: Callable[[int], None] = lambda size: None,
     read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
-    place: str | None = None,
+    url: str | None = None,
 ) -> Compacted:
     """Copies the given entries of each pack.
 
@@ -114,17 +116,16 @@ def compact(
         packs: What to copy.
         progress: Called with each number of bytes copied.
         read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
-        place: URL for the copies; None: the store's own location.
+        url: Where the copies go; None: the store's own location.
     """
-    backend = engine.backend if place is None else engine.placed.at(place)
+    backend = engine.placed.at(url) if url is not None else engine.backend
     writer = PackWriter(backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
     problems: dict[Ulid, str] = {}
     lock = threading.Lock()
     buffers = threading.local()
 
     def from_pack(pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
-        rows = footer.entries[[run[0], run[-1]]]
-        size_bytes = int(rows["offset"][1]) + int(rows["stored"][1]) - int(rows["offset"][0])
+        size_bytes = span_bytes(footer.entries[run])
         if len(getattr(buffers, "memory", b"")) < size_bytes:
             buffers.memory = memoryview(bytearray(max(size_bytes, RUN_BYTES)))
         return read_blocks(engine.backend, pack, footer, run, buffers.memory[:size_bytes])
@@ -151,7 +152,12 @@ def compact(
     except BaseException:
         writer.abort()
         raise
-    moves = [_write_relocation(engine, writer, source, place) for source in packs if source.pack not in problems]
+    moves = []
+    for source in packs:
+        if source.pack not in problems:
+            entries = source.entries.tolist()
+            locations = [writer.location(_block_id(source.footer, entry)) for entry in entries]
+            moves.append(write_relocation(engine, source.pack, entries, locations, url))
     return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
 
 
@@ -208,38 +214,27 @@ def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:
 
 
 def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]]]:
-    """Runs of (nearly) neighbouring entries, each read at once."""
     for source in sources:
-        run: list[int] = []
-        start = end = 0
-        for entry in source.entries.tolist():
-            row = source.footer.entries[entry]
-            offset, stored = int(row["offset"]), int(row["stored"])
-            if run and (offset + stored - start > RUN_BYTES or offset - end > RUN_BYTES // 64):
-                yield source, run
-                run = []
-            if not run:
-                start = offset
-            run.append(entry)
-            end = offset + stored
-        if run:
-            yield source, run
+        for run in cut_runs(source.footer.entries[source.entries], RUN_BYTES, MAX_GAP_BYTES):
+            yield source, source.entries[run].tolist()
 
 
-def _write_relocation(engine: Engine, writer: PackWriter, source: SparsePack, place: str | None) -> CompactedPack:
-    places = [writer.location(_block_id(source.footer, entry)) for entry in source.entries.tolist()]
-    targets = sorted({place.pack for place in places})
+def write_relocation(
+    engine: Engine, pack: Ulid, entries: Sequence[int], locations: Sequence[Location], url: str | None = None
+) -> CompactedPack:
+    """Writes the map that relocates entries of a pack, in order, to these locations of blocks, all in packs at `url`."""
+    targets = sorted({location.pack for location in locations})
     numbers = {target: number for number, target in enumerate(targets)}
     rows = np.array(
         [
-            (entry, numbers[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0)
-            for entry, place in zip(source.entries.tolist(), places, strict=True)
+            (entry, numbers[location.pack], location.entry, location.stored, location.offset, location.codec, 0, 0)
+            for entry, location in zip(entries, locations, strict=True)
         ],
         RELOCATION_DTYPE,
     )
-    ulid, encoded = engine.new_id(), RelocationMap(source.pack, targets, rows, place).encode()
+    ulid, encoded = engine.new_id(), RelocationMap(pack, targets, rows, url).encode()
     engine.backend.put(ObjectKey("moved", ulid).name, encoded)
-    return CompactedPack(source.pack, ulid, object_hash(encoded), tuple(targets), source.entries, len(encoded), place)
+    return CompactedPack(pack, ulid, object_hash(encoded), tuple(targets), np.array(entries), len(encoded), url)
 
 
 def _block_id(footer: Footer, entry: int) -> Digest:

@@ -33,8 +33,8 @@ class ExclusiveBytes:
             if ulid not in self._counted:
                 self._counted.add(ulid)
                 added += size_bytes
-                places = locate_blocks(self._engine, self._view, part)
-                blocks = distinct_blocks(places.packs, places.extents)
+                locations = locate_blocks(self._engine, self._view, part)
+                blocks = distinct_blocks(locations.packs, locations.extents)
                 at = blocks.positions(self._seen)
                 added += int(blocks.stored[~self._seen.values[at]].sum(dtype=np.int64))
                 self._seen.values[at] = True

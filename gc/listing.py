@@ -1,5 +1,6 @@
 """The objects in the backend that gc may free, with their sizes and ages."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
@@ -17,6 +18,11 @@ class ListedObject(NamedTuple):
 def list_objects(backend: Backend) -> dict[ObjectKey, ListedObject]:
     """Every pack, part, record and relocation map; gc ignores all other names."""
     return {ObjectKey(kind, ulid): listed for kind in FOLDERS for ulid, listed in list_kind(backend, kind).items()}
+
+
+def part_sizes(listed: Mapping[ObjectKey, ListedObject]) -> dict[Ulid, int]:
+    """The listed parts -> their sizes."""
+    return {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
 
 
 def list_kind(backend: Backend, kind: str) -> dict[Ulid, ListedObject]:

@@ -12,7 +12,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import Entries, follow
-from tensorstore_ck.errors import DamageError, UnreadableError
+from tensorstore_ck.errors import DamageError, UnreadableError, UnsafeBackendError
 from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.roots import release_commands, roots
@@ -33,6 +33,17 @@ def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
             if attempt + 1 == TRIES or engine.log.sync().n == anchor:
                 raise
     raise AssertionError
+
+
+def require_total_order(engine: Engine, what: str) -> None:
+    """Checks that a live set stays true while `what` runs.
+
+    Raises:
+        UnsafeBackendError: the backend does not create objects exclusively.
+    """
+    if not engine.config.exclusive_create:
+        url = engine.backend.url
+        raise UnsafeBackendError(f"{url} does not create objects exclusively: {what} needs a total order of commits", object_id=url)
 
 
 class RootNeeds:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.part import Extents, Part
@@ -170,7 +170,7 @@ def decode_summary(value: bytes, part: Ulid, size_bytes: int) -> PartSummary | N
         found = PartSummary(
             take_digest(fields, "part_id"),
             take_count(fields, "rank"),
-            [Ulid(packs[at : at + ULID_BYTES]) for at in range(0, len(packs), ULID_BYTES)],
+            split_ulids(packs),
             np.frombuffer(take(fields, "counts", bytes), "<u4"),
             np.frombuffer(take(fields, "words", bytes), "<u4"),
             np.frombuffer(take(fields, "bits", bytes), "<u8"),

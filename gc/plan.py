@@ -18,7 +18,7 @@ from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TR
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
-from tensorstore_ck.gc.listing import ListedObject, list_objects
+from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds, at_newest
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
@@ -129,8 +129,7 @@ class Planner:
 
     def _mark(self, anchor: int, view: RefTable) -> None:
         """Marks what is needed at the newest head without holds that ran out; and first without those that will run out."""
-        part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
-        self.live = LiveSet(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
+        self.live = LiveSet(self._engine, part_sizes(self._listed), lambda done, total: self._progress("marking snapshots", done, total))
         self.anchor = anchor
         self._ends = self.ending(view)
         self._view = current = simulate(view, self._ends) if self._ends else view

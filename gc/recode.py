@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import UnsafeBackendError
 from tensorstore_ck.format.codec import Mode, check_recode_mode
 from tensorstore_ck.gc.compact import live_bytes
-from tensorstore_ck.gc.listing import ListedObject, list_objects
-from tensorstore_ck.gc.live_set import LiveSet, at_newest
+from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
+from tensorstore_ck.gc.live_set import LiveSet, at_newest, require_total_order
 from tensorstore_ck.gc.repack import plan_repack, repack_packs, scan_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
@@ -82,12 +81,9 @@ def run_recode(
     progress = progress or ignore_progress
     if not dry_run:
         engine.require_writable()
-    url = engine.backend.url
-    if not engine.config.exclusive_create:
-        raise UnsafeBackendError(f"{url} does not create objects exclusively: recode needs a total order of commits", object_id=url)
+    require_total_order(engine, "recode")
     listed = list_objects(engine.backend)
-    part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
-    live = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
+    live = LiveSet(engine, part_sizes(listed), lambda done, total: progress("marking snapshots", done, total))
 
     def look(_: int, view: RefTable) -> tuple[int, dict[ObjectKey, ListedObject]]:
         live.update(view)

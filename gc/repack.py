@@ -20,6 +20,7 @@ from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, l
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.live_set import LiveSet, at_newest
 from tensorstore_ck.gc.report import Progress, ProgressSum
+from tensorstore_ck.gc.runs import span_bytes
 from tensorstore_ck.log import ObjectKey, RefTable
 
 BATCH_BYTES: Final = 16 << 30
@@ -99,7 +100,7 @@ def repack_packs(
     packs: Iterable[SparsePack],
     *,
     mode: Mode | None,
-    place: str | None = None,
+    url: str | None = None,
     progress: Callable[[int], None],
 ) -> RepackResult:
     """Copies the needed entries of packs, and commits the relocations.
@@ -109,15 +110,15 @@ def repack_packs(
         live: What is needed.
         packs: Which packs; their needed entries are determined again for each batch, which may be days later.
         mode: How to encode blocks, where that is smaller; None: unchanged.
-        place: URL for the copies; None: the store's own location.
+        url: Where the copies go; None: the store's own location.
         progress: Called with each number of bytes copied.
     """
     done = RepackResult([], 0, [])
-    if place is not None:
-        engine.placed.claim_new(place)
+    if url is not None:
+        engine.placed.claim_new(url)
     for batch in _batches(packs):
         anchor, left = at_newest(engine, partial(_still_needed, live, batch))
-        compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), place)
+        compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), url)
         moved = commit_relocations(engine, compacted.moves, live, anchor)
         done.packs.extend(pack for pack in left if pack.pack in moved)
         done.notes.extend(compacted.problems)
@@ -162,11 +163,9 @@ def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
 
 def _read_smaller(engine: Engine, mode: Mode, pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
     """Neighbouring entries of a pack, verified, re-encoded where that is smaller."""
-    rows = footer.entries[[run[0], run[-1]]]
-    size_bytes = int(rows["offset"][1]) + int(rows["stored"][1]) - int(rows["offset"][0])
     encoder, name = Encoder(mode), ObjectKey("pack", pack).name
     found = []
-    for block in read_blocks(engine.backend, pack, footer, run, memoryview(bytearray(size_bytes))):
+    for block in read_blocks(engine.backend, pack, footer, run, memoryview(bytearray(span_bytes(footer.entries[run])))):
         if block.codec not in CODECS_WITH_BASES:
             raw = decode(block.codec, block.stored, block.raw_bytes, name)
             encoded = encoder.encode_opaque(raw) if block.codec in _OPAQUE else encoder.encode_unknown(raw)

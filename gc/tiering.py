@@ -13,11 +13,10 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.cold.locations import store_location
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import UnsafeBackendError
 from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import SparsePack, live_bytes
-from tensorstore_ck.gc.listing import ListedObject, list_objects
-from tensorstore_ck.gc.live_set import LiveSet, at_newest
+from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
+from tensorstore_ck.gc.live_set import LiveSet, at_newest, require_total_order
 from tensorstore_ck.gc.repack import RepackScan, plan_repack, repack_packs, scan_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
@@ -80,9 +79,7 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
     progress = progress or ignore_progress
     if not dry_run:
         engine.require_writable()
-    url = engine.backend.url
-    if not engine.config.exclusive_create:
-        raise UnsafeBackendError(f"{url} does not create objects exclusively: tier needs a total order of commits", object_id=url)
+    require_total_order(engine, "tier")
     if dry_run:
         engine.log.sync()
     else:
@@ -92,11 +89,10 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
     if not dry_run:
         engine.placed.require_owner()
     listed = list_objects(engine.backend)
-    part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
-    live = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
+    live = LiveSet(engine, part_sizes(listed), lambda done, total: progress("marking snapshots", done, total))
     plan = at_newest(engine, lambda _, view: _plan(engine, live, listed, view))
-    places = engine.placed.locations()
-    moving = {key for key, (place, _) in plan.targets.items() if place != places.get(key.ulid)}
+    locations = engine.placed.locations()
+    moving = {key for key, (url, _) in plan.targets.items() if url != locations.get(key.ulid)}
     judged = _incompressible(engine.table)
     staying = {key for key in plan.targets.keys() - moving if key.ulid not in judged}
     found = scan_packs(engine, live, {key: listed[key] for key in moving | staying}, progress)
@@ -110,39 +106,40 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
         worth_it = {pack.pack for pack in worth.packs}
         _note_incompressible(engine.table, {pack.pack for pack in to_judge.packs} - worth_it, gone=judged - {key.ulid for key in listed})
     copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, [*to_move, *worth.packs])))
-    for (place, small), packs in _grouped(plan, [*to_move, *worth.packs]):
+    for (url, small), packs in _grouped(plan, [*to_move, *worth.packs]):
         done = packs
         if not dry_run:
-            rewritten = repack_packs(engine, live, packs, mode=MODE if small else None, place=place, progress=copied.add)
+            rewritten = repack_packs(engine, live, packs, mode=MODE if small else None, url=url, progress=copied.add)
             done, written, notes = rewritten.packs, written + rewritten.written_bytes, [*notes, *rewritten.notes]
-        moved += [_tiered_pack(pack, place, is_moved=ObjectKey("pack", pack.pack) in moving) for pack in done]
+        keys = [(pack, ObjectKey("pack", pack.pack)) for pack in done]
+        moved += [TieredPack(key.name, live_bytes(pack), url, key in moving) for pack, key in keys]
     return TierReport(dry_run, plan.snapshots, tuple(moved), written, tuple(notes))
 
 
 def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], view: RefTable) -> _TierPlan:
-    wished = age_targets(view, engine.clock())
-    if not wished:
+    wanted = age_targets(view, engine.clock())
+    if not wanted:
         return _TierPlan(0, {})
     live.update(view)
     of_pack: dict[Ulid, AgeTarget] = {}
-    for ulid, target in wished.items():
+    for ulid, target in wanted.items():
         info = view.snapshot(ulid)
         for pack in live.packs_of(view, info) if info is not None else ():
             of_pack[pack] = target.with_other(of_pack[pack]) if pack in of_pack else target
-    places = view.locations()
+    locations = view.locations()
     targets = {}
     for pack, target in of_pack.items():
-        key, now = ObjectKey("pack", pack), places.get(pack)
-        place = (
+        key, now = ObjectKey("pack", pack), locations.get(pack)
+        url = (
             now
             if target.stage == UNCHANGED
             else None
             if target.stage == OWN_LOCATION
             else store_location(target.stage.url, engine.config.uuid)
         )
-        if (place != now or target.small) and key in listed and view.object_state(key) is None:
-            targets[key] = (place, target.small)
-    return _TierPlan(len(wished), targets)
+        if (url != now or target.small) and key in listed and view.object_state(key) is None:
+            targets[key] = (url, target.small)
+    return _TierPlan(len(wanted), targets)
 
 
 def _grouped(plan: _TierPlan, packs: list[SparsePack]) -> Iterator[tuple[tuple[str | None, bool], list[SparsePack]]]:
@@ -151,10 +148,6 @@ def _grouped(plan: _TierPlan, packs: list[SparsePack]) -> Iterator[tuple[tuple[s
     for pack in packs:
         groups.setdefault(plan.targets[ObjectKey("pack", pack.pack)], []).append(pack)
     yield from groups.items()
-
-
-def _tiered_pack(pack: SparsePack, place: str | None, *, is_moved: bool) -> TieredPack:
-    return TieredPack(ObjectKey("pack", pack.pack).name, live_bytes(pack), place, is_moved)
 
 
 def _incompressible(table: Table) -> set[Ulid]:

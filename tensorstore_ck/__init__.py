@@ -9,10 +9,19 @@ events.py     the events of saves
 redaction.py  text without secrets and control characters
 """
 
+from importlib import import_module
+
 import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_ADAPTERS = ("hf",)
+"""Adapters for trainers, each of which needs an extra: `tensorstore_ck.hf` is `tensorstore_ck.integrations.hf`."""
+
+
+def __getattr__(name: str) -> object:
+    return import_module(f"tensorstore_ck.integrations.{name}") if name in _ADAPTERS else _public(name)
+
 
 from tensorstore_ck import errors, events  # noqa: E402, F401 - public modules, found without an import of their own

@@ -1,5 +1,7 @@
 """The public names of `tensorstore_ck`, and the module that each is loaded from when it is first used."""
 
+import tensorstore_ck.integrations.hf as _hf
+
 from .backend.staging import Staging as Staging
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
 from .errors import (
@@ -81,5 +83,6 @@ from .training.checkpointing import (
 from .training.progress_line import ProgressLine as ProgressLine
 from .training.sample_cursor import SampleCursor as SampleCursor
 
+hf = _hf
 __all__: list[str]
 __version__: str

@@ -224,7 +224,7 @@ class GcRefusedError(InputError):
 
 
 class FrozenChangedError(InputError):
-    """A tensor that was saved as frozen has changed."""
+    """A tensor that was declared frozen has changed."""
 
     kind = "frozen_changed"
     exit_code = 38

@@ -1,6 +1,6 @@
 """System calls on one file: complete reads and writes, and early write-back.
 
-Knows file descriptors only. Short reads and writes are looped (Python itself repeats calls that a signal interrupted);
+Short reads and writes are looped (Python itself repeats calls that a signal interrupted);
 errors are `OSError`, for the caller to translate.
 """
 
@@ -58,6 +58,15 @@ def start_write_back(fd: int, offset: int, size: int) -> None:
     call = _sync_file_range()
     if call is not None:
         call(fd, offset, size, _SYNC_FILE_RANGE_WRITE)
+
+
+def sync_path(path: str) -> None:
+    """Makes a file or a folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, and_, func, select, tuple_
 
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.results import FoundSnapshot
-from tensorstore_ck.catalog.row_writer import VALUES_A_STATEMENT
+from tensorstore_ck.catalog.row_writer import batches
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
 from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, parse_query, to_sql
 from tensorstore_ck.common.conditions import Condition, Name, is_text
@@ -155,8 +155,8 @@ def _order_name(text: str) -> Name:
 
 def _select(connection: Connection, column: Any, values: Sequence[Any], *columns: Any) -> list[Any]:
     found: list[Any] = []
-    for begin in range(0, len(values), VALUES_A_STATEMENT):
-        found += connection.execute(select(*columns).where(column.in_(values[begin : begin + VALUES_A_STATEMENT])))
+    for batch in batches(values):
+        found += connection.execute(select(*columns).where(column.in_(batch)))
     return found
 
 

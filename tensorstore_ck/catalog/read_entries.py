@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.catalog.schema import snapshot_id
-from tensorstore_ck.common.ids import ULID_BYTES, Ulid, ulid_text
+from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids, ulid_text
 from tensorstore_ck.log import FOLDERS, Entry, Op
-from tensorstore_ck.log.object_set import split_ulids
 
 Row = dict[str, Any]
 CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {

@@ -101,14 +101,14 @@ class RowWriter:
                 root.members.append(snapshot)
                 root.mark, root.reason = snapshot.mark, snapshot.reason
         first = {root.members[0].id: root for root in self._by_root.values()}
-        for ids in _batches(sorted(first)):
-            said = select(metrics.c.snapshot, metrics.c.name, metrics.c.value).where(metrics.c.snapshot.in_(ids), metrics.c.noted == 1)
-            for at, name, value in self._connection.execute(said):
+        for ids in batches(sorted(first)):
+            added = select(metrics.c.snapshot, metrics.c.name, metrics.c.value).where(metrics.c.snapshot.in_(ids), metrics.c.noted == 1)
+            for at, name, value in self._connection.execute(added):
                 first[at].metrics[name] = math.nan if value is None else value
 
     def _select(self, columns: Sequence[Any], column: Any, values: Iterable[object]) -> list[Any]:
         found: list[Any] = []
-        for batch in _batches(sorted(values, key=str)):
+        for batch in batches(sorted(values, key=str)):
             found += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(batch)))
         return found
 
@@ -167,7 +167,7 @@ class RowWriter:
 
     def _write_snapshots(self, new: Sequence[_Snapshot], read: EntryEvents, view: RefTable) -> None:
         mine = snapshots.c.store_id == self._store_id
-        for ids in _batches(self._replaced):
+        for ids in batches(self._replaced):
             self._connection.execute(delete(metrics).where(metrics.c.snapshot.in_(ids)))
             self._connection.execute(delete(snapshots).where(snapshots.c.id.in_(ids)))
         columns = (snapshots.c.ulid, snapshots.c.state)
@@ -199,12 +199,7 @@ class RowWriter:
 
     def _write_metrics(self) -> None:
         rows = [
-            {
-                "snapshot": it.id,
-                "name": name,
-                "value": None if math.isnan(value) else value,
-                "noted": noted,
-            }
+            {"snapshot": it.id, "name": name, "value": None if math.isnan(value) else value, "noted": noted}
             for it in self._by_ulid.values()
             for name, (value, noted) in it.metrics.items()
         ]
@@ -213,7 +208,7 @@ class RowWriter:
     def _write_jobs(self, refs: set[str]) -> None:
         """Counts jobs with new puts again. Sums are floats, so that false sizes in a log cannot overflow."""
         rows: list[Row] = []
-        for batch in _batches(sorted(refs)):
+        for batch in batches(sorted(refs)):
             its = and_(snapshots.c.store_id == self._store_id, snapshots.c.ref.in_(batch))
             summed = select(
                 snapshots.c.ref,
@@ -271,5 +266,6 @@ def _ulids(texts: Iterable[str]) -> Iterable[Ulid]:
     return (ulid for text in texts if (ulid := parse_ulid(text)) is not None)
 
 
-def _batches(values: Sequence[T]) -> Iterable[Sequence[T]]:
+def batches(values: Sequence[T]) -> Iterable[Sequence[T]]:
+    """The values in batches, each for one ``IN (...)``."""
     return (values[at : at + VALUES_A_STATEMENT] for at in range(0, len(values), VALUES_A_STATEMENT))

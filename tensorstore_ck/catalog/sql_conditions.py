@@ -3,8 +3,9 @@
 Every test is true or false: a value that is missing or NaN satisfies no comparison, and so every ``not`` of one.
 """
 
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -203,20 +204,20 @@ FIELDS: Final[dict[str, _Kind]] = {
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
+_COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
 def _compared(column: Any, test: NameTest, values: Sequence[Any]) -> SqlCondition:
     match test.op:
-        case "=":
-            found: SqlCondition = column == values[0]
-        case "!=":
-            found = column != values[0]
-        case "<":
-            found = column < values[0]
-        case "<=":
-            found = column <= values[0]
-        case ">":
-            found = column > values[0]
-        case ">=":
-            found = column >= values[0]
+        case "=" | "!=" | "<" | "<=" | ">" | ">=" as op:
+            found: SqlCondition = _COMPARISONS[op](column, values[0])
         case "in":
             found = column.in_(values)
         case "between":

@@ -6,7 +6,6 @@ that all others start fast and run without it. With ``--json`` stdout holds one 
 app.py                the group of commands, errors and exit codes
 options.py            options that commands share, and the `StoreChoice` that they make
 cmd_*.py              the commands, named in the file's name
-import_history.py     `tsck import --history`
 model_files.py        model files as states, for `tsck put` and `tsck get`
 output.py             prints tables, facts and JSON
 progress.py           progress bars

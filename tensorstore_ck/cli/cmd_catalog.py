@@ -11,7 +11,20 @@ import platformdirs
 from click.core import ParameterSource
 
 from tensorstore_ck.cli.options import StoreChoice, command, json_option, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, red, say, short_number, short_root, table
+from tensorstore_ck.cli.output import (
+    counted,
+    emit,
+    error_document,
+    indented,
+    iso_time,
+    printable,
+    red,
+    say,
+    short_number,
+    short_root,
+    step_text,
+    table,
+)
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import FormatVersionError, StoreError
 
@@ -82,7 +95,7 @@ def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parall
     document = {
         "catalog": opened.url,
         "stores": [outcome.report for outcome in outcomes if outcome.report is not None],
-        "failed": [{"store": url, "kind": error.kind, "message": str(error), "object": error.object_id} for url, error in failed.items()],
+        "failed": [{"store": url, **error_document(error)} for url, error in failed.items()],
     }
     code = max((error.exit_code for error in failed.values()), default=0)
     emit(document, _summary_lines(opened.url, len(outcomes), failed, code), as_json=as_json)
@@ -203,7 +216,7 @@ def _found_lines(found: Sequence["FoundSnapshot"], names: Sequence[str], synced:
 def _cells(each: "FoundSnapshot", names: Sequence[str]) -> list[str]:
     return [
         printable(each.ref),
-        "-" if each.step is None else str(each.step),
+        step_text(each.step),
         iso_time(each.time_ns),
         human_bytes(each.logical_bytes),
         human_bytes(each.new_bytes),

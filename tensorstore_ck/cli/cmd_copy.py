@@ -5,8 +5,17 @@ from dataclasses import replace
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, allow_place_option, command, host_options, json_option, named_value, rate_option
-from tensorstore_ck.cli.output import counted, emit, green, printable, red, short_root, table
+from tensorstore_ck.cli.options import (
+    StoreChoice,
+    allow_place_option,
+    command,
+    host_options,
+    json_option,
+    named_value,
+    rate_option,
+    unsafe_options,
+)
+from tensorstore_ck.cli.output import counted, emit, fields_of, green, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
@@ -28,10 +37,7 @@ from tensorstore_ck.maintenance.copy_store import CopyReport, Pace, copy_refs
 @click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
 @host_options
 @allow_place_option
-@click.option(
-    "--single-writer-unsafe", is_flag=True, help="Write to a backend without exclusive creation: a second writer would lose commits."
-)
-@click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose acknowledged snapshots.")
+@unsafe_options
 @click.option("--dask", metavar="ADDRESS", help="Copy the data on the workers of a Dask cluster.")
 @json_option
 @click.pass_context
@@ -77,34 +83,10 @@ def copy(
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("copying"))
         report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)
-    emit(_document(report), _lines(report), as_json=as_json)
+    emit({"ok": report.ok, **fields_of(report)}, _lines(report), as_json=as_json)
     if not report.ok:
         error = next((ref.error for ref in report.refs if ref.error is not None), None)
         context.exit(RetryableError.exit_code if error is None else error.exit_code)
-
-
-def _document(report: CopyReport) -> dict[str, object]:
-    return {
-        "ok": report.ok,
-        "refs": [
-            {
-                "name": ref.name,
-                "kind": ref.kind,
-                "outcome": ref.outcome,
-                "root": ref.root,
-                "snapshots": ref.snapshots,
-                "error": None if ref.error is None else {"kind": ref.error.kind, "message": str(ref.error), "object": ref.error.object_id},
-            }
-            for ref in report.refs
-        ],
-        "snapshots": report.snapshots,
-        "snapshots_there": report.snapshots_there,
-        "blocks": report.blocks,
-        "blocks_there": report.blocks_there,
-        "read_bytes": report.read_bytes,
-        "written_bytes": report.written_bytes,
-        "warnings": report.warnings,
-    }
 
 
 def _lines(report: CopyReport) -> list[str]:

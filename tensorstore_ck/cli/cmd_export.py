@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
+from tensorstore_ck.cli.options import StoreChoice, allow_marked_option, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
@@ -39,7 +39,7 @@ def file_size(text: str) -> int:
 @click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")
 @click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
-@click.option("--allow-marked", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+@allow_marked_option
 @store_options()
 def export(
     address: str,
@@ -73,7 +73,7 @@ def export(
             overwrite=force,
             allow_marked=allow_marked,
         )
-    emit({**_document(report)}, _lines(report), as_json=as_json)
+    emit(_document(report), _lines(report), as_json=as_json)
 
 
 def _document(report: "ExportReport") -> dict[str, object]:

@@ -1,19 +1,30 @@
 """The command import: checkpoints of other libraries as snapshots. Loads torch when it runs."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tensorstore_ck.cli import import_history
-from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
-from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
+from tensorstore_ck.cli.options import (
+    STORE_VARIABLE,
+    StoreChoice,
+    codec_option,
+    command,
+    metadata_option,
+    named_number,
+    ref_option,
+    store_options,
+)
+from tensorstore_ck.cli.output import counted, emit, first_names, metrics_text, printable, put_sizes, snapshot_line, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.format.codec import CodecName
 
 if TYPE_CHECKING:
-    from tensorstore_ck.integrations.importing import CheckpointContents
+    from tensorstore_ck.integrations.importing import CheckpointContents, ImportedStep, PlannedImport
 
 KEY = "key:"
 
@@ -34,7 +45,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     "tsck import checkpoint.ckpt --ref runs/old --exclude 'hyper_parameters.*' --dry-run",
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
-@click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
+@ref_option
 @click.option("--history", is_flag=True, help="Each file or folder that matches PATH is one snapshot. Goes on when run again.")
 @click.option(
     "--step-from", metavar="name|key:PATH", help="With --history: where the step is: in the file's name, or at PATH inside the file."
@@ -49,7 +60,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     multiple=True,
     help="A number to rank by, e.g. val_loss=2.3; with --history also val_loss=key:PATH, read from each file (repeatable).",
 )
-@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="Metadata, as JSON or text (repeatable).")
+@metadata_option
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Do not import matching paths, e.g. 'hyper_parameters.*' (repeatable).")
 @click.option("--dry-run", is_flag=True, help="Only print what would be imported.")
 @codec_option
@@ -83,8 +94,8 @@ def import_(
             raise click.UsageError(f"{'--as-one' if as_one else '--step'} is for a single snapshot, and --history makes several.")
         if step_from is None:
             raise click.UsageError("--history needs --step-from name, or --step-from key:PATH such as key:global_step.")
-        asked = import_history.AskedHistory(paths, ref, step_from, dict(metrics), dict(metadata), exclude)
-        import_history.run(asked, choice, codec, dry_run=dry_run, as_json=as_json)
+        source = {"step_from": step_from, "metrics": dict(metrics), "exclude": exclude}
+        _import_history(paths, source, choice, codec, ref=ref, metadata=dict(metadata), dry_run=dry_run, as_json=as_json)
         return
     if step_from is not None:
         raise click.UsageError("--step-from is for --history; --step gives the step of a single checkpoint.")
@@ -96,7 +107,7 @@ def import_(
     from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint  # noqa: PLC0415 - loads torch
 
     (path,) = paths
-    with import_history.hinting(choice, path, ref, exclude):
+    with _hinting(choice, path, ref, exclude):
         if dry_run:
             contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one)
             emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
@@ -128,7 +139,79 @@ def _lines(contents: "CheckpointContents") -> Iterator[str]:
     for what, count in contents.converted.items():
         yield f"converted: {printable(what)}" + (f" ({count} times)" if count > 1 else "")
     if contents.left_out:
-        some = ", ".join(map(printable, contents.left_out[:5])) + (", ..." if len(contents.left_out) > 5 else "")
-        yield f"left out: {some}"
+        yield f"left out: {first_names(contents.left_out)}"
     for name, why in contents.skipped.items():
         yield f"skipped: {printable(name)} ({why})"
+
+
+# --- several checkpoints ----------------------------------------------------------------------------------------------
+
+
+def _import_history(
+    paths: Sequence[str],
+    source: Mapping[str, Any],
+    choice: StoreChoice,
+    codec: CodecName,
+    *,
+    ref: str,
+    metadata: Mapping[str, object],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Imports the checkpoints, and prints the outcome of each at once. `source`: what `inspect_history` takes, too."""
+    from tensorstore_ck.integrations.importing import import_history, inspect_history  # noqa: PLC0415 - loads torch
+
+    if dry_run:
+        plan = inspect_history(paths, **source)
+        document = {"plan": plan, "steps": []}
+        emit(document, [*_plan_lines(plan), f"{counted(len(plan), 'snapshot')}; nothing was written (--dry-run)"], as_json=as_json)
+        return
+    sizes: dict[str, int] = {}
+    with Bar("importing") as bar, choice.open(bar, codec) as store:
+        numbers = iter(range(1, 1 << 62))
+
+        def planned(plan: "Sequence[PlannedImport]") -> None:
+            sizes.update((each.path, each.contents.tensor_bytes) for each in plan)
+            bar.expect(sum(sizes.values()))
+
+        def imported(step: "ImportedStep") -> None:
+            number = next(numbers)
+            bar(sum(list(sizes.values())[:number]), sum(sizes.values()))
+            if not as_json:
+                bar.say(f"{number}/{len(sizes)} {_step_line(step)}")
+
+        steps = import_history(store, paths, ref=ref, metadata=metadata, planned=planned, imported=imported, **source)
+    found = sum(step.was_there for step in steps)
+    were = f", {counted(found, 'snapshot')} {'was' if found == 1 else 'were'} there already" if found else ""
+    done = f": {counted(len(steps) - found, 'snapshot')} imported{were}"
+    emit({"plan": [], "steps": steps}, [snapshot_line(f"{printable(ref)} has", steps[-1].snapshot) + done], as_json=as_json)
+
+
+@contextmanager
+def _hinting(choice: StoreChoice, path: str, ref: str, exclude: Sequence[str]) -> Iterator[None]:
+    """Adds the command that imports a folder to the error that refuses it because it holds several steps."""
+    from tensorstore_ck.integrations.importing import SeveralStepsError  # noqa: PLC0415 - loads torch
+
+    try:
+        yield
+    except SeveralStepsError as exc:
+        store = ["-s", choice.url] if choice.url and choice.url != os.environ.get(STORE_VARIABLE) else []
+        left_out = [word for glob in exclude for word in ("--exclude", glob)]
+        words = ["tsck", "import", "--history", *exc.paths(path), "--step-from", exc.step_from, "--ref", ref, *left_out, *store]
+        exc.args = (exc.message(shlex.join(words)),)
+        raise
+
+
+def _plan_lines(plan: "Sequence[PlannedImport]") -> list[str]:
+    rows = [
+        [str(each.step), printable(os.path.basename(each.path)), human_bytes(each.contents.tensor_bytes), metrics_text(each.metrics)]
+        for each in plan
+    ]
+    return table(["STEP", "FILE", "SIZE", "METRICS"], rows, right={"STEP", "SIZE"})
+
+
+def _step_line(step: "ImportedStep") -> str:
+    name = printable(os.path.basename(step.path))
+    return snapshot_line(f"{name} {'is there already:' if step.was_there else 'is now'}", step.snapshot) + (
+        "" if step.was_there else put_sizes(step.snapshot)
+    )

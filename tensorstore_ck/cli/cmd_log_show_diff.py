@@ -6,6 +6,7 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import (
+    MAX_SHOWN,
     counted,
     emit,
     facts,
@@ -23,8 +24,6 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 from tensorstore_ck.maintenance.describe import SnapshotDiff
 
-MAX_SHOWN: Final = 40
-"""Tensors and values that `show` prints without ``--all``."""
 NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 

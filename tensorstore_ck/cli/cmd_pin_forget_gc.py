@@ -4,14 +4,23 @@ import click
 
 from tensorstore_ck.cli.cmd_policy import apply_policies
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, say, short_root, snapshot_line, table
+from tensorstore_ck.cli.output import (
+    counted,
+    emit,
+    iso_time,
+    printable,
+    say,
+    short_root,
+    shortened_table,
+    snapshot_line,
+    step_text,
+    table,
+)
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc import GcOptions, GcReport
-from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot
+from tensorstore_ck.log.snapshot import PinnedSnapshot
 from tensorstore_ck.maintenance.forget import Forgotten
-
-MAX_SHOWN = 40
 
 
 @command("Pin a snapshot, or list the pins.", "tsck pin", 'tsck pin runs/gpt@1000 --reason "mmlu running" --expires 7d')
@@ -36,7 +45,9 @@ def _pin_lines(pins: tuple[PinnedSnapshot, ...]) -> list[str]:
         return ["no pins: `tsck pin ADDRESS` makes one"]
     rows = [
         [
-            *_snapshot_cells(pinned.snapshot),
+            short_root(pinned.snapshot.root),
+            printable(pinned.snapshot.ref),
+            step_text(pinned.snapshot.step),
             printable(pinned.owner),
             iso_time(pinned.time_ns),
             "-" if pinned.expires_ns is None else iso_time(pinned.expires_ns),
@@ -45,10 +56,6 @@ def _pin_lines(pins: tuple[PinnedSnapshot, ...]) -> list[str]:
         for pinned in pins
     ]
     return table(["ROOT", "REF", "STEP", "OWNER", "SINCE", "EXPIRES", "REASON"], rows, right={"STEP"})
-
-
-def _snapshot_cells(snapshot: Snapshot) -> list[str]:
-    return [short_root(snapshot.root), printable(snapshot.ref), "-" if snapshot.step is None else str(snapshot.step)]
 
 
 @command("Remove a pin.", "tsck unpin runs/gpt@1000")
@@ -103,16 +110,10 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
         lead = f"{verb} " if verb else f"{iso_time(one.time_ns)}  "
         lines.append(f"{lead}{what} {printable(one.ref)}: {counted(len(one.snapshots), 'snapshot')}")
         rows = [
-            [
-                short_root(it.root),
-                "-" if it.step is None else str(it.step),
-                human_bytes(it.logical_bytes),
-                ", ".join(map(printable, one.held_by[it.id])),
-            ]
+            [short_root(it.root), step_text(it.step), human_bytes(it.logical_bytes), ", ".join(map(printable, one.held_by[it.id]))]
             for it in one.snapshots
         ]
-        lines += indented(table(["ROOT", "STEP", "SIZE", "STILL HELD BY"], rows[:MAX_SHOWN], right={"STEP", "SIZE"}))
-        lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
+        lines += shortened_table(["ROOT", "STEP", "SIZE", "STILL HELD BY"], rows, right={"STEP", "SIZE"})
     return lines
 
 
@@ -179,15 +180,12 @@ def gc(
 def _gc_lines(report: GcReport) -> list[str]:
     lines = []
     if report.snapshots:
-        rows = [[short_root(gone.root), printable(gone.ref), "-" if gone.step is None else str(gone.step)] for gone in report.snapshots]
-        lines += [f"{counted(len(rows), 'snapshot')} that nothing holds"]
-        lines += indented(table(["ROOT", "REF", "STEP"], rows[:MAX_SHOWN], right={"STEP"}))
-        lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
+        rows = [[short_root(gone.root), printable(gone.ref), step_text(gone.step)] for gone in report.snapshots]
+        lines += [f"{counted(len(rows), 'snapshot')} that nothing holds", *shortened_table(["ROOT", "REF", "STEP"], rows, right={"STEP"})]
     if report.rewritten:
         rows = [[pack.name, human_bytes(pack.bytes), f"{pack.live_bytes / pack.bytes:.0%}"] for pack in report.rewritten]
         lines += [f"{counted(len(rows), 'pack')} rewritten: {human_bytes(report.written_bytes)}"]
-        lines += indented(table(["PACK", "SIZE", "LIVE"], rows[:MAX_SHOWN], right={"SIZE", "LIVE"}))
-        lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
+        lines += shortened_table(["PACK", "SIZE", "LIVE"], rows, right={"SIZE", "LIVE"})
     lines += [f"note: {printable(note)}" for note in report.notes]
     deleted = ", ".join(
         counted(count, {"moved": "moved object", "snapshot": "record"}.get(kind, kind)) for kind, count in report.deleted.items() if count

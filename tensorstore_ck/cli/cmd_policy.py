@@ -9,7 +9,7 @@ import click
 from tensorstore_ck.backend.cold.allowed_locations import can_allow, is_allowed
 from tensorstore_ck.cli.allowed_locations import note_places, read_places
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, printable, short_root, table
+from tensorstore_ck.cli.output import counted, emit, printable, short_root, shortened_table, step_text, table
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.maintenance.apply_policies import RetentionReport
@@ -131,16 +131,15 @@ def _verdict_lines(report: RetentionReport) -> Iterator[str]:
         rows = [
             [
                 short_root(each.snapshot.root),
-                "-" if each.snapshot.step is None else str(each.snapshot.step),
+                step_text(each.snapshot.step),
                 "stays" if each.stays else "goes",
                 printable(", ".join(each.why)),
                 "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
             ]
             for each in reversed(branch.snapshots)
         ]
-        yield from indented(table(["ROOT", "STEP", "", "WHY", "FREES"], rows[:MAX_SHOWN], right={"STEP", "FREES"}))
-        if len(rows) > MAX_SHOWN:
-            yield f"  ... and {len(rows) - MAX_SHOWN:,} older ones"
+        header = ["ROOT", "STEP", "", "WHY", "FREES"]
+        yield from shortened_table(header, rows, right={"STEP", "FREES"}, limit=MAX_SHOWN, rest="older ones")
     going = counted(report.going, "snapshot")
     if report.frees_bytes is None:
         yield f"{going} went; `tsck undo` brings them back for a day, then `tsck gc` frees what nothing else holds"

@@ -2,8 +2,17 @@
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
-from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
+from tensorstore_ck.cli.options import (
+    StoreChoice,
+    allow_marked_option,
+    codec_option,
+    command,
+    metadata_option,
+    named_number,
+    ref_option,
+    store_options,
+)
+from tensorstore_ck.cli.output import counted, emit, first_names, printable, put_sizes, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.format.codec import CodecName
 from tensorstore_ck.format.record import STORE_KEY
@@ -16,7 +25,7 @@ from tensorstore_ck.log.snapshot import refuse_marked
     "tsck put model.pt --ref models/base --step 3 --metric val_loss=2.3 --metadata lr=3e-4",
 )
 @click.argument("file", type=click.Path())
-@click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
+@ref_option
 @click.option("--step", type=int, metavar="N", help="The training step, so that NAME@N finds it.")
 @click.option(
     "--metric",
@@ -26,7 +35,7 @@ from tensorstore_ck.log.snapshot import refuse_marked
     multiple=True,
     help="A number to rank by, e.g. val_loss=2.3 (repeatable).",
 )
-@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="Metadata, as JSON or text (repeatable).")
+@metadata_option
 @codec_option
 @store_options(writes=True)
 def put(
@@ -64,7 +73,7 @@ def put(
 @click.argument("file", type=click.Path())
 @click.option("--include", metavar="GLOB", multiple=True, help="Only tensors whose names match, e.g. 'model.*' (repeatable).")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--allow-marked", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+@allow_marked_option
 @store_options()
 def get(address: str, file: str, include: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_marked: bool, as_json: bool) -> None:
     """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth the whole state."""
@@ -82,6 +91,6 @@ def get(address: str, file: str, include: tuple[str, ...], choice: StoreChoice, 
     left_out = save_file(state, file, metadata, overwrite=force)
     lines = [snapshot_line(f"wrote {printable(file)} from", snapshot)]
     if left_out:
-        some = ", ".join(printable(name) for name in left_out[:5]) + (", ..." if len(left_out) > 5 else "")
-        lines.append(f"left out {counted(len(left_out), 'value')} that .safetensors cannot hold: {some} (a .pt file holds them)")
+        what = f"{counted(len(left_out), 'value')} that .safetensors cannot hold: {first_names(left_out)}"
+        lines.append(f"left out {what} (a .pt file holds them)")
     emit({"file": file, "snapshot": snapshot, "left_out": left_out}, lines, as_json=as_json)

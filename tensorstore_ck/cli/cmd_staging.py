@@ -12,11 +12,10 @@ import click
 from tensorstore_ck.backend.staging import Staging, StagingFolder
 from tensorstore_ck.backend.staging.take_over import taken_over
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, green, indented, printable, red, say, short_root, snapshot_line, table
+from tensorstore_ck.cli.output import counted, emit, green, indented, printable, red, say, short_root, snapshot_line, step_text, table
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.events import LEVELS, Event, event_text
 from tensorstore_ck.log import SnapshotInfo
@@ -95,18 +94,7 @@ def staging(
 def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
     if path is not None and not os.path.isdir(path):
         raise InvalidOptionError(f"there is no folder {path}: name the staging disk that the job was given", object_id="staging")
-    return open_engine(
-        choice.require_url(),
-        storage_options=choice.storage_options,
-        single_writer_unsafe=choice.single_writer_unsafe,
-        no_sync=choice.no_sync,
-        cache_dir=choice.cache_dir,
-        staging=Staging(path) if path is not None and writes else None,
-        read_only=not writes,
-        places=choice.allowed_places(),
-        rollback=choice.rollback,
-        state_dir=choice.state_dir,
-    )
+    return choice.open_engine(read_only=not writes, staging=Staging(path) if path is not None and writes else None)
 
 
 @contextmanager
@@ -213,7 +201,7 @@ def _table(found: Sequence[StagedPutInfo]) -> list[str]:
         [
             put.txn,
             "?" if put.ref is None else printable(put.ref),
-            "-" if put.step is None else str(put.step),
+            step_text(put.step),
             short_root(put.root),
             "-" if put.ranks is None else f"{len(put.here)}/{put.ranks}",
             human_bytes(put.size_bytes),

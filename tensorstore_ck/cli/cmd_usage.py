@@ -6,7 +6,7 @@ from typing import Final
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import emit, printable, short_root, table
+from tensorstore_ck.cli.output import emit, printable, short_root, step_text, table
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
 
@@ -60,7 +60,7 @@ def _snapshot_lines(snapshots: Sequence[SnapshotUsage]) -> list[str]:
         [
             short_root(it.root),
             printable(it.ref),
-            "-" if it.step is None else str(it.step),
+            step_text(it.step),
             *map(human_bytes, (it.logical_bytes, it.stored_bytes, it.shared_bytes, it.exclusive_bytes)),
             ", ".join(map(printable, it.held_by)),
         ]

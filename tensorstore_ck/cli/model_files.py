@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import (
@@ -232,17 +233,9 @@ def _replacing(path: str) -> Iterator[str]:
             os.close(descriptor)
             yield temporary
             os.chmod(temporary, mode)  # safetensors replaces the file, with a mode for its owner only
-            _sync(temporary)
+            sync_path(temporary)
             os.replace(temporary, path)
-            _sync(folder)
+            sync_path(folder)
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
-from tensorstore_ck.format.store_config import CONFIG_NAME, StoreConfig
+from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.store import ReadOnlyStore, Store
 
@@ -89,8 +89,8 @@ class StoreChoice:
             engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
         return Store(engine)
 
-    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, config: StoreConfig | None = None) -> Engine:
-        """The engine of the store, for operations that `Store` does not offer; `config` stands in for a damaged store.json."""
+    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, **options: Any) -> Engine:
+        """The engine of the store, for operations that `Store` does not offer; `options`: see `engine.opening`."""
         return open_engine(
             self.require_url(),
             storage_options=self.storage_options,
@@ -102,7 +102,7 @@ class StoreChoice:
             places=self.allowed_places(),
             rollback=self.rollback,
             state_dir=self.state_dir,
-            config=config,
+            **options,
         )
 
     def make_portable(self, engine: Engine) -> None:
@@ -202,23 +202,28 @@ def byte_rate(text: str) -> int:
     return rate
 
 
-def rate_option(command: Command) -> Command:
-    """Adds ``--rate-limit`` as the argument `rate_limit`."""
-    text = "Read and write no more than this per second, e.g. 100MB."
-    return click.option("--rate-limit", metavar="RATE", type=byte_rate, help=text)(command)
-
-
-def codec_option(command: Command) -> Command:
-    """Adds ``--codec`` as the argument `codec`."""
-    text = "How to encode blocks, always without loss; auto: not at all, unless saves have shown that the store is slow."
-    choices = click.Choice(get_args(CodecName))
-    return click.option("--codec", type=choices, default="auto", show_default=True, help=text)(command)
-
-
-def allow_place_option(command: Command) -> Command:
-    """Adds ``--allow-place`` as the argument `allow_place`."""
-    text = "Allow packs that `tsck tier` moved there (repeatable). Not needed for buckets at the store's own endpoint."
-    return click.option("--allow-place", metavar="URL", multiple=True, help=text)(command)
+ref_option: Final = click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
+metadata_option: Final = click.option(
+    "--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="Metadata, as JSON or text (repeatable)."
+)
+allow_marked_option: Final = click.option("--allow-marked", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+rate_option: Final = click.option(
+    "--rate-limit", metavar="RATE", type=byte_rate, help="Read and write no more than this per second, e.g. 100MB."
+)
+codec_option: Final = click.option(
+    "--codec",
+    type=click.Choice(get_args(CodecName)),
+    default="auto",
+    show_default=True,
+    help="How to encode blocks, always without loss; auto: not at all, unless saves have shown that the store is slow.",
+)
+allow_place_option: Final = click.option(
+    "--allow-place",
+    metavar="URL",
+    multiple=True,
+    help="Allow packs that `tsck tier` moved there (repeatable). Not needed for buckets at the store's own endpoint.",
+)
+json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
 def host_options(command: Command) -> Command:
@@ -226,25 +231,23 @@ def host_options(command: Command) -> Command:
     cache_help = f"Where this host keeps its cache (or ${CACHE_VARIABLE})."
     state_help = f"Where this user keeps the last seen entry of each log (or ${STATE_VARIABLE})."
     rollback_help = f"What to do about a log that went back or forked, until `tsck accept-log` (or ${ROLLBACK_VARIABLE}; default: warn)."
-    for option in (
-        click.option("--rollback", type=click.Choice(ROLLBACK), default="warn", envvar=ROLLBACK_VARIABLE, help=rollback_help),
-        click.option("--state-dir", metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help),
-        click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help),
-    ):
-        command = option(command)
-    return command
+    command = click.option("--rollback", type=click.Choice(ROLLBACK), default="warn", envvar=ROLLBACK_VARIABLE, help=rollback_help)(command)
+    command = click.option("--state-dir", metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help)(command)
+    return click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help)(command)
 
 
-def json_option(command: Command) -> Command:
-    """Adds ``--json`` as the argument `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
+def unsafe_options(command: Command) -> Command:
+    """Adds the arguments `single_writer_unsafe` and `no_sync`, which weaken safety."""
+    unsafe_help = "Write to a backend without exclusive creation: a second writer would lose commits."
+    command = click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose acknowledged snapshots.")(command)
+    return click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help)(command)
 
 
 def store_options(*, writes: bool = False, url_argument: bool = False) -> Callable[[Command], Callable[..., None]]:
     """Adds the options that choose a store, as the argument `choice`, and ``--json``.
 
     Args:
-        writes: Whether the command can write: adds the two options that weaken safety.
+        writes: Whether the command can write: adds `unsafe_options`.
         url_argument: Whether the first argument can be the store.
     """
 
@@ -286,7 +289,6 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
         run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
         store_help = f"Where the store is (or ${STORE_VARIABLE}). Default: the current folder."
         storage_help = "For the storage service, e.g. endpoint_url=... (repeatable)."
-        unsafe_help = "Write to a backend without exclusive creation: a second writer would lose commits."
         options = [
             click.option("-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=store_help),
             click.option("--storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help=storage_help),
@@ -294,10 +296,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             allow_place_option,
         ]
         if writes:
-            options += [
-                click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help),
-                click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose acknowledged snapshots."),
-            ]
+            options.append(unsafe_options)
         if url_argument:
             options.insert(0, click.argument("url", required=False))
         decorated: Callable[..., None] = json_option(run)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import one_line, redacted
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
 """The codes of `bold`, `red`, `green`, and of their end."""
 _NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
+MAX_SHOWN: Final = 40
+"""Rows of a long table that are printed."""
 ROOT_DIGITS: Final = 12
 """How many digits of a root a table shows; 8 are enough for an address."""
 
@@ -77,6 +80,11 @@ def short_root(root: str | None) -> str:
     return root[:ROOT_DIGITS] if root else "-"
 
 
+def step_text(step: int | None) -> str:
+    """A step in a table."""
+    return "-" if step is None else str(step)
+
+
 def short_number(value: float) -> str:
     """A metric, in at most six digits."""
     return f"{value:.6g}"
@@ -87,6 +95,11 @@ def counted(count: int, noun: str) -> str:
     if count != 1:
         noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + ("es" if noun.endswith("ch") else "s")
     return f"{count:,} {noun}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first five of them."""
+    return ", ".join(map(printable, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
 def printable(text: object) -> str:
@@ -142,6 +155,14 @@ def table(
     return [bold(line(header)), *(style(text) for style, text in zip(styles, body, strict=True))] if styles else [bold(line(header)), *body]
 
 
+def shortened_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Set[str] = frozenset(), limit: int = MAX_SHOWN, rest: str = "more"
+) -> list[str]:
+    """The first rows of a table, indented, and how many there are besides."""
+    more = [f"... and {len(rows) - limit:,} {rest}"] if len(rows) > limit else []
+    return indented([*table(header, rows[:limit], right=right), *more])
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """``name  value`` lines with aligned values, without empty ones."""
     kept = [(name, value) for name, value in pairs if value]
@@ -165,7 +186,7 @@ def snapshot_table(
     rows = [
         [
             short_root(snapshot.root),
-            "-" if snapshot.step is None else str(snapshot.step),
+            step_text(snapshot.step),
             iso_time(snapshot.time_ns),
             human_bytes(snapshot.logical_bytes),
             human_bytes(snapshot.new_bytes),
@@ -194,14 +215,26 @@ def put_sizes(snapshot: "Snapshot") -> str:
     return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
 
 
+def error_document(error: StoreError) -> dict[str, str]:
+    """An error in a JSON document."""
+    return {"kind": error.kind, "message": str(error), "object": error.object_id}
+
+
+def fields_of(report: Any) -> dict[str, Any]:
+    """The fields of a dataclass, by name."""
+    return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
+
+
 def _plain(value: Any) -> Any:
     """A value for JSON: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
     from tensorstore_ck.log.snapshot import Snapshot  # noqa: PLC0415 - loads numpy, and errors are printed without it
 
     if isinstance(value, Snapshot):
-        return {**{field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}, "time": iso_time(value.time_ns)}
+        return {**_plain(fields_of(value)), "time": iso_time(value.time_ns)}
+    if isinstance(value, StoreError):
+        return error_document(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return _plain(fields_of(value))
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return _plain(value._asdict())
     if isinstance(value, Mapping):

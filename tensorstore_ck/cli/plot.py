@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorstore_ck.cli.output import printable, table
+from tensorstore_ck.cli.output import printable, step_text, table
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot
@@ -65,10 +65,7 @@ def draw_text(points: Sequence[Point], metric: str) -> Iterator[str]:
     low, high = min(point.value for point in points), max(point.value for point in points)
     scale = BAR_CHARS / (high - low) if high > low else 0.0
     bars = ["#" * (1 + round(scale * (point.value - low))) for point in points]
-    rows = [
-        [printable(point.ref), "-" if point.step is None else str(point.step), f"{point.value:.6g}", bar]
-        for point, bar in zip(points, bars, strict=True)
-    ]
+    rows = [[printable(point.ref), step_text(point.step), f"{point.value:.6g}", bar] for point, bar in zip(points, bars, strict=True)]
     yield from table(["REF", "STEP", printable(metric), ""], rows, right={"STEP", printable(metric)})
 
 

@@ -1,6 +1,7 @@
 """What every area uses: knows no store.
 
 buffers.py           bytes as callers pass them
+byte_cache.py        decoded objects in memory, up to a number of bytes
 conditions.py        conditions on metrics and fields, parsed into a tree
 deprecation.py       old spellings of arguments and methods
 executor.py          long work, by threads of this process or a Dask cluster

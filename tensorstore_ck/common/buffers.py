@@ -7,4 +7,9 @@ Buffer = bytes | bytearray | memoryview
 
 def byte_views(data: Sequence[Buffer]) -> list[memoryview]:
     """The buffers as flat views of bytes, empty ones left out."""
-    return [view for view in (memoryview(piece).cast("B") for piece in data) if len(view)]
+    views = []
+    for piece in data:
+        view = memoryview(piece)
+        if view.nbytes:
+            views.append(view.cast("B"))
+    return views

@@ -23,7 +23,10 @@ ULID_BYTES: Final = 16
 ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_CROCKFORD_VALUE = {char: value for value, char in enumerate(_CROCKFORD)}
+_PAIRS = [high + low for high in _CROCKFORD for low in _CROCKFORD]
+"""Of the numbers below 1,024."""
+_TO_BASE_32 = bytes.maketrans(_CROCKFORD.encode(), b"0123456789ABCDEFGHIJKLMNOPQRSTUV")
+"""From Crockford's digits to those that `int` reads."""
 _ULID_TEXT = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 Clock = Callable[[], int]
@@ -39,17 +42,22 @@ def new_ulid() -> Ulid:
 def ulid_text(ulid: Ulid) -> str:
     """The 26 characters of a ULID."""
     number = int.from_bytes(ulid, "big")
-    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+    text = ""
+    for shift in range(120, -1, -10):
+        text += _PAIRS[number >> shift & 1023]
+    return text
 
 
 def parse_ulid(text: str) -> Ulid | None:
     """The ULID that `text` spells, or None."""
     if not _ULID_TEXT.fullmatch(text):
         return None
-    number = 0
-    for char in text:
-        number = number << 5 | _CROCKFORD_VALUE[char]
-    return Ulid(number.to_bytes(ULID_BYTES, "big"))
+    return Ulid(int(text.encode().translate(_TO_BASE_32), 32).to_bytes(ULID_BYTES, "big"))
+
+
+def split_ulids(joined: bytes) -> list[Ulid]:
+    """The ULIDs that were concatenated to `joined`."""
+    return [Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES)]
 
 
 def block_id(data: bytes | bytearray | memoryview) -> Digest:

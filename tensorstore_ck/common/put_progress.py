@@ -64,8 +64,10 @@ class _StageTotals:
 class PutMeter:
     """Seconds and bytes of the stages of one save. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, check: Callable[[], object] = lambda: None) -> None:
+        """`check` is called before each stage; what it raises gives the save up."""
         self._clock = clock
+        self._check = check
         self._lock = threading.Lock()
         self._tallies: dict[Stage, _StageTotals] = {stage: _StageTotals() for stage in STAGES}
 
@@ -82,6 +84,7 @@ class PutMeter:
     @contextmanager
     def timed(self, stage: Stage, done_bytes: int = 0) -> Iterator[None]:
         """Counts a thread as working on `stage` while it is inside; adds `done_bytes` unless it fails."""
+        self._check()
         tally, processed = self._tallies[stage], 0
         with self._lock:
             entered_at = self._clock()

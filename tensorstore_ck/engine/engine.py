@@ -16,6 +16,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import read_only_error
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.backend.throttled import throttled_to
+from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
@@ -37,7 +38,10 @@ T = TypeVar("T")
 
 MAX_CACHED_PARTS: Final = 4
 MAX_CACHED_RECORDS: Final = 8
-MAX_CACHED_MOVED: Final = 64
+MAX_MOVED_BYTES: Final = 64 << 20
+"""Of relocation maps in memory: thousands, unless blocks are tiny. Each part of each snapshot needs the same ones."""
+MOVED_OVERHEAD_BYTES: Final = 1 << 10
+"""Memory of a relocation map besides its rows."""
 
 
 @dataclass(slots=True)
@@ -73,7 +77,9 @@ class Engine:
     """This process, where it can be identified."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
-    _moved: "OrderedDict[Ulid, RelocationMap]" = field(default_factory=OrderedDict)
+    _moved: ByteCache[Ulid, RelocationMap] = field(
+        default_factory=lambda: ByteCache(MAX_MOVED_BYTES, lambda moved: moved.rows.nbytes + MOVED_OVERHEAD_BYTES)
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def require_writable(self, what: str = "this") -> None:
@@ -135,18 +141,14 @@ class Engine:
                 self._parts.popitem(last=False)
 
     def read_moved(self, relocation: Relocation) -> RelocationMap:
-        """The map of a relocation, checked against the log, with a small cache."""
-        with self._lock:
-            moved = self._moved.get(relocation.moved)
+        """The map of a relocation, checked against the log, with a cache."""
+        moved = self._moved.get(relocation.moved)
         if moved is None:
             name = ObjectKey("moved", relocation.moved).name
             moved = decode_relocation(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
             if moved.pack != relocation.pack or tuple(moved.targets) != relocation.targets:
                 raise CorruptObjectError(f"{name} is not the relocation map that the log names", object_id=name)
-            with self._lock:
-                self._moved[relocation.moved] = moved
-                while len(self._moved) > MAX_CACHED_MOVED:
-                    self._moved.popitem(last=False)
+            self._moved.put(relocation.moved, moved)
         return moved
 
     def limited_to(self, rate: float | str | None) -> Self:

@@ -64,7 +64,7 @@ class CapturedState(NamedTuple):
     @property
     def logical_bytes(self) -> int:
         """Of whole tensors and large values."""
-        return sum(spec.size_bytes for spec in self.layout.tensors) + sum(map(len, self.blobs))
+        return self.layout.size_bytes + sum(map(len, self.blobs))
 
 
 class WantedBox(NamedTuple):

@@ -113,7 +113,7 @@ def relocations_in_order(view: RefTable, packs: Collection[Ulid]) -> dict[Ulid, 
     """
     ends_first: dict[Ulid, list[Relocation]] = {}
     way: dict[Ulid, list[Relocation]] = {}
-    pending = [pack for pack in packs if view.relocations(pack)]
+    pending = list(packs)
     while pending:
         pack = pending[-1]
         if pack in way:

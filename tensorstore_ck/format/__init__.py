@@ -1,6 +1,7 @@
 """Everything that FORMAT.md describes: bytes in and bytes out. No I/O and no torch.
 
 store_config.py       store.json
+folders.py            the names of objects in the store
 sealed.py             sealed objects: magic, msgpack body and hash
 record.py             snapshot records
 part.py               parts: what one rank contributes to one snapshot

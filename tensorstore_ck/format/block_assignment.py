@@ -189,6 +189,14 @@ def _positions(
             yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
 
 
+def bytes_of_replicas(layout: Layout, held: Sequence[Region]) -> dict[tuple[int, ...], int]:
+    """Set of replicas -> the bytes of all their regions together."""
+    totals: dict[tuple[int, ...], int] = {}
+    for region in held:
+        totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])
+    return totals
+
+
 def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
     """Which blocks of each region the part of `rank` stores, in order.
 
@@ -201,9 +209,7 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
         rank: The rank.
         target_bytes: The target size of a block.
     """
-    totals: dict[tuple[int, ...], int] = {}
-    for region in held:
-        totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])
+    totals = bytes_of_replicas(layout, held)
     begun = dict.fromkeys(totals, 0)
     found = []
     for number, region in enumerate(held):
@@ -259,10 +265,8 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[ExplicitRegio
             for _ in range(count):
                 listed.append(BoxBounds(tuple(numbers[at : at + dims]), tuple(numbers[at + dims : at + 2 * dims])))
                 at += 2 * dims
-            for box in listed:
-                bounds = zip(box.offsets, box.sizes, shape, strict=True)
-                if not all(offset >= 0 and size > 0 and offset + size <= extent for offset, size, extent in bounds):
-                    raise ValueError("a region lies outside of its tensor, or is empty")
+            if not all(box.lies_within(shape) and 0 not in box.sizes for box in listed):
+                raise ValueError("a region lies outside of its tensor, or is empty")
             found.append(ExplicitRegions(tensor, tuple(listed)))
     except (ValueError, IndexError) as exc:
         raise CorruptObjectError(f"{name} has malformed regions: {exc}", object_id=name) from exc

@@ -23,6 +23,7 @@ replaces its hole (`tree.expand`).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -105,7 +106,7 @@ class ExplicitRegions(NamedTuple):
     boxes: tuple[BoxBounds, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The tensors, the tree that holds them, the allocations they share, and how they are spread over ranks."""
 
@@ -116,12 +117,21 @@ class Layout:
     spreads: Sequence[Spread] = ()
     """One for each tensor; empty where every rank holds every tensor."""
 
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.size_bytes for spec in self.tensors)
+
     def encode(self) -> bytes:
-        """The sealed layout object; its seal is the layout id.
+        """The sealed layout object, made once; its seal is the layout id.
 
         Raises:
             UnsupportedValueError: a tensor is spread over more pieces than a reader accepts.
         """
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
         try:
             _check_spreads(self.spreads, self.meshes, self.tensors)
         except ValueError as exc:

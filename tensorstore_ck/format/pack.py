@@ -7,14 +7,16 @@ trailer's hash covers the rest. Parts have the extents that readers of a snapsho
 """
 
 import struct
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.ids import Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.common.ids import Digest, derived_hash
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
+from tensorstore_ck.format.folders import object_name
 
 PACK_LIMIT_BYTES: Final = 1 << 30
 MAX_BLOCK_BYTES: Final = 64 << 20
@@ -61,10 +63,8 @@ class Footer(NamedTuple):
         return [Digest(block.tobytes()) for block in self.bases["id"][self.bases["entry"] == entry]] if len(self.bases) else []
 
 
-def pack_name(pack: Ulid) -> str:
-    """The pack's name in the store."""
-    text = ulid_text(pack)
-    return f"packs/{text[-2:]}/{text}"
+pack_name = partial(object_name, "pack")
+"""The name of a pack in the store, by its ULID."""
 
 
 def encode_header() -> bytes:

@@ -8,13 +8,15 @@ layout and the grid; the extents end with the delta bases that are not blocks of
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.folders import object_name
 from tensorstore_ck.format.layout import MAX_RANKS
 from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
@@ -113,10 +115,8 @@ class Part(NamedTuple):
         )
 
 
-def part_name(part: Ulid) -> str:
-    """The part's name in the store."""
-    text = ulid_text(part)
-    return f"parts/{text[-2:]}/{text}"
+part_name = partial(object_name, "part")
+"""The name of a part in the store, by its ULID."""
 
 
 def encode_values(values: Sequence[object]) -> bytes:
@@ -153,7 +153,7 @@ def decode_part(data: bytes, name: str) -> Part:
             take(body, "ids", bytes),
             take(body, "values", bytes),
             take(body, "inline", bytes),
-            [Ulid(packs[at : at + ULID_BYTES]) for at in range(0, len(packs), ULID_BYTES)],
+            split_ulids(packs),
             np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
             take(body, "base_ids", bytes),
             take_count(body, "anchor"),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, assign_blocks, decode_regions, regions_of_rank
+from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, assign_blocks, bytes_of_replicas, decode_regions, regions_of_rank
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Layout
 from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part
@@ -83,8 +83,5 @@ class PartIndex:
 
 def _min_bytes(layout: Layout, held: list[Region]) -> int:
     """A lower bound of what a rank stores of its regions, computed without the list of blocks, which a forged layout makes huge."""
-    totals: dict[tuple[int, ...], int] = {}
-    for region in held:
-        totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])
-    slack = max(MIN_RUN_BYTES, MAX_BLOCK_BYTES)
+    totals, slack = bytes_of_replicas(layout, held), max(MIN_RUN_BYTES, MAX_BLOCK_BYTES)
     return sum(total if len(ranks) == 1 else max(0, total // len(ranks) - slack) for ranks, total in totals.items())

@@ -6,10 +6,12 @@ on how blocks are packed.
 
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
+from tensorstore_ck.format.folders import object_name
 from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take_digest, unpack_body, unseal
 
 MAX_METADATA_BYTES: Final = 1 << 20
@@ -74,10 +76,8 @@ class Record(NamedTuple):
         )
 
 
-def record_name(snapshot: Ulid) -> str:
-    """The name of a snapshot's record in the store."""
-    text = ulid_text(snapshot)
-    return f"snapshots/{text[-2:]}/{text}"
+record_name = partial(object_name, "snapshot")
+"""The name of a snapshot's record in the store, by the snapshot's ULID."""
 
 
 def decode_record(data: bytes, name: str) -> Record:
@@ -98,7 +98,7 @@ def decode_record(data: bytes, name: str) -> Record:
             take(body, "metadata", bytes),
             metrics,
             take_count(body, "time_ns"),
-            [Ulid(parts[at : at + ULID_BYTES]) for at in range(0, len(parts), ULID_BYTES)],
+            split_ulids(parts),
             take(body, "part_ids", bytes),
             take_count(body, "logical_bytes"),
             take_count(body, "new_bytes"),

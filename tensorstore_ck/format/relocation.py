@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.common.ids import ULID_BYTES, Digest, Ulid
+from tensorstore_ck.common.ids import ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES, MAX_ENTRIES
 from tensorstore_ck.format.sealed import object_hash, seal, take, unseal
@@ -62,7 +62,7 @@ def decode_relocation(data: bytes, name: str, expected: Digest) -> RelocationMap
         rows = np.frombuffer(take(body, "rows", bytes), RELOCATION_DTYPE)
     except ValueError as exc:
         raise CorruptObjectError(f"{name}: its rows are truncated", object_id=name) from exc
-    targets = [Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES)]
+    targets = split_ulids(joined)
     if (
         len(pack) != ULID_BYTES
         or len(joined) % ULID_BYTES

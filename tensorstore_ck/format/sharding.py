@@ -55,6 +55,12 @@ class BoxBounds(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def lies_within(self, shape: Sequence[int]) -> bool:
+        """Whether it is a box of a tensor of that shape."""
+        return len(self.offsets) == len(self.sizes) == len(shape) and all(
+            start >= 0 and size >= 0 and start + size <= extent for start, size, extent in zip(*self, shape, strict=True)
+        )
+
 
 def whole_box(shape: tuple[int, ...]) -> BoxBounds:
     """All of a tensor."""

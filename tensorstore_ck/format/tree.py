@@ -82,6 +82,10 @@ class LeafNames:
         taken[name] = 1
         return name
 
+    def at(self, path: str) -> str:
+        """`name` of the leaf at `path`, which ends with a dot, or is empty at the root."""
+        return self.name(path[:-1] if path else ROOT)
+
     def names(self, paths: Sequence[str]) -> Sequence[str]:
         """`name` of each path, in order; fast if no path needs a change."""
         found = dict.fromkeys(paths, 1)
@@ -178,7 +182,7 @@ class _Parser:
         self.holes = 0
         self._tensor_count = tensor_count
         self._object_id = object_id
-        self._names = LeafNames()
+        self._name_at = LeafNames().at
 
     def fail(self, what: str) -> NoReturn:
         raise CorruptObjectError(f"{self._object_id} has a malformed tree: {what}; run `tsck fsck`", object_id=self._object_id)
@@ -187,11 +191,11 @@ class _Parser:
         """`path` ends with a dot, or is empty."""
         if node is None:
             self.holes += 1
-            return Leaf(self._name(path), "value", self.holes - 1, node)
+            return Leaf(self._name_at(path), "value", self.holes - 1, node)
         if type(node) is int:
             if not 0 <= node < self._tensor_count:
                 self.fail(f"no tensor {node}")
-            return Leaf(self._name(path), "tensor", node, node)
+            return Leaf(self._name_at(path), "tensor", node, node)
         if type(node) is not list or not node:
             self.fail(f"a {type(node).__name__} is not a node")
         if node[0] == "t" or node[0] == "w":
@@ -210,7 +214,7 @@ class _Parser:
                 self.fail(f"view node {str(node)[:80]}")
             if min(map(self._int, [offset, *shape])) < 0 or max(map(abs, map(self._int, [offset, *shape, *strides]))) > MAX_TENSOR_BYTES:
                 self.fail(f"view node {str(node)[:80]}")
-        return Leaf(self._name(path), "view" if is_view else "tensor", node[1], node)
+        return Leaf(self._name_at(path), "view" if is_view else "tensor", node[1], node)
 
     def _container_node(self, node: list[Any], path: str, depth: int) -> Container:
         tag, *rest = node
@@ -240,9 +244,6 @@ class _Parser:
         if tag == "o" and rest[2] is not False:
             attributes = self.tree(rest[2], f"{path}{ATTRIBUTES}.", depth)
         return Container(node, path[:-1], keys, children, attributes)
-
-    def _name(self, path: str) -> str:
-        return self._names.name(path[:-1] if path else ROOT)
 
     def _int(self, value: object) -> int:
         if type(value) is not int:

@@ -45,6 +45,8 @@ Decode = Callable[[str, list[Any]], object]
 RANDOM_HASHES: Final = frozenset({str, bytes, float, bool, type(None)})
 """Types whose hashes are salted, or hardly collide."""
 _NATIVE: Final = frozenset({type(None), bool, float, bytes})
+PLAIN_TYPES: Final = _NATIVE | {int, str}
+"""Types of values that are no containers, and that no module of special types needs to know."""
 _PACKED: Final = {"li": ("<i8", list), "ui": ("<i8", tuple), "lf": ("<f8", list), "uf": ("<f8", tuple)}
 _NUMPY_DTYPE: Final = re.compile(r"([<>|]([biufc]\d{1,2}|[SU]\d{1,4}|[mM]8(\[\d*[a-zA-Z]{1,2}\])?))(#\d+)?")
 _LONG_DOUBLE: Final = f"#{np.finfo(np.longdouble).nmant}"
@@ -201,7 +203,7 @@ def _from_blob(kind: str, data: bytes, name: str) -> Any:
 
 def _decode(encoded: Any, other: Decode | None) -> Any:
     kind = type(encoded)
-    if kind in _NATIVE or kind is int or kind is str:
+    if kind in PLAIN_TYPES:
         return encoded
     if kind is not list:
         raise TypeError(f"a {kind.__name__} is not in the format")
@@ -286,7 +288,7 @@ def key_text(encoded: Any) -> str:
     """The text of an encoded dict key in a path."""
     if type(encoded) is str:
         return encoded
-    return str(describe(encoded))
+    return str(encoded if type(encoded) is int else describe(encoded))
 
 
 def describe(encoded: Any) -> object:

@@ -3,6 +3,7 @@
 dcp/                     torch.distributed.checkpoint over a store
 importing/               checkpoints of other libraries -> snapshots
 exporting/               snapshots -> files of other programs
+hf/                      transformers' Trainer over a store
 filesystem.py            ``tsck://``: snapshots as a read-only fsspec filesystem
 virtual_safetensors.py   the ``.safetensors`` files in it, whose bytes are made when they are read
 safetensors_format.py    dtypes and limits of the safetensors format

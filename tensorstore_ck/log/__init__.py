@@ -2,9 +2,9 @@
 
 entry.py, operations.py, object_set.py   what an entry holds (format)
 ref_names.py                             what a branch or tag may be called
-table_keys.py, table_rows.py             what the ref table holds (format: checkpoints are dumps of it)
-field_checks.py                          the checks that operations and rows share
-fold.py, fold_gc.py                      how an entry changes the table: refs and snapshots; what is kept and what is deleted
+table_rows.py                            what the ref table holds: keys and rows (format: checkpoints are dumps of it)
+field_checks.py                          what the fields of operations and rows may hold
+fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
@@ -16,12 +16,13 @@ follow.py                                brings a table to the log's head; write
 log.py                                   sync and append: the commit protocol
 """
 
+from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break, logs_in
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
-from tensorstore_ck.log.object_set import FOLDERS, ObjectKey, Objects, pieces
+from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow

@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, UnsupportedValueError
 from tensorstore_ck.format.sealed import seal, unseal
-from tensorstore_ck.log import table_keys as keys
 from tensorstore_ck.log import table_rows
 from tensorstore_ck.log.cache import Batch, Reader
-from tensorstore_ck.log.field_checks import is_count, is_digest
+from tensorstore_ck.log.field_checks import COUNT, DIGEST
 
 MIN_TAIL_ENTRIES: Final = 64
 MAX_TAIL_ENTRIES: Final = 2000
@@ -80,7 +79,7 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
 
     Takes a batch, so that nobody folds further entries while it is read.
     """
-    items = [(key[len(keys.PREFIX) :], value) for key, value in batch.scan(keys.PREFIX) if key != keys.HEAD_KEY]
+    items = [(key[len(table_rows.PREFIX) :], value) for key, value in batch.scan(table_rows.PREFIX) if key != table_rows.HEAD.prefix]
     body = {
         "n": n,
         "entry_hash": entry_hash,
@@ -98,10 +97,10 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
 
 def load(batch: Batch, checkpoint: Checkpoint) -> None:
     """Replaces the ref table in `batch`."""
-    batch.clear(keys.PREFIX)
+    batch.clear(table_rows.PREFIX)
     for key, value in zip(checkpoint.keys, checkpoint.values, strict=True):
-        batch.put(keys.PREFIX + key, value)
-    batch.put(keys.HEAD_KEY, table_rows.encode_row(table_rows.Head(checkpoint.n, checkpoint.entry_hash)))
+        batch.put(table_rows.PREFIX + key, value)
+    table_rows.HEAD.put(batch, b"", table_rows.Head(checkpoint.n, checkpoint.entry_hash))
 
 
 def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
@@ -112,7 +111,7 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
         FormatVersionError: written by another version of the format or of the fold.
     """
     body = unseal("checkpoint", data, name)
-    sound = is_count(body.get("n")) and is_digest(body.get("entry_hash")) and is_count(body.get("fold"))
+    sound = COUNT.accepts(body.get("n")) and DIGEST.accepts(body.get("entry_hash")) and COUNT.accepts(body.get("fold"))
     if sound and body["fold"] != table_rows.FOLD_VERSION:
         raise FormatVersionError(f"{name} was made by another version of the fold", object_id=name)
     if not sound or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):

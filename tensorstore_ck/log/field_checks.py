@@ -1,9 +1,11 @@
-"""Checks of the fields of operations and of rows of the ref table, and their limits."""
+"""What a field of an operation or of a row of the ref table may hold: data, which one function compares values with."""
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES
+from tensorstore_ck.log.object_set import is_ulids
+from tensorstore_ck.log.ref_names import MAX_REF_CHARS, is_ref_glob, is_ref_name
 
 MAX_METRICS: Final = 1024
 MAX_METRIC_NAME_CHARS: Final = 256
@@ -14,52 +16,55 @@ MAX_RULES: Final = 64
 MAX_RULE_ITEMS: Final = 1000
 MAX_URL_CHARS: Final = 1024
 MARKS: Final = ("bad", "damaged", "drift", "")
-
-Check = Callable[[object], bool]
-
-
-def _bytes(length: int) -> Check:
-    return lambda value: type(value) is bytes and len(value) == length
+_MAX_INTEGER: Final = (1 << 63) - 1
 
 
-def _integer(low: int) -> Check:
-    return lambda value: type(value) is int and low <= value < 1 << 63
+class Field(NamedTuple):
+    """The valid values of one field."""
+
+    type: type[Any]
+    low: int = 0
+    """The least integer, or the least length of another type."""
+    high: int = _MAX_INTEGER
+    """The greatest one."""
+    rule: Callable[[Any], bool] | None = None
+    """What else must hold of a value of that type and size."""
+    may_be_nil: bool = False
+
+    def accepts(self, value: object) -> bool:
+        """Whether the field may hold `value`."""
+        return first_invalid((self,), (value,)) is None
+
+    def or_nil(self) -> "Field":
+        """The same, or nil."""
+        return self._replace(may_be_nil=True)
 
 
-def or_nil(check: Check) -> Check:
-    """A check that also accepts nil."""
-    return lambda value: value is None or check(value)
+def first_invalid(fields: Iterable[Field], values: Iterable[Any]) -> int | None:
+    """The position of the first value that its field may not hold; None if all are valid."""
+    for position, (field, value) in enumerate(zip(fields, values, strict=True)):
+        kind, low, high, rule, may_be_nil = field
+        if value is None and may_be_nil:
+            continue
+        if type(value) is not kind:
+            return position
+        size: int = value if kind is int or kind is bool else len(value)
+        if not low <= size <= high or (rule is not None and not rule(value)):
+            return position
+    return None
 
 
-def _is_metrics(value: object) -> bool:
-    return (
-        type(value) is dict
-        and len(value) <= MAX_METRICS
-        and all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and type(number) is float for name, number in value.items())
-    )
+def _are_metrics(metrics: dict[object, object]) -> bool:
+    return all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and type(number) is float for name, number in metrics.items())
 
 
-def _is_reason(value: object) -> bool:
-    return type(value) is str and len(value) <= MAX_REASON_CHARS
+def _fits_into_key(owner: str) -> bool:
+    return len(owner.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in owner
 
 
-def _is_mark(value: object) -> bool:
-    return type(value) is str and value in MARKS
-
-
-def _is_owner(value: object) -> bool:
-    return type(value) is str and 0 < len(value.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in value
-
-
-def _is_url(value: object) -> bool:
-    return type(value) is str and 0 < len(value) <= MAX_URL_CHARS and value.isprintable()
-
-
-def _is_rules(value: object) -> bool:
+def _are_rules(rules: dict[object, object]) -> bool:
     """Whether a policy may have these rules; `retention.policy` knows their meaning."""
-    return (
-        type(value) is dict and 0 < len(value) <= MAX_RULES and all(type(name) is str and _is_rule(rule, 3) for name, rule in value.items())
-    )
+    return all(type(name) is str and _is_rule(rule, 3) for name, rule in rules.items())
 
 
 def _is_rule(value: object, depth: int) -> bool:
@@ -68,15 +73,20 @@ def _is_rule(value: object, depth: int) -> bool:
     return type(value) in (int, float, bool) or (type(value) is str and len(value) <= MAX_METRIC_NAME_CHARS)
 
 
-is_digest: Final = _bytes(DIGEST_BYTES)
-is_ulid: Final = _bytes(ULID_BYTES)
-is_count: Final = _integer(0)
-is_step: Final = or_nil(_integer(-(1 << 63)))
-is_parent: Final = or_nil(is_digest)
-is_metrics: Final = _is_metrics
-is_mark: Final = _is_mark
-is_reason: Final = _is_reason
-is_owner: Final = _is_owner
-is_rules: Final = _is_rules
-is_url: Final = _is_url
-is_date: Final = or_nil(is_count)
+DIGEST: Final = Field(bytes, DIGEST_BYTES, DIGEST_BYTES)
+ULID: Final = Field(bytes, ULID_BYTES, ULID_BYTES)
+ULIDS: Final = Field(bytes, rule=is_ulids)
+COUNT: Final = Field(int)
+FLAG: Final = Field(bool)
+STEP: Final = Field(int, -(1 << 63)).or_nil()
+PARENT: Final = DIGEST.or_nil()
+DATE: Final = COUNT.or_nil()
+REF: Final = Field(str, 1, MAX_REF_CHARS, is_ref_name)
+GLOB: Final = Field(str, 1, MAX_REF_CHARS, is_ref_glob)
+METRICS: Final = Field(dict, 0, MAX_METRICS, _are_metrics)
+MARK: Final = Field(str, rule=MARKS.__contains__)
+REASON: Final = Field(str, 0, MAX_REASON_CHARS)
+OWNER: Final = Field(str, 1, MAX_OWNER_BYTES, _fits_into_key)
+RULES: Final = Field(dict, 1, MAX_RULES, _are_rules)
+URL: Final = Field(str, 1, MAX_URL_CHARS, str.isprintable)
+SHORT_TEXT: Final = Field(str, 0, 64)

@@ -2,17 +2,27 @@
 
 Writers check entries before they append them; an operation that is still invalid here (a reset of a branch that does not
 exist, an unknown root) has no effect, on every host. No clock, no backend, no randomness.
+
+A snapshot is live while it has a holder: a move in a branch's history, a tag, a pin, or a removed move or tag that can still be
+restored.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.log import fold_gc, table_keys, table_rows
+from tensorstore_ck.common.ids import Ulid, split_ulids
+from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.field_checks import MAX_METRICS, is_ulid
-from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
+from tensorstore_ck.log.field_checks import MAX_METRICS, ULID
+from tensorstore_ck.log.object_set import ObjectKey, Objects
+from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.table_rows import BranchHead, BranchMove, SnapshotInfo
+
+TAG: Final = "tag"
+"""As a move's op: a removed tag."""
+
+Fields = Mapping[str, Any]
 
 
 def fold(entry: Entry, batch: Batch) -> list[Ulid]:
@@ -24,34 +34,35 @@ def fold(entry: Entry, batch: Batch) -> list[Ulid]:
         if apply is not None:
             swept += apply(batch, view, entry, op.fields) or ()
         elif op.critical and view.stop() is None:
-            batch.put(table_keys.STOP_KEY, table_rows.encode_row(table_rows.StopRow(entry.n, op.name)))
-    batch.put(table_keys.HEAD_KEY, table_rows.encode_row(table_rows.Head(entry.n, entry.hash)))
+            rows.STOP.put(batch, b"", rows.StopRow(entry.n, op.name))
+    rows.HEAD.put(batch, b"", rows.Head(entry.n, entry.hash))
     return swept
 
 
-Fields = Mapping[str, Any]
+# --- snapshots, branches and tags -------------------------------------------------------------------------------------
 
 
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
         return  # aborted before, or this put again: the first is the outcome
-    batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=True, n=entry.n)))
-    batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(_snapshot_row(entry, op)))
-    batch.put(table_keys.root_key(op["root"], op["snapshot"]), table_rows.encode_row(table_rows.RootRow(entry.n)))
-    _move(batch, view, entry, op["ref"], table_rows.BranchMove(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
-    if is_ulid(op.get("staged")):
-        batch.delete(table_keys.staged_key(op["staged"]))
+    info = SnapshotInfo.of_op(op, entry.n, entry.time_ns)
+    rows.TXNS.put(batch, op["txn"], rows.TxnOutcome(put=True, n=entry.n))
+    rows.SNAPSHOTS.put(batch, info.ulid, info)
+    rows.ROOTS.put(batch, info.root + info.ulid, rows.EntryRow(entry.n))
+    _move(batch, view, entry, info.ref, _arrival(info, entry, "put"))
+    if ULID.accepts(op.get("staged")):
+        rows.STAGED.delete(batch, op["staged"])
 
 
 def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        row = table_rows.StagedRow(op["snapshot"], *_snapshot_row(entry, op))
-        batch.put(table_keys.staged_key(op["txn"]), table_rows.encode_row(row))
+        rows.STAGED.put(batch, op["txn"], SnapshotInfo.of_op(op, entry.n, entry.time_ns))
 
 
-def _snapshot_row(entry: Entry, op: Fields) -> table_rows.SnapshotRow:
-    fields: Fields = {**op, "n": entry.n, "time_ns": entry.time_ns}
-    return table_rows.SnapshotRow(**{name: fields[name] for name in table_rows.SnapshotRow._fields})
+def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    if view.outcome(op["txn"]) is None:
+        rows.TXNS.put(batch, op["txn"], rows.TxnOutcome(put=False, n=entry.n))
+        rows.STAGED.delete(batch, op["txn"])
 
 
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
@@ -66,84 +77,278 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         _move(batch, view, entry, op["name"], _arrival(info, entry, "reset"))
 
 
-def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> table_rows.BranchMove:
-    return table_rows.BranchMove(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
+def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> BranchMove:
+    return BranchMove(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
 
 
-def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: table_rows.BranchMove) -> None:
+def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: BranchMove) -> None:
     seq = view.length(name)
-    batch.put(table_keys.move_key(name, seq), table_rows.encode_row(move))
+    rows.MOVES.put(batch, rows.numbered(name, seq), move)
     if move.step is not None:
-        batch.put(table_keys.step_key(name, move.step), table_rows.encode_row(table_rows.StepRow(seq)))
-    batch.put(table_keys.branch_key(name), table_rows.encode_row(table_rows.BranchRow(*move[:-1], length=seq + 1)))
-    batch.delete(table_keys.length_key(name))
-    fold_gc.hold(batch, move.ulid, 1, entry)
+        rows.STEPS.put(batch, rows.numbered(name, rows.step_number(move.step)), rows.StepRow(seq))
+    rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *move[:-1], length=seq + 1))
+    rows.LENGTHS.delete(batch, name.encode())
+    _hold(batch, view, move.ulid, 1, entry)
 
 
 def _tag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.tag(op["name"]) is None:
-        batch.put(table_keys.tag_key(op["name"]), table_rows.encode_row(table_rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns)))
-        fold_gc.hold(batch, info.ulid, 1, entry)
-
-
-def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    fold_gc.forget_tag(batch, view, entry, op["name"])
-
-
-def _policy(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
-    key = table_keys.policy_key(op["glob"])
-    if op["rules"] is None:
-        batch.delete(key)
-    else:
-        batch.put(key, table_rows.encode_row(table_rows.PolicyRow(op["rules"], entry.n, entry.time_ns)))
+        rows.TAGS.put(batch, op["name"].encode(), rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns))
+        _hold(batch, view, info.ulid, 1, entry)
 
 
 def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     if view.by_root(op["root"]) is not None:
-        note = _note(batch, op["root"])
+        note = view.note(op["root"])
         metrics = {**note.metrics, **op["metrics"]}
         if len(metrics) <= MAX_METRICS:
-            batch.put(table_keys.note_key(op["root"]), table_rows.encode_row(note._replace(metrics=metrics)))
+            rows.NOTES.put(batch, op["root"], note._replace(metrics=metrics))
 
 
 def _mark(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     if view.by_root(op["root"]) is not None:
-        note = _note(batch, op["root"])._replace(mark=op["mark"], reason=op["reason"])
-        batch.put(table_keys.note_key(op["root"]), table_rows.encode_row(note))
+        rows.NOTES.put(batch, op["root"], view.note(op["root"])._replace(mark=op["mark"], reason=op["reason"]))
 
 
-def _note(batch: Batch, root: bytes) -> table_rows.NoteRow:
-    value = batch.get(table_keys.note_key(root))
-    return table_rows.NoteRow({}, "", "") if value is None else table_rows.decode_row(table_rows.NoteRow, value)
+# --- policies and pins ------------------------------------------------------------------------------------------------
 
 
-def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    if view.outcome(op["txn"]) is None:
-        batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=False, n=entry.n)))
-        batch.delete(table_keys.staged_key(op["txn"]))
+def _hold(batch: Batch, view: RefTable, ulid: Ulid, change: int, entry: Entry) -> None:
+    """Changes the number of holders of a snapshot."""
+    rows.HOLDS.put(batch, ulid, rows.HoldsRow(max(0, view.holds(ulid) + change), entry.n))
+
+
+def _policy(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
+    key = op["glob"].encode()
+    if op["rules"] is None:
+        rows.POLICIES.delete(batch, key)
+    else:
+        rows.POLICIES.put(batch, key, rows.PolicyRow(op["rules"], entry.n, entry.time_ns))
+
+
+def _pin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    info = view.by_root(op["root"])
+    if info is None:
+        return
+    pin = rows.Pin(info.ulid, op["owner"], op["reason"], op["expires_ns"], entry.n, entry.time_ns)
+    if not view.is_pinned(pin.ulid, pin.owner):
+        _hold(batch, view, pin.ulid, 1, entry)
+    rows.PINS.put(batch, pin.ulid + pin.owner.encode(), pin)
+
+
+def _unpin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    if view.is_pinned(op["snapshot"], op["owner"]):
+        rows.PINS.delete(batch, op["snapshot"] + op["owner"].encode())
+        _hold(batch, view, op["snapshot"], -1, entry)
+
+
+# --- forget and undo --------------------------------------------------------------------------------------------------
+
+
+def _expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """Moves part of a branch's history, or the branch, into an undo window, which still holds the snapshots."""
+    name = op["name"]
+    branch = view.branch(name)
+    if branch is None:
+        return
+    whole = op["snapshots"] is None
+    gone: set[Ulid] = set() if whole else set(split_ulids(op["snapshots"])) - {branch.ulid}
+    newest_of_step: dict[int | None, int] = {}
+    changed: set[int | None] = set()
+    for key, value in list(view.scan(rows.MOVES, name.encode() + b"\0")):
+        move, seq = rows.MOVES.decode(value), int.from_bytes(key, "big")
+        if whole or move.ulid in gone:
+            rows.MOVES.delete(batch, rows.numbered(name, seq))
+            rows.FORGOTTEN.put(batch, rows.window_key(entry.n, name) + b"\0" + key, move)
+            changed.add(move.step)
+        else:
+            newest_of_step[move.step] = seq
+    if not changed:
+        return
+    for step in changed:
+        if step is None:
+            continue
+        step_key = rows.numbered(name, rows.step_number(step))
+        if step in newest_of_step:
+            rows.STEPS.put(batch, step_key, rows.StepRow(newest_of_step[step]))
+        else:
+            rows.STEPS.delete(batch, step_key)
+    if whole:
+        rows.BRANCHES.delete(batch, name.encode())
+        rows.LENGTHS.put(batch, name.encode(), rows.StepRow(branch.length))
+    _open_window(batch, entry, name, "branch" if whole else "snapshots")
+
+
+def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """Moves a tag into an undo window."""
+    name = op["name"]
+    tag = view.tag_row(name)
+    if tag is None:
+        return
+    info = view.snapshot(tag.ulid)
+    rows.TAGS.delete(batch, name.encode())
+    move = BranchMove(tag.ulid, tag.root, info.step if info else None, tag.n, tag.time_ns, TAG)
+    rows.FORGOTTEN.put(batch, rows.window_key(entry.n, name) + b"\0" + bytes(8), move)
+    _open_window(batch, entry, name, TAG)
+
+
+def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
+    rows.WINDOWS.put(batch, rows.window_key(entry.n, name), rows.UndoWindow(entry.n, name, entry.time_ns, kind, []))
+
+
+def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
+    """Restores moves or a tag. A branch is at its last move: one that was made again since stays where it is."""
+    name, window, wanted = op["name"], rows.window_key(op["n"], op["name"]), set(split_ulids(op["snapshots"]))
+    if view.tag(name) is not None:
+        return
+    steps: dict[int, int] = {}
+    for key, value in list(view.scan(rows.FORGOTTEN, window + b"\0")):
+        move, seq = rows.FORGOTTEN.decode(value), int.from_bytes(key, "big")
+        if move.ulid not in wanted:
+            continue
+        if move.op != TAG:
+            rows.MOVES.put(batch, rows.numbered(name, seq), move)
+            if move.step is not None:
+                steps[move.step] = seq
+        elif view.branch(name) is None:
+            rows.TAGS.put(batch, name.encode(), rows.TagRow(move.ulid, move.root, move.n, move.time_ns))
+        else:
+            continue
+        rows.FORGOTTEN.delete(batch, window + b"\0" + key)
+    for step, seq in steps.items():
+        step_key = rows.numbered(name, rows.step_number(step))
+        there = view.read(rows.STEPS, step_key)
+        if there is None or there.seq < seq:
+            rows.STEPS.put(batch, step_key, rows.StepRow(seq))
+    last = next(iter(view.moves(name, limit=1)), None)
+    if last is not None:
+        rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *last[:-1], length=view.length(name)))
+        rows.LENGTHS.delete(batch, name.encode())
+    _close_window_if_empty(batch, view, window)
+
+
+def _purge(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """Ends an undo window, which no longer holds its snapshots."""
+    window = rows.window_key(op["n"], op["name"])
+    for key, value in list(view.scan(rows.FORGOTTEN, window + b"\0")):
+        rows.FORGOTTEN.delete(batch, window + b"\0" + key)
+        _hold(batch, view, rows.FORGOTTEN.decode(value).ulid, -1, entry)
+    _close_window_if_empty(batch, view, window)
+
+
+def _close_window_if_empty(batch: Batch, view: RefTable, window: bytes) -> None:
+    if next(view.scan(rows.FORGOTTEN, window + b"\0"), None) is None:
+        rows.WINDOWS.delete(batch, window)
+
+
+# --- the lists of gc --------------------------------------------------------------------------------------------------
+
+
+def _condemn(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """Condemns objects that are neither condemned nor swept."""
+    for key in Objects.of_fields(op):
+        if view.object_state(key) is None:
+            rows.OBJECTS.put(batch, rows.object_key(key), rows.ObjectRow(swept=False, n=entry.n))
+
+
+def _rescue(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
+    """Takes condemned objects off the list; swept ones stay swept."""
+    for key in Objects.of_fields(op):
+        state = view.object_state(key)
+        if state is not None and not state.swept:
+            rows.OBJECTS.delete(batch, rows.object_key(key))
+
+
+def _sweep(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> list[Ulid]:
+    """Sweeps condemned objects; returns the packs."""
+    swept = [key for key in Objects.of_fields(op) if (state := view.object_state(key)) is not None and not state.swept]
+    for key in swept:
+        _bury(batch, key, entry)
+    for key in swept:
+        if key.kind == "moved":
+            _end_relocation(batch, view, key.ulid, entry)
+        elif key.kind == "snapshot" and not view.is_live(key.ulid):
+            _drop_snapshot(batch, view, key.ulid)
+    return [key.ulid for key in swept if key.kind == "pack"]
+
+
+def _bury(batch: Batch, key: ObjectKey, entry: Entry) -> None:
+    rows.OBJECTS.put(batch, rows.object_key(key), rows.ObjectRow(swept=True, n=entry.n))
+
+
+def _end_relocation(batch: Batch, view: RefTable, moved: Ulid, entry: Entry) -> None:
+    """Ends a relocation: its targets are gone, so the pack's tombstone counts from now."""
+    pack = view.moved_pack(moved)
+    if pack is None:
+        return
+    rows.MOVED.delete(batch, moved)
+    rows.RELOCATIONS.delete(batch, pack + moved)
+    state = view.object_state(ObjectKey("pack", pack))
+    if state is not None and state.swept:
+        _bury(batch, ObjectKey("pack", pack), entry)
+
+
+def _drop_snapshot(batch: Batch, view: RefTable, ulid: Ulid) -> None:
+    info = view.snapshot(ulid)
+    if info is None:
+        return
+    rows.SNAPSHOTS.delete(batch, ulid)
+    rows.ROOTS.delete(batch, info.root + ulid)
+    rows.HOLDS.delete(batch, ulid)
+    if view.by_root(info.root) is None:
+        rows.NOTES.delete(batch, info.root)
+
+
+def _relocate(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """From this entry on, entries of a pack are in other packs."""
+    needed = [ObjectKey("pack", op["pack"]), ObjectKey("moved", op["moved"])]
+    needed += [ObjectKey("pack", target) for target in split_ulids(op["targets"])]
+    if any((state := view.object_state(key)) is not None and state.swept for key in needed):
+        return
+    rows.RELOCATIONS.put(batch, op["pack"] + op["moved"], rows.RelocationRow(entry.n, op["hash"], op["targets"]))
+    rows.MOVED.put(batch, op["moved"], rows.MovedRow(op["pack"]))
+
+
+def _place(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
+    """Sets the cold location of packs, until their tombstones are dropped."""
+    for pack in split_ulids(op["packs"]):
+        rows.LOCATIONS.put(batch, pack, rows.LocationRow(op["url"]))
+
+
+def _settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    """Drops old tombstones, except those of packs with a relocation."""
+    horizon = min(op["n"], entry.n - 1)
+    if horizon <= view.horizon():
+        return
+    for key, state in list(view.objects()):
+        if state.swept and state.n <= horizon and not (key.kind == "pack" and view.relocations(key.ulid)):
+            rows.OBJECTS.delete(batch, rows.object_key(key))
+            if key.kind == "pack":
+                rows.LOCATIONS.delete(batch, key.ulid)
+    rows.HORIZON.put(batch, b"", rows.EntryRow(horizon))
 
 
 _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid] | None]]] = {
     "put": _put,
     "staged": _staged,
+    "abort": _abort,
     "branch": _branch,
     "reset": _reset,
     "tag": _tag,
     "untag": _untag,
     "annotate": _annotate,
     "mark": _mark,
-    "abort": _abort,
-    "pin": fold_gc.pin,
-    "unpin": fold_gc.unpin,
     "policy": _policy,
-    "expire": fold_gc.expire,
-    "undo": fold_gc.undo,
-    "purge": fold_gc.purge,
-    "condemn": fold_gc.condemn,
-    "rescue": fold_gc.rescue,
-    "sweep": fold_gc.sweep,
-    "relocate": fold_gc.relocate,
-    "place": fold_gc.set_location,
-    "settle": fold_gc.truncate_tombstones,
+    "pin": _pin,
+    "unpin": _unpin,
+    "expire": _expire,
+    "undo": _undo,
+    "purge": _purge,
+    "condemn": _condemn,
+    "rescue": _rescue,
+    "sweep": _sweep,
+    "relocate": _relocate,
+    "place": _place,
+    "settle": _settle,
 }

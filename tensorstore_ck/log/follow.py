@@ -193,6 +193,7 @@ class Follower:
             return
         with suppress(StoreError):  # a checkpoint only saves time
             tail = Tail.read(table)
+            self._next_checkpoint_try = n + max(1, checkpoint.MIN_TAIL_ENTRIES - tail.entries)  # a shorter tail is never due
             if tail.is_due():
                 self._next_checkpoint_try = n + checkpoint.MIN_TAIL_ENTRIES
                 tail = self._written_by_others(tail, n)

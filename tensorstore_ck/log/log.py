@@ -51,7 +51,7 @@ class Appended(NamedTuple):
         """The snapshot, if this entry publishes it: from the log, independent of the cache."""
         for op in self.ops:
             if op.name == "put" and op.fields["snapshot"] == snapshot:
-                return SnapshotInfo.of_put(op.fields, self.n, self.time_ns)
+                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
         return None
 
 
@@ -87,6 +87,7 @@ class Log:
         self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
+        self._view = RefTable(self.table)
         self._backend = backend
         self._clock = clock
         self._actor = actor
@@ -103,7 +104,7 @@ class Log:
 
     def view(self) -> RefTable:
         """The ref table as of the last `sync` or `append`; later entries show up when another process of this host folds them."""
-        return RefTable(self.table)
+        return self._view
 
     def sync(self) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.

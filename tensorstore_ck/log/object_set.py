@@ -1,12 +1,10 @@
 """Sets of stored objects, as in the operations of gc. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from tensorstore_ck.common.ids import ULID_BYTES, Ulid, ulid_text
-
-FOLDERS: Final[Mapping[str, str]] = {"pack": "packs", "part": "parts", "snapshot": "snapshots", "moved": "moved"}
-"""Kind of object -> its folder, which is also the field of an operation that lists such objects."""
+from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids
+from tensorstore_ck.format.folders import FOLDERS, object_name
 
 
 class ObjectKey(NamedTuple):
@@ -19,14 +17,13 @@ class ObjectKey(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in the store."""
-        text = ulid_text(self.ulid)
-        return f"{FOLDERS[self.kind]}/{text[-2:]}/{text}"
+        return object_name(self.kind, self.ulid)
 
 
 class Objects(frozenset[ObjectKey]):
     """A set of stored objects."""
 
-    def fields(self) -> dict[str, bytes]:
+    def fields(self) -> dict[str, Any]:
         """The fields of an operation on them."""
         return {folder: join_ulids(key.ulid for key in self if key.kind == kind) for kind, folder in FOLDERS.items()}
 
@@ -39,11 +36,6 @@ class Objects(frozenset[ObjectKey]):
 def join_ulids(ulids: Iterable[Ulid]) -> bytes:
     """The ULIDs, sorted and concatenated."""
     return b"".join(sorted(ulids))
-
-
-def split_ulids(joined: bytes) -> Iterator[Ulid]:
-    """The ULIDs of `join_ulids`."""
-    return (Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES))
 
 
 def is_ulids(value: object) -> bool:

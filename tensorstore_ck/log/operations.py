@@ -10,29 +10,32 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
+from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.field_checks import (
+    COUNT,
+    DATE,
+    DIGEST,
+    GLOB,
+    MARK,
     MAX_OP_NAME_CHARS,
     MAX_OWNER_BYTES,
     MAX_REASON_CHARS,
-    Check,
-    is_count,
-    is_date,
-    is_digest,
-    is_mark,
-    is_metrics,
-    is_owner,
-    is_parent,
-    is_reason,
-    is_rules,
-    is_step,
-    is_ulid,
-    is_url,
-    or_nil,
+    METRICS,
+    OWNER,
+    PARENT,
+    REASON,
+    REF,
+    RULES,
+    STEP,
+    ULID,
+    ULIDS,
+    URL,
+    Field,
+    first_invalid,
 )
-from tensorstore_ck.log.object_set import FOLDERS, Objects, is_ulids, join_ulids
-from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
+from tensorstore_ck.log.object_set import Objects, join_ulids
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.ref_table import RefTable
@@ -121,11 +124,11 @@ class Op:
         Raises:
             InvalidOptionError: an invalid owner, reason or date.
         """
-        if not is_owner(owner):
+        if not OWNER.accepts(owner):
             raise InvalidOptionError(f"a pin's owner must be 1 to {MAX_OWNER_BYTES} bytes of UTF-8 without zero bytes", object_id="owner")
-        if not is_reason(reason):
+        if not REASON.accepts(reason):
             raise InvalidOptionError(f"a pin's reason must be a text of at most {MAX_REASON_CHARS:,} characters", object_id="reason")
-        if not is_date(expires_ns):
+        if not DATE.accepts(expires_ns):
             raise InvalidOptionError(
                 "a pin must expire within the next centuries: leave `expires` out for a permanent pin", object_id="expires"
             )
@@ -161,17 +164,17 @@ class Op:
     @classmethod
     def condemn(cls, objects: Objects) -> "Op":
         """Lists objects for deletion; may be rescued until they are swept."""
-        return cls({"op": "condemn", "critical": True, **objects.fields()})
+        return _op("condemn", **objects.fields())
 
     @classmethod
     def rescue(cls, objects: Objects) -> "Op":
         """Takes condemned objects off the list."""
-        return cls({"op": "rescue", "critical": True, **objects.fields()})
+        return _op("rescue", **objects.fields())
 
     @classmethod
     def sweep(cls, objects: Objects) -> "Op":
         """Condemned objects are never used again, and may be deleted at any time; a moved object's relocation ends."""
-        return cls({"op": "sweep", "critical": True, **objects.fields()})
+        return _op("sweep", **objects.fields())
 
     @classmethod
     def relocate(cls, pack: Ulid, moved: Ulid, moved_hash: Digest, targets: Collection[Ulid]) -> "Op":
@@ -232,47 +235,46 @@ def op_problem(fields: object) -> str | None:
     name = fields.get("op")
     if type(name) is not str or not 0 < len(name) <= MAX_OP_NAME_CHARS or type(fields.get("critical")) is not bool:
         return "an operation has no name, or no critical bit"
-    for field, is_valid in SCHEMA.get(name, {}).items():
-        if field not in fields or not is_valid(fields[field]):
-            return f"operation {name} has no valid {field}"
-    return None
+    schema = SCHEMA.get(name, {})
+    invalid = first_invalid(schema.values(), [fields.get(field, ...) for field in schema])  # no field may hold an Ellipsis
+    return None if invalid is None else f"operation {name} has no valid {list(schema)[invalid]}"
 
 
-_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(FOLDERS.values(), is_ulids)
-_SNAPSHOT: Final[Mapping[str, Check]] = {
-    "ref": is_ref_name,
-    "snapshot": is_ulid,
-    "root": is_digest,
-    "record": is_digest,
-    "parent": is_parent,
-    "step": is_step,
-    "txn": is_ulid,
-    "metrics": is_metrics,
-    "logical_bytes": is_count,
-    "new_bytes": is_count,
+_OBJECTS: Final[Mapping[str, Field]] = dict.fromkeys(FOLDERS.values(), ULIDS)
+_SNAPSHOT: Final[Mapping[str, Field]] = {
+    "ref": REF,
+    "snapshot": ULID,
+    "root": DIGEST,
+    "record": DIGEST,
+    "parent": PARENT,
+    "step": STEP,
+    "txn": ULID,
+    "metrics": METRICS,
+    "logical_bytes": COUNT,
+    "new_bytes": COUNT,
 }
 
-SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
-    "put": {**_SNAPSHOT, "anchor": is_count},
+SCHEMA: Final[Mapping[str, Mapping[str, Field]]] = {
+    "put": {**_SNAPSHOT, "anchor": COUNT},
     "staged": _SNAPSHOT,
-    "branch": {"name": is_ref_name, "root": is_digest},
-    "reset": {"name": is_ref_name, "root": is_digest},
-    "tag": {"name": is_ref_name, "root": is_digest},
-    "untag": {"name": is_ref_name},
-    "annotate": {"root": is_digest, "metrics": is_metrics},
-    "mark": {"root": is_digest, "mark": is_mark, "reason": is_reason},
-    "abort": {"txn": is_ulid},
-    "pin": {"root": is_digest, "owner": is_owner, "reason": is_reason, "expires_ns": is_date},
-    "unpin": {"snapshot": is_ulid, "owner": is_owner},
-    "policy": {"glob": is_ref_glob, "rules": or_nil(is_rules)},
-    "expire": {"name": is_ref_name, "snapshots": or_nil(is_ulids)},
-    "undo": {"n": is_count, "name": is_ref_name, "snapshots": is_ulids},
-    "purge": {"n": is_count, "name": is_ref_name},
+    "branch": {"name": REF, "root": DIGEST},
+    "reset": {"name": REF, "root": DIGEST},
+    "tag": {"name": REF, "root": DIGEST},
+    "untag": {"name": REF},
+    "annotate": {"root": DIGEST, "metrics": METRICS},
+    "mark": {"root": DIGEST, "mark": MARK, "reason": REASON},
+    "abort": {"txn": ULID},
+    "pin": {"root": DIGEST, "owner": OWNER, "reason": REASON, "expires_ns": DATE},
+    "unpin": {"snapshot": ULID, "owner": OWNER},
+    "policy": {"glob": GLOB, "rules": RULES.or_nil()},
+    "expire": {"name": REF, "snapshots": ULIDS.or_nil()},
+    "undo": {"n": COUNT, "name": REF, "snapshots": ULIDS},
+    "purge": {"n": COUNT, "name": REF},
     "condemn": _OBJECTS,
     "rescue": _OBJECTS,
     "sweep": _OBJECTS,
-    "relocate": {"pack": is_ulid, "moved": is_ulid, "hash": is_digest, "targets": is_ulids},
-    "place": {"packs": is_ulids, "url": is_url},
-    "settle": {"n": is_count},
+    "relocate": {"pack": ULID, "moved": ULID, "hash": DIGEST, "targets": ULIDS},
+    "place": {"packs": ULIDS, "url": URL},
+    "settle": {"n": COUNT},
 }
-"""Operation -> its fields and their checks."""
+"""Operation -> its fields."""

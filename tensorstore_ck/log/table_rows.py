@@ -1,39 +1,73 @@
-"""Rows of the ref table: format, because a checkpoint is a dump of them. Pure. Their keys and meaning: table_keys.py.
+"""The rows of the ref table and their keys. Pure; format, because a checkpoint is a dump of them.
 
-A row is a msgpack array, decoded strictly, whether it comes from this host's cache or from a checkpoint.
+Keys as in a checkpoint; in a host's table they begin with `PREFIX`. Numbers in keys are big-endian, so that keys sort as
+numbers do; a step is stored plus 2**63. ``name`` is ASCII without a zero byte. ``?``: or nil. A row is a msgpack array, decoded
+strictly, whether it comes from this host's cache or from a checkpoint.
+
+    key                     row
+    b name                  snapshot, root, step?, n, time_ns, length     a branch: where it is, moves so far
+    l name 00 seq:8         snapshot, root, step?, n, time_ns, op         its moves, from 0 on, without removed ones
+    s name 00 step:8        seq                                           its newest move to a snapshot of that step
+    q name                  seq                                           a removed branch: moves so far
+    t name                  snapshot, root, n, time_ns                    a tag
+    u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes
+    r root:32 ulid:16       n                                             the snapshots of that root, and their entries
+    a root:32               metrics, mark, reason                         what was added to a root later
+    x txn:16                put, n                                        how a transaction ended (put: bool), and where
+    y txn:16                snapshot, root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes   a staged snapshot
+    k ulid:16               holds, n      how many moves, tags, pins and undo windows hold a snapshot; where that changed last
+    p ulid:16 owner         reason, expires_ns?, n, time_ns               a pin; the owner in UTF-8
+    e n:8 name              time_ns, kind                                 an undo window; kind: branch, snapshots or tag
+    d n:8 name 00 seq:8     as l                                          what was removed then
+    o glob                  rules, n, time_ns                             the policy of matching refs: FORMAT.md, "Policies"
+    g kind:1 ulid:16        swept, n                                      an object that is condemned or swept (swept: bool), and where
+    m pack:16 moved:16      n, hash, targets                              a relocation of a pack
+    w moved:16              pack                                          the same, by its moved object
+    c pack:16               url                                           the cold location of a pack
+    z                       n                                             the horizon
+    f                       n, op                                         the first critical operation unknown to this build
+    h                       n, hash, fold                                 (not in checkpoints) the entry folded last
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgpack
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.sealed import pack_body
+from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.field_checks import (
+    COUNT,
+    DATE,
+    DIGEST,
+    FLAG,
+    GLOB,
+    MARK,
     MAX_METRICS,
     MAX_RULE_ITEMS,
-    Check,
-    is_count,
-    is_date,
-    is_digest,
-    is_mark,
-    is_metrics,
-    is_owner,
-    is_parent,
-    is_reason,
-    is_rules,
-    is_step,
-    is_ulid,
-    is_url,
+    METRICS,
+    OWNER,
+    PARENT,
+    REASON,
+    REF,
+    RULES,
+    SHORT_TEXT,
+    STEP,
+    ULID,
+    ULIDS,
+    URL,
+    Field,
+    first_invalid,
 )
-from tensorstore_ck.log.object_set import is_ulids
-from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
-from tensorstore_ck.log.table_keys import KINDS_BY_BYTE
+from tensorstore_ck.log.object_set import ObjectKey
 
 FOLD_VERSION: Final = 5
 """Incremented whenever `fold` learns another operation: the fold of an older build lacks its effect."""
+
+PREFIX: Final = b"r/"
 
 
 class Head(NamedTuple):
@@ -44,15 +78,18 @@ class Head(NamedTuple):
     fold: int = FOLD_VERSION
 
 
-class BranchRow(NamedTuple):
+class BranchHead(NamedTuple):
     """Where a branch is."""
 
+    name: str
     ulid: Ulid
     root: Digest
     step: int | None
     n: int
+    """The entry that moved it last."""
     time_ns: int
     length: int
+    """The number of all its moves so far."""
 
 
 class BranchMove(NamedTuple):
@@ -67,7 +104,7 @@ class BranchMove(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """The newest move to a snapshot of a step."""
+    """The number of a branch's move."""
 
     seq: int
 
@@ -81,42 +118,32 @@ class TagRow(NamedTuple):
     time_ns: int
 
 
-class SnapshotRow(NamedTuple):
-    """What the log says of a snapshot."""
-
-    root: Digest
-    record: Digest
-    """The hash of the sealed record."""
-    parent: Digest | None
-    ref: str
-    step: int | None
-    n: int
-    time_ns: int
-    metrics: Mapping[str, float]
-    logical_bytes: int
-    new_bytes: int
-
-
-class StagedRow(NamedTuple):
-    """What the log says of a snapshot that is durable on its hosts, and not published."""
+class SnapshotInfo(NamedTuple):
+    """A published or staged snapshot."""
 
     ulid: Ulid
     root: Digest
     record: Digest
+    """The hash of its sealed record."""
     parent: Digest | None
     ref: str
+    """The branch that it was saved to."""
     step: int | None
     n: int
+    """The entry that published or staged it."""
     time_ns: int
     metrics: Mapping[str, float]
+    """With those added later."""
     logical_bytes: int
     new_bytes: int
+    mark: str = ""
+    reason: str = ""
 
-
-class RootRow(NamedTuple):
-    """A snapshot by its root."""
-
-    n: int
+    @classmethod
+    def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
+        """The snapshot that entry `n`, of that time, publishes or stages with the fields of an operation."""
+        at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n, time_ns)
+        return cls(*at, op["metrics"], op["logical_bytes"], op["new_bytes"])
 
 
 class NoteRow(NamedTuple):
@@ -144,9 +171,11 @@ class HoldsRow(NamedTuple):
     """The entry of the last change: where it became 0, if it is 0."""
 
 
-class PinRow(NamedTuple):
-    """A pin."""
+class Pin(NamedTuple):
+    """A pin of a snapshot."""
 
+    ulid: Ulid
+    owner: str
     reason: str
     expires_ns: int | None
     n: int
@@ -161,12 +190,16 @@ class PolicyRow(NamedTuple):
     time_ns: int
 
 
-class WindowRow(NamedTuple):
-    """An undo window."""
+class UndoWindow(NamedTuple):
+    """What one entry removed from a branch, or the tag that it removed."""
 
+    n: int
+    """That entry."""
+    name: str
     time_ns: int
     kind: str
-    """``branch``: a whole one; ``snapshots`` of one; ``tag``."""
+    """``branch``: all of it; ``snapshots`` of one; ``tag``."""
+    moves: list[BranchMove]
 
 
 class ObjectRow(NamedTuple):
@@ -186,6 +219,19 @@ class RelocationRow(NamedTuple):
     """The packs, as joined ULIDs."""
 
 
+class EntryRow(NamedTuple):
+    """The number of a log entry."""
+
+    n: int
+
+
+class StopRow(NamedTuple):
+    """The first critical operation that this build does not know."""
+
+    n: int
+    op: str
+
+
 class MovedRow(NamedTuple):
     """The pack of a moved object."""
 
@@ -198,120 +244,136 @@ class LocationRow(NamedTuple):
     url: str
 
 
-class HorizonRow(NamedTuple):
-    """Tombstones of entries up to this one are dropped."""
-
-    n: int
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
-class StopRow(NamedTuple):
-    """The first critical operation that this build does not know."""
+class RowKind(Generic[Row]):
+    """One kind of row: where its keys begin, what its fields may hold, and the type that callers see."""
 
-    n: int
-    op: str
+    def __init__(self, byte: bytes, row: type[Row], *fields: Field, is_key: Callable[[bytes], bool], named_by_key: int = 0) -> None:
+        """`is_key` checks a key after its first byte. `named_by_key`: how many fields, the first ones of `row`, are not in the value."""
+        self.prefix = PREFIX + byte
+        self.row = row
+        self.fields = fields
+        self.is_key = is_key
+        self._named_by_key = named_by_key
+
+    def decode(self, value: bytes, *named: Any) -> Row:
+        """The row of a value; `named` are the fields that its key holds.
+
+        Raises:
+            CorruptObjectError: not a row of that kind.
+        """
+        return self.row(*named, *self.check(value))
+
+    def check(self, value: bytes) -> list[Any]:
+        """The fields of a value.
+
+        Raises:
+            CorruptObjectError: not a row of that kind.
+        """
+        try:
+            fields = msgpack.unpackb(value, max_array_len=MAX_RULE_ITEMS, max_map_len=MAX_METRICS, max_ext_len=0)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+            fields = None
+        if type(fields) is not list or len(fields) != len(self.fields) or first_invalid(self.fields, fields) is not None:
+            name = self.row.__name__
+            raise CorruptObjectError(f"a {name} of the ref table is malformed: run `tsck fsck`", object_id=name)
+        return fields
+
+    def put(self, batch: Batch, key: bytes, row: Row) -> None:
+        """Sets a row; `key` without the prefix."""
+        start = self._named_by_key
+        batch.put(self.prefix + key, pack_body(list(row[start : start + len(self.fields)])))
+
+    def delete(self, batch: Batch, key: bytes) -> None:
+        """Removes a row, if it is there; `key` without the prefix."""
+        batch.delete(self.prefix + key)
 
 
-def _is_short(value: object) -> bool:
-    return type(value) is str and len(value) <= 64
+def numbered(name: str, seq: int) -> bytes:
+    """The key of a move; with a `step_number`, of a step."""
+    return name.encode() + b"\0" + seq.to_bytes(8, "big")
 
 
-def _is_bool(value: object) -> bool:
-    return type(value) is bool
+def step_number(step: int) -> int:
+    """A step as it is in a key."""
+    return step + (1 << 63)
 
 
-_CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
-    Head: (is_count, is_digest, is_count),
-    BranchRow: (is_ulid, is_digest, is_step, is_count, is_count, is_count),
-    BranchMove: (is_ulid, is_digest, is_step, is_count, is_count, _is_short),
-    StepRow: (is_count,),
-    TagRow: (is_ulid, is_digest, is_count, is_count),
-    SnapshotRow: (is_digest, is_digest, is_parent, is_ref_name, is_step, is_count, is_count, is_metrics, is_count, is_count),
-    StagedRow: (is_ulid, is_digest, is_digest, is_parent, is_ref_name, is_step, is_count, is_count, is_metrics, is_count, is_count),
-    RootRow: (is_count,),
-    NoteRow: (is_metrics, is_mark, is_reason),
-    TxnOutcome: (_is_bool, is_count),
-    StopRow: (is_count, _is_short),
-    HoldsRow: (is_count, is_count),
-    PinRow: (is_reason, is_date, is_count, is_count),
-    PolicyRow: (is_rules, is_count, is_count),
-    WindowRow: (is_count, _is_short),
-    ObjectRow: (_is_bool, is_count),
-    RelocationRow: (is_count, is_digest, is_ulids),
-    MovedRow: (is_ulid,),
-    LocationRow: (is_url,),
-    HorizonRow: (is_count,),
+def window_key(n: int, name: str) -> bytes:
+    """The key of what entry `n` removed from `name`."""
+    return n.to_bytes(8, "big") + name.encode()
+
+
+def object_key(key: ObjectKey) -> bytes:
+    """The key of an object that gc condemned or swept."""
+    return _KIND_BYTES[key.kind] + key.ulid
+
+
+def object_of(key: bytes) -> ObjectKey:
+    """The object of an `object_key`."""
+    return ObjectKey(_KINDS_BY_BYTE[key[:1]], Ulid(key[1:]))
+
+
+def _has(size: int) -> Callable[[bytes], bool]:
+    return lambda key: len(key) == size
+
+
+def _is_name(key: bytes) -> bool:
+    return REF.accepts(key.decode("ascii", "replace"))
+
+
+def _is_numbered(key: bytes) -> bool:
+    return len(key) > 8 and key[-9] == 0 and _is_name(key[:-9])
+
+
+_KIND_BYTES: Final = {kind: {"pack": b"k", "part": b"p", "snapshot": b"s", "moved": b"m"}[kind] for kind in FOLDERS}
+_KINDS_BY_BYTE: Final = {byte: kind for kind, byte in _KIND_BYTES.items()}
+_MOVE: Final = (ULID, DIGEST, STEP, COUNT, COUNT, SHORT_TEXT)
+_SNAPSHOT: Final = (DIGEST, DIGEST, PARENT, REF, STEP, COUNT, COUNT, METRICS, COUNT, COUNT)
+
+HEAD: Final = RowKind(b"h", Head, COUNT, DIGEST, COUNT, is_key=_has(0))
+BRANCHES: Final = RowKind(b"b", BranchHead, ULID, DIGEST, STEP, COUNT, COUNT, COUNT, is_key=_is_name, named_by_key=1)
+MOVES: Final = RowKind(b"l", BranchMove, *_MOVE, is_key=_is_numbered)
+STEPS: Final = RowKind(b"s", StepRow, COUNT, is_key=_is_numbered)
+LENGTHS: Final = RowKind(b"q", StepRow, COUNT, is_key=_is_name)
+TAGS: Final = RowKind(b"t", TagRow, ULID, DIGEST, COUNT, COUNT, is_key=_is_name)
+SNAPSHOTS: Final = RowKind(b"u", SnapshotInfo, *_SNAPSHOT, is_key=_has(ULID_BYTES), named_by_key=1)
+ROOTS: Final = RowKind(b"r", EntryRow, COUNT, is_key=_has(DIGEST_BYTES + ULID_BYTES))
+NOTES: Final = RowKind(b"a", NoteRow, METRICS, MARK, REASON, is_key=_has(DIGEST_BYTES))
+TXNS: Final = RowKind(b"x", TxnOutcome, FLAG, COUNT, is_key=_has(ULID_BYTES))
+STAGED: Final = RowKind(b"y", SnapshotInfo, ULID, *_SNAPSHOT, is_key=_has(ULID_BYTES))
+HOLDS: Final = RowKind(b"k", HoldsRow, COUNT, COUNT, is_key=_has(ULID_BYTES))
+PINS: Final = RowKind(
+    b"p", Pin, REASON, DATE, COUNT, COUNT, is_key=lambda key: OWNER.accepts(key[ULID_BYTES:].decode("utf-8", "replace")), named_by_key=2
+)
+POLICIES: Final = RowKind(b"o", PolicyRow, RULES, COUNT, COUNT, is_key=lambda key: GLOB.accepts(key.decode("ascii", "replace")))
+WINDOWS: Final = RowKind(b"e", UndoWindow, COUNT, SHORT_TEXT, is_key=lambda key: _is_name(key[8:]), named_by_key=2)
+FORGOTTEN: Final = RowKind(b"d", BranchMove, *_MOVE, is_key=lambda key: _is_numbered(key[8:]))
+OBJECTS: Final = RowKind(b"g", ObjectRow, FLAG, COUNT, is_key=lambda key: len(key) == 1 + ULID_BYTES and key[:1] in _KINDS_BY_BYTE)
+RELOCATIONS: Final = RowKind(b"m", RelocationRow, COUNT, DIGEST, ULIDS, is_key=_has(2 * ULID_BYTES))
+MOVED: Final = RowKind(b"w", MovedRow, ULID, is_key=_has(ULID_BYTES))
+LOCATIONS: Final = RowKind(b"c", LocationRow, URL, is_key=_has(ULID_BYTES))
+HORIZON: Final = RowKind(b"z", EntryRow, COUNT, is_key=_has(0))
+STOP: Final = RowKind(b"f", StopRow, COUNT, SHORT_TEXT, is_key=_has(0))
+
+_IN_CHECKPOINTS: Final[Mapping[bytes, RowKind[Any]]] = {
+    kind.prefix[len(PREFIX) :]: kind
+    for kind in (
+        *(BRANCHES, MOVES, STEPS, LENGTHS, TAGS, SNAPSHOTS, ROOTS, NOTES, TXNS, STAGED, HOLDS, PINS, POLICIES, WINDOWS, FORGOTTEN),
+        *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, HORIZON, STOP),
+    )
 }
-
-
-def _is_name_key(key: bytes) -> bool:
-    return is_ref_name(key[1:].decode("ascii", "replace"))
-
-
-def _is_sequence_key(key: bytes) -> bool:
-    return len(key) > 9 and key[-9] == 0 and _is_name_key(key[:-9])
-
-
-_KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
-    b"b": (BranchRow, _is_name_key),
-    b"l": (BranchMove, _is_sequence_key),
-    b"s": (StepRow, _is_sequence_key),
-    b"t": (TagRow, _is_name_key),
-    b"u": (SnapshotRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"r": (RootRow, lambda key: len(key) == 1 + DIGEST_BYTES + ULID_BYTES),
-    b"a": (NoteRow, lambda key: len(key) == 1 + DIGEST_BYTES),
-    b"x": (TxnOutcome, lambda key: len(key) == 1 + ULID_BYTES),
-    b"y": (StagedRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"f": (StopRow, lambda key: len(key) == 1),
-    b"q": (StepRow, _is_name_key),
-    b"k": (HoldsRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"p": (PinRow, lambda key: len(key) > 1 + ULID_BYTES and is_owner(key[1 + ULID_BYTES :].decode("utf-8", "replace"))),
-    b"o": (PolicyRow, lambda key: is_ref_glob(key[1:].decode("ascii", "replace"))),
-    b"e": (WindowRow, lambda key: _is_name_key(key[8:])),
-    b"d": (BranchMove, lambda key: _is_sequence_key(key[8:])),
-    b"g": (ObjectRow, lambda key: len(key) == 2 + ULID_BYTES and key[1:2] in KINDS_BY_BYTE),
-    b"m": (RelocationRow, lambda key: len(key) == 1 + 2 * ULID_BYTES),
-    b"w": (MovedRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"c": (LocationRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"z": (HorizonRow, lambda key: len(key) == 1),
-}
-
-_MAX_FIELDS: Final = 16
-
-Row = TypeVar("Row", bound=tuple[object, ...])
-
-
-def encode_row(row: tuple[object, ...]) -> bytes:
-    """The value of a row."""
-    return pack_body(list(row))
-
-
-def decode_row(kind: type[Row], value: bytes) -> Row:
-    """The row of a value.
-
-    Raises:
-        CorruptObjectError: not a row of that kind.
-    """
-    try:
-        fields = msgpack.unpackb(value, max_array_len=max(_MAX_FIELDS, MAX_RULE_ITEMS), max_map_len=MAX_METRICS, max_ext_len=0)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
-        fields = None
-    checks = _CHECKS[kind]
-    if type(fields) is not list or len(fields) != len(checks) or not all(map(_call, checks, fields)):
-        raise CorruptObjectError(f"a {kind.__name__} of the ref table is malformed: run `tsck fsck`", object_id=kind.__name__)
-    return kind(*fields)
 
 
 def is_item(key: bytes, value: bytes) -> bool:
     """Whether a checkpoint may contain this item."""
-    kind, is_key = _KEYS.get(key[:1], (None, None))
-    if kind is None or is_key is None or not is_key(key):
+    kind = _IN_CHECKPOINTS.get(key[:1])
+    if kind is None or not kind.is_key(key[1:]):
         return False
     try:
-        decode_row(kind, value)
+        kind.check(value)
     except CorruptObjectError:
         return False
     return True
-
-
-def _call(check: Check, value: object) -> bool:
-    return check(value)

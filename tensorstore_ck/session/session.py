@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.session.save.put import SinglePut
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
+    from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
 
 class Session:
@@ -164,7 +165,7 @@ class Session:
         from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
         from tensorstore_ck.session.save.group_put import GroupPut, UnpreparedState  # noqa: PLC0415 - likewise
         from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - likewise
-        from tensorstore_ck.state.rank_shares import describer_of  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.sharded_tensors import describer_of  # noqa: PLC0415 - likewise
 
         if group is None:
             _require_no_rank_state(rank_state)
@@ -172,14 +173,18 @@ class Session:
             self.engine.limit.share(group.size())
         self._resume(group, timeout_seconds)
         check_options = partial(check_put_options, self.engine, ref, **options)
-        mark = self.context.frozen.mark
+
+        def taken_apart(describer: "SpreadDescriber | None" = None, scope: bytes = b"") -> CapturedState:
+            captured = capture(state, describer)
+            return self.context.frozen.mark(captured, frozen, scope) if frozen else captured
+
         if group is None:
-            return self._single(check_options, lambda: RankStates(mark(capture(state), frozen), None), ref, options["step"])
+            return self._single(check_options, lambda: RankStates(taken_apart(), None), ref, options["step"])
 
         def take_apart() -> RankStates:
             if isinstance(state, UnpreparedState):
                 raise state.error
-            shared = mark(capture(state, describer_of(group)), frozen, self.groups.of(group)[0].nonce)
+            shared = taken_apart(describer_of(group), self.groups.of(group)[0].nonce)
             return RankStates(shared, None if rank_state is None else capture(rank_state))
 
         return GroupPut(self.context, group, check_options, take_apart, ref=ref, step=options["step"], timeout_seconds=timeout_seconds)

@@ -64,12 +64,14 @@ def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
         CorruptObjectError: there is no such numpy dtype on this machine, or its items have another size.
         UnsupportedValueError: this torch lacks the dtype.
     """
+    dtype: AnyDtype
     if not is_array(name):
-        return torch_dtype(name, item_bytes)
-    try:
-        dtype = numpy_dtype(name[3:])
-    except (ValueError, TypeError) as exc:
-        raise CorruptObjectError(f"{name!r} is not a numpy dtype of this machine: {exc}", object_id=name) from exc
+        dtype = torch_dtype(name)
+    else:
+        try:
+            dtype = numpy_dtype(name[3:])
+        except (ValueError, TypeError) as exc:
+            raise CorruptObjectError(f"{name!r} is not a numpy dtype of this machine: {exc}", object_id=name) from exc
     if item_bytes not in (None, dtype.itemsize):
         raise CorruptObjectError(f"a layout claims that {name} takes {item_bytes} bytes; run `tsck fsck`", object_id=name)
     return dtype
@@ -211,11 +213,11 @@ class TensorAllocator:
     def _add_plain(self, number: int, wants: Sequence[WantedLeaf]) -> None:
         spec = self._layout.tensors[number]
         dtype = dtype_of(spec.dtype, spec.item_bytes)
-        forms = [self._forms[leaf.path].dtype for leaf, _ in wants]
-        if len({isinstance(form, torch.dtype) for form in (dtype, *forms)}) > 1:
+        is_torch = isinstance(dtype, torch.dtype)
+        if wants and any(isinstance(self._forms[leaf.path].dtype, torch.dtype) != is_torch for leaf, _ in wants):
             self._add(number, _whole(spec, new_tensor((spec.size_bytes,), torch.uint8, _CPU), 0))
         elif isinstance(dtype, torch.dtype):
-            is_converted = any(leaf.path in self._converted for leaf, _ in wants)
+            is_converted = bool(self._converted) and any(leaf.path in self._converted for leaf, _ in wants)
             self._add(number, new_tensor(spec.shape, dtype, _CPU if is_converted else self._device))
         else:
             self._add(number, new_array(spec.shape, dtype))

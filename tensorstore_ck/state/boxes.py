@@ -3,18 +3,20 @@
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format import sharding
-from tensorstore_ck.state.sharded_tensors import LocalPiece
+from tensorstore_ck.state.plain_memory import PLAIN
+from tensorstore_ck.state.rank_shares import LocalPiece, RankShare, flags_of
 
-_PROTOCOL: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+CHECKPOINTABLE_MARK: Final = "global_shape"
+"""An attribute that hardly any other tensor has: a cheap first test for each of tens of thousands of tensors."""
+_PROTOCOL: Final = (CHECKPOINTABLE_MARK, "global_offsets", "local_offsets", "local_sizes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +37,7 @@ class Box:
 
     def __post_init__(self) -> None:
         local = self.local
-        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        if type(local) not in PLAIN:
             raise InvalidOptionError(f"Box: local is a {type(local).__name__}; pass a plain torch.Tensor", object_id="local")
         if local.layout is not torch.strided or local.is_nested or local.is_meta:
             what = "a meta tensor, which has no data" if local.is_meta else f"no dense tensor ({local.layout})"
@@ -50,7 +52,7 @@ class Box:
                 " the dims of size 1 that it lacks, e.g. local.unsqueeze(0)",
                 object_id="global_shape",
             )
-        if not _lies_within(offsets, tuple(local.shape), shape):
+        if not sharding.BoxBounds(offsets, tuple(local.shape)).lies_within(shape):
             raise InvalidOptionError(
                 f"Box: a box of shape {tuple(local.shape)} at {offsets} does not lie within a tensor of shape {shape};"
                 " offsets count elements from the whole tensor's beginning",
@@ -84,29 +86,17 @@ class Boxes:
         object.__setattr__(self, "boxes", boxes)
 
 
-class HeldBoxes(NamedTuple):
-    """This rank's boxes of a tensor."""
-
-    shape: tuple[int, ...]
-    """The whole tensor's shape."""
-    dtype: torch.dtype
-    pieces: tuple[LocalPiece, ...]
-    """Without empty boxes."""
-    requires_grad: bool
-    is_parameter: bool
-
-
 def is_checkpointable(value: object) -> bool:
     """Whether it is a plain tensor with torch 2.15's ``CheckpointableTensor`` protocol, which names its boxes of a larger tensor."""
     return (
-        hasattr(value, "global_shape")  # first, as most of tens of thousands of tensors lack it
+        hasattr(value, CHECKPOINTABLE_MARK)
         and isinstance(value, torch.Tensor)
         and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # else it may have no memory of its own
         and all(hasattr(value, name) for name in _PROTOCOL)
     )
 
 
-def held_boxes(value: Any, path: str = "") -> HeldBoxes | None:
+def held_boxes(value: Any, path: str = "") -> RankShare | None:
     """The boxes of a `Box`, `Boxes` or `CheckpointableTensor`; None for anything else.
 
     Raises:
@@ -119,17 +109,17 @@ def held_boxes(value: Any, path: str = "") -> HeldBoxes | None:
     boxes = value.boxes if isinstance(value, Boxes) else (value,)
     first = boxes[0].local
     pieces = _pieces((box.local.detach(), box.offsets) for box in boxes)
-    return HeldBoxes(boxes[0].global_shape, first.dtype, pieces, first.requires_grad, isinstance(first, torch.nn.Parameter))
+    return RankShare(boxes[0].global_shape, first.dtype, pieces, flags_of(first))
 
 
-def _held_of_checkpointable(tensor: Any, path: str) -> HeldBoxes:
+def _held_of_checkpointable(tensor: Any, path: str) -> RankShare:
     local = tensor.detach().as_subclass(torch.Tensor)
     try:
         shape = _numbers(tensor.global_shape)
         pieces = []
         for at, start, size in zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True):
             starts, sizes = _numbers(start), _numbers(size)
-            if not len(starts) == len(sizes) == local.ndim or not _lies_within(starts, sizes, tuple(local.shape)):
+            if not sharding.BoxBounds(starts, sizes).lies_within(tuple(local.shape)):
                 raise ValueError(f"sizes {sizes} at {starts} do not lie within the local tensor of shape {tuple(local.shape)}")
             box = Box(local[tuple(slice(begin, begin + count) for begin, count in zip(starts, sizes, strict=True))], shape, _numbers(at))
             pieces.append((box.local, box.offsets))
@@ -139,7 +129,7 @@ def _held_of_checkpointable(tensor: Any, path: str) -> HeldBoxes:
             f" {', '.join(_PROTOCOL[:-1])} or {_PROTOCOL[-1]}, or delete them if it is an ordinary tensor",
             object_id=path,
         ) from exc
-    return HeldBoxes(shape, local.dtype, _pieces(pieces), tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+    return RankShare(shape, local.dtype, _pieces(pieces), flags_of(tensor))
 
 
 def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[LocalPiece, ...]:
@@ -148,7 +138,7 @@ def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[Local
 
 def coverage_error(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) -> str:
     """Why boxes, none of them empty, do not cover each element of a tensor once; empty if they do."""
-    if not all(len(box.offsets) == len(box.sizes) == len(shape) and _lies_within(*box, shape) for box in boxes):
+    if not all(box.lies_within(shape) for box in boxes):
         return "a piece lies outside"
     missing = prod(shape) - sum(prod(box.sizes) for box in boxes)
     if missing > 0:
@@ -164,8 +154,3 @@ def coverage_error(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) 
 
 def _numbers(several: Iterable[Any]) -> tuple[int, ...]:
     return tuple(map(operator.index, several))
-
-
-def _lies_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    least = map(min, offsets, sizes, repeat(0)) if offsets else ()
-    return all(low == 0 for low in least) and all(at + size <= extent for at, size, extent in zip(offsets, sizes, shape, strict=True))

@@ -158,6 +158,21 @@ class CopyTarget:
 ByteSink = MemoryTarget | CopyTarget
 
 
+def source_of(found: torch.Tensor | Array) -> MemorySource | CopySource:
+    """The bytes of a tensor or array.
+
+    Raises:
+        UnsupportedValueError: it is a tensor that is not plain and strided with its memory.
+    """
+    if isinstance(found, torch.Tensor):
+        require_reachable(found)
+        if _is_dense_on_host(found):
+            return MemorySource(found.data_ptr(), found.untyped_storage(), found.nbytes)
+    elif found.flags.c_contiguous:
+        return MemorySource(address_of(found), found, found.nbytes)
+    return CopySource(found)
+
+
 def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -> ByteSink:
     """The target that fills `tensor` with bytes of the dtype `stored` (None: its own), in place if possible.
 
@@ -166,13 +181,17 @@ def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -
     """
     if isinstance(tensor, torch.Tensor):
         require_reachable(tensor)
-        plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        if plain and stored in (None, tensor.dtype):
+        if _is_dense_on_host(tensor) and stored in (None, tensor.dtype):
             return MemoryTarget(tensor.data_ptr(), tensor.nbytes, tensor)
         return CopyTarget(tensor, stored)
     if tensor.flags.c_contiguous:
         return MemoryTarget(address_of(tensor), tensor.nbytes, tensor)
     return CopyTarget(tensor)
+
+
+def _is_dense_on_host(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are contiguous CPU memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def pieces(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, int]]:

@@ -16,18 +16,18 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import sharding
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
-from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, LeafNames
-from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, move_to_blobs, numpy_dtype_name, pack_numbers
+from tensorstore_ck.format.tree import ATTRIBUTES, LeafNames
+from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text, move_to_blobs, numpy_dtype_name, pack_numbers
 from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
-from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
-from tensorstore_ck.state.rank_shares import RankShare, share_of, source_of
+from tensorstore_ck.state.rank_shares import RankShare, flags_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
-from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber
+from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
-from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable, flags_of
+from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable
 from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, RankShare})
@@ -139,21 +139,23 @@ class CaptureWalk:
         kind = type(value)
         if kind in PLAIN and not is_checkpointable(value):
             self._visit_tensor(value, path, nodes, position)
+        elif kind in _INLINE:
+            self._names.at(path)
+            self._values.append(value)
+        elif kind in PLAIN_TYPES:
+            self._visit_value(value, path)
+        elif kind in _CONTAINERS:
+            if kind in (list, tuple) and (array := pack_numbers(value)) is not None:
+                self._names.at(path)
+                self._values.append(move_to_blobs(array, path[:-1], self._blobs))
+            else:
+                self._visit_container(value, path, nodes, position, depth)
+        elif kind is np.ndarray or kind is np.memmap:
+            self._visit_array(value, path, nodes, position)
         elif kind in _SHARES or is_checkpointable(value) or (self._describer is not None and kind is FlatShard):
             self._visit_spread(value, path, nodes, position)
         elif isinstance(value, torch.Tensor):
             self._visit_subclass(value, path, nodes, position, depth)
-        elif kind in _INLINE:
-            self._names.name(path[:-1] if path else ROOT)
-            self._values.append(value)
-        elif kind is np.ndarray or kind is np.memmap:
-            self._visit_array(value, path, nodes, position)
-        elif kind in _CONTAINERS:
-            if kind in (list, tuple) and (array := pack_numbers(value)) is not None:
-                self._names.name(path[:-1] if path else ROOT)
-                self._values.append(move_to_blobs(array, path[:-1], self._blobs))
-            else:
-                self._visit_container(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
             self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
         elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
@@ -190,7 +192,7 @@ class CaptureWalk:
             self._visit(state, path, node, 2, at[1] + 1)
 
     def _visit_value(self, value: object, path: str) -> None:
-        name = self._names.name(path[:-1] if path else ROOT)
+        name = self._names.at(path)
         try:
             self._values.append(move_to_blobs(encode(value, name, encode_torch), name, self._blobs))
         except UnsupportedValueError as exc:
@@ -275,7 +277,7 @@ class CaptureWalk:
         return stop
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
-        name = self._names.name(path[:-1] if path else ROOT)
+        name = self._names.at(path)
         number = self._table.number_of.get(id(tensor))
         if number is None:
             try:
@@ -296,7 +298,7 @@ class CaptureWalk:
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
         """Visits a tensor of which this rank holds a share."""
-        name = self._names.name(path[:-1] if path else ROOT)
+        name = self._names.at(path)
         number = self._table.number_of.get(id(value))
         if number is None:
             try:
@@ -314,10 +316,8 @@ class CaptureWalk:
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
-            flags = REQUIRES_GRAD if share.requires_grad else 0
-            flags |= PARAMETER if share.is_parameter else 0
             spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape)
-            number = self._table.add(value, spec, share.source(), None, flags)
+            number = self._table.add(value, spec, share.source(), None, share.flags)
             if share.mesh is not None:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
             else:
@@ -326,7 +326,7 @@ class CaptureWalk:
         self._place(number, nodes, position)
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
-        name = self._names.name(path[:-1] if path else ROOT)
+        name = self._names.at(path)
         number = self._table.number_of.get(id(array))
         if number is None:
             dtype = numpy_dtype_name(array.dtype)
@@ -334,8 +334,8 @@ class CaptureWalk:
                 advice = "split it into plain arrays, or convert it with .tolist()"
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
-            source = MemorySource(address_of(array), array, array.nbytes) if array.flags.c_contiguous else CopySource(array)
-            number = self._table.add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), source, area_of(array))
+            spec = TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape)
+            number = self._table.add(array, spec, source_of(array), area_of(array))
         self._place(number, nodes, position)
 
     # --- refusals -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class StateCheck:
 def check_state(state: object, backend: Backend) -> StateCheck:
     """Checks `state`, and writes and deletes a sample of it to estimate the time of a save."""
     found, captured = inspect_state(state)
-    return build_check(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
+    return build_check(found, captured, backend, captured.layout.size_bytes)
 
 
 def build_check(

@@ -10,12 +10,11 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import Node
-from tensorstore_ck.format.tree import ROOT, SUBTREE_TAG
+from tensorstore_ck.format.tree import SUBTREE_TAG
 from tensorstore_ck.format.values import move_to_blobs, numpy_dtype_name
-from tensorstore_ck.state.byte_sources import Array
+from tensorstore_ck.state.byte_sources import Array, source_of
 from tensorstore_ck.state.capture import CaptureWalk, require_dense
-from tensorstore_ck.state.rank_shares import source_of
-from tensorstore_ck.state.tensor_table import flags_of
+from tensorstore_ck.state.rank_shares import flags_of
 
 MAX_TENSOR_BYTES: Final = 128 << 20
 
@@ -78,6 +77,6 @@ class _ValueWalk(CaptureWalk):
             self._fail(path[:-1], f"a tensor of {found.nbytes} bytes within one value", advice)
             return
         flags = flags_of(found) if isinstance(found, torch.Tensor) else 0
-        data = bytes(source_of(found).read(0, found.nbytes)) if isinstance(found, torch.Tensor) else found.tobytes()
-        name = self._names.name(path[:-1] if path else ROOT)
+        data = bytes(source_of(found).read(0, found.nbytes))
+        name = self._names.at(path)
         self._values.append(move_to_blobs(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))

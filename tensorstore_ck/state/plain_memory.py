@@ -21,12 +21,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor has the memory of all its elements: a sharded module frees its parameters between uses."""
-    stop = tensor.storage_offset() * tensor.itemsize + span_of(tensor)
-    return not tensor.numel() or stop <= tensor.untyped_storage().nbytes()
+    if not tensor.numel():
+        return True
+    return tensor.storage_offset() * tensor.itemsize + span_of(tensor) <= tensor.untyped_storage().nbytes()
 
 
 def span_of(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of a tensor's first element to the end of its last."""
+    """Bytes from the beginning of a tensor's first element to the end of its last; the tensor is not empty."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     return int(sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
 
 

@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tensorstore_ck.engine.interfaces import ByteSource, WantedBox
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement
-from tensorstore_ck.state.boxes import held_boxes
-from tensorstore_ck.state.byte_sources import CopySource, MemorySource, target_of
-from tensorstore_ck.state.plain_memory import require_plain, require_reachable
-from tensorstore_ck.state.sharded_tensors import FlatShard, LocalPiece, SpreadDescriber, group_ranks, narrowed
+from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
+from tensorstore_ck.state.byte_sources import source_of, target_of
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+
+class LocalPiece(NamedTuple):
+    """A box of the whole tensor, and the local memory that holds it."""
+
+    box: BoxBounds
+    tensor: torch.Tensor
+    """Has the box's sizes; detached, not necessarily contiguous."""
 
 
 class RankShare(NamedTuple):
@@ -24,14 +27,15 @@ class RankShare(NamedTuple):
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     dtype: torch.dtype
-    mesh: Mesh | None
-    """None: each rank knows only its own pieces."""
-    placements: tuple[Placement, ...]
-    is_flat: bool
-    """The boxes of the pieces are intervals of the flattened tensor."""
     pieces: tuple[LocalPiece, ...]
-    requires_grad: bool
-    is_parameter: bool
+    """Without empty ones."""
+    flags: int
+    """See `flags_of`."""
+    mesh: Mesh | None = None
+    """None: each rank knows only its own pieces."""
+    placements: tuple[Placement, ...] = ()
+    is_flat: bool = False
+    """The boxes of the pieces are intervals of the flattened tensor."""
     by_blocks: bool = False
     """It may be stored in another shape with the same order of elements."""
 
@@ -59,46 +63,17 @@ class RankShare(NamedTuple):
                 local.copy_(narrowed(whole.flatten() if self.is_flat else whole, offsets, sizes))
 
 
-def describer_of(group: "ProcessGroup") -> SpreadDescriber:
-    """A describer in terms of a group's ranks."""
-    return SpreadDescriber(group_ranks(group), group.rank())
+def flags_of(tensor: torch.Tensor) -> int:
+    """`REQUIRES_GRAD` and `PARAMETER`."""
+    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
 
 
-def share_of(describer: SpreadDescriber | None, value: object, path: str) -> RankShare | None:
-    """The share in a `FlatShard`, `Box`, `Boxes`, `CheckpointableTensor` or `RankShare`; with `describer` also in a `DTensor` or such.
-
-    Raises:
-        UnsupportedValueError: the elements that it holds cannot be determined.
-    """
-    if isinstance(value, RankShare):
-        return value
-    if isinstance(value, FlatShard):
-        require_plain(value.local, path, "the local tensor of a FlatShard")
-        local = value.local.detach().view(-1)
-        pieces = (LocalPiece(BoxBounds((value.start,), (local.numel(),)), local),) if local.numel() else ()
-        is_parameter = isinstance(value.local, torch.nn.Parameter)
-        return RankShare(value.shape, local.dtype, None, (), True, pieces, value.local.requires_grad, is_parameter)
-    held = held_boxes(value, path)
-    if held is not None:
-        return RankShare(held.shape, held.dtype, None, (), False, held.pieces, held.requires_grad, held.is_parameter)
-    found = describer.describe(value, path) if describer is not None else None
-    if found is None:
-        return None
-    assert isinstance(value, torch.Tensor)
-    is_parameter = isinstance(value, torch.nn.Parameter)
-    return RankShare(found.shape, found.dtype, found.mesh, found.placements, False, found.pieces, value.requires_grad, is_parameter)
-
-
-def source_of(tensor: torch.Tensor) -> ByteSource:
-    """The bytes of a tensor.
-
-    Raises:
-        UnsupportedValueError: it is not a plain strided tensor.
-    """
-    require_reachable(tensor)
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return MemorySource(tensor.data_ptr(), tensor.untyped_storage(), tensor.nbytes)
-    return CopySource(tensor)
+def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """A box of it, as a view."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def concatenate_sources(tensors: Sequence[torch.Tensor]) -> ByteSource:

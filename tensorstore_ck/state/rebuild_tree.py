@@ -1,7 +1,7 @@
 """Rebuilds containers and values from a parsed tree. Imports and calls nothing that stored data names (see `registered_types`)."""
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -9,12 +9,12 @@ import torch
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
-from tensorstore_ck.format.values import decode, reject_hash_collisions
+from tensorstore_ck.format.values import PLAIN_TYPES, decode, reject_hash_collisions
+from tensorstore_ck.state.allocate import WantedLeaf
 from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name
 
 UNSELECTED: Final = Leaf("", "value", -1, None)
 """An element of a list or tuple that was not selected; it is rebuilt as None."""
-_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
@@ -26,38 +26,38 @@ def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]
     if tree is UNSELECTED:
         return None
     encoded = content.values[tree.index]
-    return encoded if type(encoded) in _PLAIN else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
+    return encoded if type(encoded) in PLAIN_TYPES else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
 
 
-def require_buildable(tree: Tree, content: SnapshotContent) -> None:
+def require_buildable(tree: Tree, content: SnapshotContent, dtype: torch.dtype | None = None) -> list[WantedLeaf]:
     """Checks that every type and value in the tree can be rebuilt, before tensors are read.
+
+    Returns the tensors of the tree. Those in a wrapper subclass keep their dtype; all others are to be converted to `dtype`.
 
     Raises:
         UnsupportedValueError: a type is not loaded or not registered in this process.
         MismatchError: the ranks saved different values of a leaf.
     """
-    if isinstance(tree, Leaf):
-        if tree.kind == "value" and tree is not UNSELECTED:
-            content.values[tree.index]
-        return
-    if tree.node[0] == "n":
-        namedtuple_class(tree.node[1], list(tree.keys))
-    elif tree.node[0] == "r":
-        registered_name(tree.node[1])
-    for child in tree.children:
-        require_buildable(child, content)
+    wanted: list[WantedLeaf] = []
+    _check([tree], content.values, dtype, wanted)
+    return wanted
 
 
-def wanted_leaves(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, torch.dtype | None]]:
-    """The tensors of a tree with the dtype to convert each to: inner tensors of a wrapper subclass keep their dtype."""
-    if isinstance(tree, Leaf):
-        if tree.kind != "value":
-            yield tree, dtype
-        return
-    if tree.node[0] == "r" and registered_name(tree.node[1]).wraps:
-        dtype = None
-    for child in tree.children if tree.attributes is None else (*tree.children, tree.attributes):
-        yield from wanted_leaves(child, dtype)
+def _check(trees: Iterable[Tree], values: Sequence[Any], dtype: torch.dtype | None, wanted: list[WantedLeaf]) -> None:
+    for tree in trees:
+        if isinstance(tree, Leaf):
+            if tree.kind != "value":
+                wanted.append((tree, dtype))
+            elif tree is not UNSELECTED:
+                values[tree.index]
+            continue
+        tag, inner_dtype = tree.node[0], dtype
+        if tag == "n":
+            namedtuple_class(tree.node[1], list(tree.keys))
+        elif tag == "r" and registered_name(tree.node[1]).wraps:
+            inner_dtype = None
+        children = tree.children if tree.attributes is None else (*tree.children, tree.attributes)
+        _check(children, values, inner_dtype, wanted)
 
 
 def _build_container(container: Container, items: list[Any], content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:

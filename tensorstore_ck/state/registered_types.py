@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
-from tensorstore_ck.format.values import numpy_dtype
+from tensorstore_ck.format.values import PLAIN_TYPES, numpy_dtype
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.torchao_types import RegisteredType, known_class, known_name, wrapper_type
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
@@ -36,6 +36,7 @@ FACTORIES: Final[dict[str, Callable[[], Any]]] = {
 
 T = TypeVar("T")
 
+_PLAIN_CLASSES: Final = PLAIN_TYPES | {list, tuple, dict, OrderedDict, torch.Tensor, np.ndarray}
 _registered_classes: dict[type[Any], RegisteredType] = {}
 _registered_names: dict[str, RegisteredType] = {}
 
@@ -53,8 +54,11 @@ def register_type(
         from_state: Turns such a state into an instance. Its argument comes from a store: do not execute it.
 
     Raises:
-        InvalidOptionError: `name` already stands for another type, or one of the two functions is missing and needed.
+        InvalidOptionError: `cls` is stored without that, `name` already stands for another type, or one of the two functions is missing
+            and needed.
     """
+    if cls in _PLAIN_CLASSES:
+        raise InvalidOptionError(f"a {cls.__qualname__} is stored as it is: register a type of your own", object_id="cls")
     if not 0 < len(name) <= 256 or not name.isprintable():
         raise InvalidOptionError(f"a type's name must be 1 to 256 printable characters, not {name!r}", object_id="name")
     known = _registered_names.get(name)
@@ -166,7 +170,7 @@ def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> tor
         raise TypeError("a tensor's value is malformed")
     if dtype.startswith("np:"):
         return np.frombuffer(bytearray(data), numpy_dtype(dtype[3:])).reshape(shape)
-    kind = torch_dtype(dtype, None)
+    kind = torch_dtype(dtype)
     if prod(shape) * kind.itemsize != len(data):
         raise ValueError("a tensor's value has another size than its bytes")
     try:
@@ -181,16 +185,13 @@ def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> tor
         raise ValueError(f"no tensor has the shape {shape}") from exc
 
 
-def torch_dtype(name: str, item_bytes: int | None) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a tensor.
 
     Raises:
         UnsupportedValueError: this torch lacks it.
-        CorruptObjectError: its items have another size than `item_bytes`.
     """
     dtype = DTYPES.get(name)
     if dtype is None:
         raise UnsupportedValueError(f"torch {torch.__version__} has no dtype {name!r}: upgrade torch", object_id=name)
-    if item_bytes not in (None, dtype.itemsize):
-        raise CorruptObjectError(f"a layout claims that {name} takes {item_bytes} bytes; run `tsck fsck`", object_id=name)
     return dtype

@@ -15,8 +15,9 @@ import torch
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
 from tensorstore_ck.format.tree import ROOT, Container, Leaf, LeafNames, Tree, leaves, parse
-from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
+from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text
 from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, WantedLeaf, form_of, require_memory_for
+from tensorstore_ck.state.boxes import is_checkpointable
 from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same_tensor, read_in_place
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.match_names import (
@@ -31,12 +32,12 @@ from tensorstore_ck.state.match_names import (
     roots_of,
     value_conflict,
 )
-from tensorstore_ck.state.plain_memory import require_plain
-from tensorstore_ck.state.rank_shares import RankShare, share_of
-from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
+from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
+from tensorstore_ck.state.rank_shares import RankShare
+from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Rename, Selection, renamer
-from tensorstore_ck.state.sharded_tensors import SpreadDescriber
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.unsupported_types import advice_for
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
@@ -53,7 +54,7 @@ def restore_into(
     finish = plan.visit(into, "", 0)
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
-        require_buildable(adopted, content)
+        plan.wanted += require_buildable(adopted, content, plan.dtype)
     require_memory_for(content.layout, plan.wanted, device)
     fresh = TensorAllocator(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get
@@ -88,13 +89,14 @@ class RestorePlan:
         """Boxes of tensors of which this rank has a share."""
         self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
+        """Stored trees that replace values of the target; their tensors are wanted, too."""
         self.tensor_of: Callable[[Leaf], Any]
         self.content = content
         self._tree = tree
         self._selection = selection
-        self._dtype = dtype
+        self.dtype = dtype
         self._report = LoadReport()
-        self._names = LeafNames()
+        self._name = LeafNames().at
         self._used: set[str] = set()
         self._made: dict[tuple[int, int, LeafForm], torch.Tensor] = {}
         """Replacements of meta tensors."""
@@ -136,6 +138,14 @@ class RestorePlan:
             message = f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?"
             raise UnsupportedValueError(message, object_id=path[:60])
         kind = type(target)
+        if kind in PLAIN_TYPES:
+            return self._visit_value(target, path)
+        if kind is dict or kind is OrderedDict:
+            return self._visit_dict(target, path, depth)
+        if kind is list or kind is tuple:
+            return self._visit_list(target, path, depth)
+        if kind in PLAIN and not is_checkpointable(target):
+            return self._visit_tensor(target, self._name(path))
         registered = registered_class(kind)
         if registered is not None and registered.wraps:
             return self._visit_wrapped(target, UnwrappedShards(registered, flattened(target)), path, depth)
@@ -225,7 +235,7 @@ class RestorePlan:
         stored = self._stored_at(path) if isinstance(target, OrderedDict) else None
         attributes = stored.attributes if isinstance(stored, Container) else None
         if attributes is not None:
-            self._want(attributes)
+            self.adopted.append(attributes)
 
         def finish() -> Any:
             for key, child, child_finish in children:
@@ -267,8 +277,9 @@ class RestorePlan:
         return self._adopt(target, path, name) or self._miss(name, target)
 
     def _visit_tensor(self, target: Any, name: str) -> Finish:
-        is_plain = type(target) is np.ndarray or type(target) is np.memmap or (isinstance(target, torch.Tensor) and target.is_meta)
-        if not is_plain and (advice := advice_for(target)) is not None:
+        is_tensor = isinstance(target, torch.Tensor)
+        is_known = target.is_meta or is_plain(target) if is_tensor else type(target) in (np.ndarray, np.memmap)
+        if not is_known and (advice := advice_for(target)) is not None:
             raise UnsupportedValueError(f"cannot restore into {name}: {advice[0]}; {advice[1]}", object_id=name)
         leaf = self._stored.get(name)
         if leaf is None:
@@ -277,7 +288,7 @@ class RestorePlan:
             return self._mismatch(name, "a tensor here, a plain value in the snapshot", target)
         self._used.add(name)
         form = form_of(self.content.layout, leaf)
-        problem = describe_target_mismatch(target, form, self._dtype)
+        problem = describe_target_mismatch(target, form, self.dtype)
         if problem is not None:
             return self._mismatch(name, problem, target)
         if not isinstance(target, torch.Tensor) or not target.is_meta:
@@ -308,7 +319,7 @@ class RestorePlan:
             return self._mismatch(name, "spread over ranks here, a plain value in the snapshot", target)
         self._used.add(name)
         form = form_of(self.content.layout, leaf)
-        problem = describe_mismatch(share.shape, share.dtype, form, self._dtype)
+        problem = describe_mismatch(share.shape, share.dtype, form, self.dtype)
         if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
             problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
         if problem is not None:
@@ -329,7 +340,7 @@ class RestorePlan:
         if found is None:
             return None
         self._used.update(self._below.names(path) if isinstance(found, Container) else [name or (path[:-1] if path else ROOT)])
-        self._want(found)
+        self.adopted.append(found)
 
         def finish() -> Any:
             restored = self._build(found)
@@ -360,15 +371,8 @@ class RestorePlan:
         root = roots.pop() if len(roots) == 1 else None
         return self._tree if root == "" else self._containers.get(root) if root else None
 
-    def _want(self, tree: Tree) -> None:
-        self.adopted.append(tree)
-        self.wanted += wanted_leaves(tree, self._dtype)
-
     def _build(self, tree: Tree) -> Any:
         return build(tree, self.content, self.tensor_of)
-
-    def _name(self, path: str) -> str:
-        return self._names.name(path[:-1] if path else ROOT)
 
     def _miss(self, name: str, target: Any) -> Finish:
         """Notes that the snapshot lacks `name`; `target` stays."""

@@ -10,40 +10,22 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement, Shard, boxes, intervals, local_shape
+from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
+from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.plain_memory import PLAIN, require_plain
+from tensorstore_ck.state.rank_shares import LocalPiece, RankShare, flags_of, narrowed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-
-class LocalPiece(NamedTuple):
-    """A box of the whole tensor, and the local memory that holds it."""
-
-    box: BoxBounds
-    tensor: torch.Tensor
-    """Has the box's sizes; detached, not necessarily contiguous."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpread:
-    """How a tensor is spread, and this rank's pieces."""
-
-    shape: tuple[int, ...]
-    """The whole tensor's shape."""
-    dtype: torch.dtype
-    mesh: Mesh | None
-    """None: each rank knows only its own pieces (ShardedTensor)."""
-    placements: tuple[Placement, ...]
-    pieces: tuple[LocalPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +44,7 @@ class FlatShard:
 
     def __post_init__(self) -> None:
         local = self.local
-        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        if type(local) not in PLAIN:
             raise InvalidOptionError(f"FlatShard: local is a {type(local).__name__}; pass a plain torch.Tensor", object_id="local")
         if local.layout is not torch.strided or not local.is_contiguous():
             raise InvalidOptionError("FlatShard: local is not contiguous; pass local.contiguous()", object_id="local")
@@ -97,13 +79,13 @@ class SpreadDescriber:
         self._rank = rank
         self._meshes: dict[DeviceMesh, Mesh] = {}
 
-    def describe(self, tensor: object, path: str = "") -> TensorSpread | None:
-        """How `tensor`, at `path` of the state, is spread; None if it is not a DTensor or ShardedTensor.
+    def describe(self, tensor: object, path: str = "") -> RankShare | None:
+        """This rank's share of `tensor`, at `path` of the state; None if it is not a DTensor or ShardedTensor.
 
         Raises:
             UnsupportedValueError: the elements that it holds cannot be determined; the message has the reason and advice.
         """
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
+        if type(tensor) in PLAIN or not isinstance(tensor, torch.Tensor):
             return None
         if is_dtensor(tensor):
             return self._dtensor(tensor, path)  # type: ignore[arg-type]
@@ -111,17 +93,17 @@ class SpreadDescriber:
             return _sharded_tensor(tensor, path)  # type: ignore[arg-type]
         return None
 
-    def _dtensor(self, tensor: "DTensor", path: str) -> TensorSpread:
+    def _dtensor(self, tensor: "DTensor", path: str) -> RankShare:
         shape = tuple(tensor.shape)
         mesh, placements, coordinate = self.placement_of(tensor, path)
         local = local_of(tensor)
         require_plain(local, path, "the local tensor of a DTensor")
-        if coordinate is None:
-            return TensorSpread(shape, tensor.dtype, mesh, placements, ())
-        self.require_local(tensor, local, path)
-        held = boxes(shape, mesh.shape, placements, coordinate)
-        pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
-        return TensorSpread(shape, tensor.dtype, mesh, placements, tuple(pieces))
+        pieces: list[LocalPiece] = []
+        if coordinate is not None:
+            self.require_local(tensor, local, path)
+            held = boxes(shape, mesh.shape, placements, coordinate)
+            pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
+        return RankShare(shape, tensor.dtype, tuple(pieces), flags_of(tensor), mesh, placements)
 
     def placement_of(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
         """A DTensor's mesh, its placements, and this rank's coordinate in the mesh (None: not in it)."""
@@ -221,7 +203,7 @@ def local_of(tensor: "DTensor") -> torch.Tensor:
     return local.detach() if type(local) in PLAIN else local  # a subclass may make copies of its inner tensors to detach itself
 
 
-def _sharded_tensor(tensor: "ShardedTensor", path: str) -> TensorSpread:
+def _sharded_tensor(tensor: "ShardedTensor", path: str) -> RankShare:
     metadata = tensor.metadata()  # the tensor's own attributes are deprecated
     shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
     pieces = []
@@ -229,10 +211,7 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> TensorSpread:
         box = BoxBounds(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
         local = shard.tensor.detach()
         require_plain(local, path, "a local shard of a ShardedTensor")
-        within = len(box.sizes) == len(shape) and all(
-            start >= 0 and start + size <= extent for start, size, extent in zip(*box, shape, strict=True)
-        )
-        if not within or tuple(local.shape) != box.sizes or local.dtype != dtype:
+        if not box.lies_within(shape) or tuple(local.shape) != box.sizes or local.dtype != dtype:
             refuse(
                 path,
                 f"is a ShardedTensor of shape {shape} and {dtype} whose metadata has a local shard of sizes {box.sizes} at"
@@ -241,15 +220,30 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> TensorSpread:
             )
         if 0 not in box.sizes:
             pieces.append(LocalPiece(box, local))
-    return TensorSpread(shape, dtype, None, (), tuple(pieces))
+    flags = REQUIRES_GRAD if metadata.tensor_properties.requires_grad else 0
+    flags |= PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0
+    return RankShare(shape, dtype, tuple(pieces), flags)
 
 
-def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """A box of it, as a view."""
-    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
-    return tensor
+def describer_of(group: "ProcessGroup") -> SpreadDescriber:
+    """A describer in terms of a group's ranks."""
+    return SpreadDescriber(group_ranks(group), group.rank())
+
+
+def share_of(describer: SpreadDescriber | None, value: object, path: str) -> RankShare | None:
+    """The share in a `FlatShard`, `Box`, `Boxes`, `CheckpointableTensor` or `RankShare`; with `describer` also in a `DTensor` or such.
+
+    Raises:
+        UnsupportedValueError: the elements that it holds cannot be determined.
+    """
+    if isinstance(value, RankShare):
+        return value
+    if isinstance(value, FlatShard):
+        require_plain(value.local, path, "the local tensor of a FlatShard")
+        local = value.local.detach().view(-1)
+        pieces = (LocalPiece(BoxBounds((value.start,), (local.numel(),)), local),) if local.numel() else ()
+        return RankShare(value.shape, local.dtype, pieces, flags_of(value.local), is_flat=True)
+    return held_boxes(value, path) or (describer.describe(value, path) if describer is not None else None)
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement, Run, Shard, boxes, intervals, local_shape
+from tensorstore_ck.format.tree import REQUIRES_GRAD
 from tensorstore_ck.state.plain_memory import require_plain
-from tensorstore_ck.state.rank_shares import RankShare
+from tensorstore_ck.state.rank_shares import LocalPiece, RankShare, flags_of, narrowed
 from tensorstore_ck.state.registered_types import registered_class
-from tensorstore_ck.state.sharded_tensors import LocalPiece, SpreadDescriber, is_dtensor, local_of, narrowed, refuse
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber, is_dtensor, local_of, refuse
 from tensorstore_ck.state.torchao_types import RegisteredType
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, describe_outer, tensor_parts
 
@@ -212,7 +213,7 @@ def _share(
         )
     held = boxes(shape, outer.mesh.shape, placements, outer.coordinate)
     pieces = tuple(LocalPiece(box, narrowed(part.detach(), offsets, box.sizes)) for box, offsets in held)
-    return RankShare(shape, part.dtype, outer.mesh, placements, False, pieces, part.requires_grad, False, by_blocks)
+    return RankShare(shape, part.dtype, pieces, flags_of(part) & REQUIRES_GRAD, outer.mesh, placements, by_blocks=by_blocks)
 
 
 def regrouped(share: RankShare, shape: tuple[int, ...]) -> RankShare:

@@ -6,6 +6,7 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -17,7 +18,7 @@ from tensorstore_ck.engine.interfaces import ByteSource
 from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import Area, MemoryAreas
-from tensorstore_ck.state.boxes import is_checkpointable
+from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource
 from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
@@ -42,25 +43,23 @@ class TensorSpecs(Sequence[TensorSpec]):
     def __init__(self, names: Sequence[str], forms: Sequence[TensorKind]) -> None:
         self._names = names
         self._forms = forms
-        self._made: list[TensorSpec] | None = None
 
     @overload
     def __getitem__(self, number: int) -> TensorSpec: ...
     @overload
     def __getitem__(self, number: slice) -> list[TensorSpec]: ...
     def __getitem__(self, number: int | slice) -> TensorSpec | list[TensorSpec]:
-        return self._all()[number]
+        return self._all[number]
 
     def __iter__(self) -> Iterator[TensorSpec]:
-        return iter(self._all())
+        return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._names)
 
+    @cached_property
     def _all(self) -> list[TensorSpec]:
-        if self._made is None:
-            self._made = [TensorSpec(name, *form[:3]) for name, form in zip(self._names, self._forms, strict=True)]
-        return self._made
+        return [TensorSpec(name, *form[:3]) for name, form in zip(self._names, self._forms, strict=True)]
 
 
 class LazySources(Sequence[ByteSource]):
@@ -148,13 +147,13 @@ class TensorTable:
         """
         objects, forms, owners, addresses = self.objects, self.forms, self._owners, self._addresses
         starts, stops, number_of, known_forms = self.areas.starts, self.areas.stops, self.number_of, self._known_forms
-        position, first = start, len(objects)
+        position, first, mark = start, len(objects), CHECKPOINTABLE_MARK
         try:
             for position in range(start, len(items)):
                 tensor = items[position]
                 kind, key = type(tensor), id(tensor)
                 # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
-                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or is_checkpointable(tensor):
+                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or hasattr(tensor, mark):
                     return position
                 form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
                 if form is None or (form.is_complex and tensor.is_conj()):
@@ -163,7 +162,7 @@ class TensorTable:
                 area = storage.data_ptr()
                 area_stop = area + storage.nbytes()
                 address = area + tensor.storage_offset() * form.item_bytes
-                is_on_host, has_flags = tensor.is_cpu, tensor.requires_grad or kind is torch.nn.Parameter
+                is_on_host = tensor.is_cpu
                 if (size and address + size > area_stop) or not (is_on_host or tensor.is_cuda):
                     return position
                 number_of[key] = number = first + position - start
@@ -173,8 +172,9 @@ class TensorTable:
                 stops.append(area_stop if size else area)
                 addresses.append(address if is_on_host else 0)
                 owners.append(storage if is_on_host else tensor)
-                if has_flags:
-                    self.flags[number] = flags_of(tensor)
+                flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if kind is torch.nn.Parameter else 0)
+                if flags:
+                    self.flags[number] = flags
                 if not is_on_host:
                     self.areas.devices[number] = tensor.device
         except RuntimeError:
@@ -206,11 +206,6 @@ class TensorTable:
             return None
         form = TensorKind(DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, dtype.is_complex)
         return self._known_forms.setdefault((dtype, tensor.shape), form)
-
-
-def flags_of(tensor: torch.Tensor) -> int:
-    """`REQUIRES_GRAD` and `PARAMETER`."""
-    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if type(tensor) is torch.nn.Parameter else 0)
 
 
 def _address_of(source: ByteSource) -> int:

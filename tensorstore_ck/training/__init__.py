@@ -1,13 +1,13 @@
 """The complete state of a training job: everything that the next step depends on, captured in one call and restored in one.
 
 training_state.py      TrainingState: puts and restores all of it
-models.py              states of models
 optimizers.py          states of optimizers, by parameter name
 parameter_names.py     parameter names, whatever wraps the model
 gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds
 rng.py                 random number generators
+shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
 rank_own_state.py      what each rank has for itself: generators, loader positions, its own buffers and values
 rank_agreement.py      what ranks must know of each other before the first save
 rank_group.py          this process's rank and group

@@ -4,7 +4,7 @@ With an equal number of ranks each rank gets its own state back, bit by bit. Wit
 take the rest from the first rank, or from the user's merge function. Knows no store.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,7 @@ from tensorstore_ck.training.stateful_parts import StatefulPart, load
 State = dict[str, Any]
 Merge = Callable[[str, list[Any]], Any]
 VALUES: Final = "rank_values"
+GENERATORS: Final = "generators"
 _SIDES: Final = {"model": "buffers", "extra": "extra_buffers"}
 
 
@@ -58,12 +59,17 @@ class RankOwnState:
         """Path of each buffer that ranks may hold differently -> its digest for a `RankReport`."""
         return {f"{each.path}.{name}": buffers.digest(buffer) for each in self._modules() for name, buffer in each.buffers.items()}
 
+    def only(self, parts: Collection[str]) -> "RankOwnState":
+        """The same objects, of which only `parts` are restored."""
+        extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
+        return RankOwnState(self._model.only(parts), self._loaders.only(parts), extra, values, self.merge)
+
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, agreement: Agreement) -> State:
         """All of it as it is now, not copied."""
         own: State = {
-            "generators": rng.get_process_states(),
+            GENERATORS: rng.get_process_states(),
             **self._loaders.states(lambda _, each: each.state_dict()),
             **self._generators("extra").states(lambda _, each: rng.get_state(each)),
             **self._part(VALUES).states(_get_value),
@@ -100,7 +106,8 @@ class RankOwnState:
         for name in ("extra", VALUES):
             for key, each in self._generators(name).objects.items():
                 load(f"{name}.{key}", partial(rng.set_state, each), own[name][key])
-        load("generators", lambda state: rng.set_process_states(state, mesh), own["generators"])
+        if GENERATORS in own:
+            load(GENERATORS, lambda state: rng.set_process_states(state, mesh), own[GENERATORS])
 
     # --- restored on another number of ranks ------------------------------------------------------------------------------
 
@@ -123,13 +130,14 @@ class RankOwnState:
             taken[module.side] = {**taken.get(module.side, {}), module.key: merged} if module.key else merged
         return taken
 
-    def load_taken(self, taken: State, streams: Streams) -> None:
-        """Restores it, and seeds the generators again."""
+    def load_taken(self, taken: State, streams: Streams, *, seeds_process: bool = True) -> None:
+        """Restores it, and seeds the generators again; those of the process only with `seeds_process`."""
         self._load_values(taken)
         for name in ("extra", VALUES):
             for key, each in self._generators(name).objects.items():
                 rng.seed(each, streams.seed(f"{name}.{key}"))
-        rng.seed_process(streams.seed)
+        if seeds_process:
+            rng.seed_process(streams.seed)
 
     def describe_taken(self, old: State) -> str:
         """Words for a warning; `old`: the first rank's stored state."""

@@ -42,28 +42,22 @@ _KINDS: Final[dict[type[Any], _Kind]] = {
 
 def is_generator(found: object) -> bool:
     """Whether it is a random number generator."""
-    return _kind(found) is not None
+    return isinstance(found, tuple(_KINDS))
 
 
 def get_state(generator: object) -> object:
     """The state of a generator object: a tensor or plain values."""
-    kind = _kind(generator)
-    assert kind is not None
-    return kind.get(generator)
+    return _kind(generator).get(generator)
 
 
 def set_state(generator: object, state: object) -> None:
     """Restores the state that `get_state` returned."""
-    kind = _kind(generator)
-    assert kind is not None
-    kind.set(generator, state)
+    _kind(generator).set(generator, state)
 
 
 def seed(generator: object, number: int) -> None:
     """Seeds a generator object."""
-    kind = _kind(generator)
-    assert kind is not None
-    kind.seed(generator, number)
+    _kind(generator).seed(generator, number)
 
 
 # --- the generators of the process ---------------------------------------------------------------------------------------------
@@ -129,8 +123,8 @@ def _set_tracker(state: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
         getattr(module._rng_tracker, "rng_states", {}).update(state["states"])
 
 
-def _kind(found: object) -> _Kind | None:
-    return next((kind for cls, kind in _KINDS.items() if isinstance(found, cls)), None)
+def _kind(generator: object) -> _Kind:
+    return next(kind for cls, kind in _KINDS.items() if isinstance(generator, cls))
 
 
 def _plain(state: Any) -> Any:

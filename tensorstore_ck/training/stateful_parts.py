@@ -3,7 +3,7 @@
 Does not know the objects' types. Any exception from a user's object while it loads its state becomes an error that names the object.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError
@@ -61,6 +61,10 @@ class StatefulPart(NamedTuple):
     def matching(self, fits: Callable[[Any], bool]) -> "StatefulPart":
         """The part with only those objects that fit."""
         return StatefulPart(self.name, {key: each for key, each in self.objects.items() if fits(each)})
+
+    def only(self, parts: Collection[str]) -> "StatefulPart":
+        """The part, or one without objects if its name is not in `parts`."""
+        return self if self.name in parts else StatefulPart(self.name, {})
 
     def path(self, key: str) -> str:
         """The path of an object's state in the whole state."""

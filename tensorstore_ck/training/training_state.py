@@ -4,10 +4,11 @@ The state has two sides. The shared one (model, optimizer, schedule ...) fits an
 positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
 """
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from blake3 import blake3
@@ -25,14 +26,15 @@ from tensorstore_ck.session.restore import Restoring
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.group_put import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
-from tensorstore_ck.training import environment, extras, gradients, models, opaque_state, optimizers, rng
+from tensorstore_ck.training import environment, opaque_state, optimizers
 from tensorstore_ck.training.find_resume_point import find_resume_point
-from tensorstore_ck.training.parameter_names import ParameterNames, require_supported
+from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import Merge, RankOwnState
+from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState
 from tensorstore_ck.training.sample_cursor import SampleCursor
-from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
+from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
+from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,10 +44,13 @@ if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore
 
 OWN: Final = "rank"
+PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
+"""What `TrainingState.restore` can restore alone."""
+OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra"}
+"""Keys of a rank's own state whose part has another name."""
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
 Sides = tuple[State | UnpreparedState, State | None]
-_GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
 
 
 class TrainingState:
@@ -97,23 +102,25 @@ class TrainingState:
                 raise InvalidOptionError(f"{name}= must be a dict, which a restore changes, not a {type(given).__name__}", object_id=name)
         stateful = "something with state_dict and load_state_dict"
         loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
-        self._models = StatefulPart.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
-        self._optimizers = StatefulPart.of("optimizer", optimizer).require(
+        models = StatefulPart.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
+        trained_by = StatefulPart.of("optimizer", optimizer).require(
             lambda each: isinstance(each, torch.optim.Optimizer), "a torch optimizer"
         )
-        self._others = [
+        others = [
             StatefulPart.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))
         ]
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
-        self._others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
+        others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
-        self._extra = {} if extra is None else extra
-        self._own = RankOwnState(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
+        extra = {} if extra is None else extra
+        self._shared = SharedState(models, trained_by, others, extra)
+        self._own = RankOwnState(models, self._loaders, extra, {} if rank_values is None else rank_values, rank_merge)
         self._agreements = Agreements()
-        require_supported(self._models.objects)
-        if self._optimizers.objects and not self._models.objects:
+        self._parts: Collection[str] = PARTS
+        require_supported(models.objects)
+        if trained_by.objects and not models.objects:
             raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
-        self._shared(optimizers.get_state)  # raises now what a save would raise
+        self._shared.capture()  # raises now what a save would raise
 
     # --- put and restore ----------------------------------------------------------------------------------------------
 
@@ -170,15 +177,7 @@ class TrainingState:
     def put_async(
         self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
     ) -> PendingSnapshot:
-        """Like `put`, but in the background: the next step may begin when it returns.
-
-        Args:
-            store: See `put`.
-            ref: See `put`.
-            group: See `put`.
-            gradients: See `put`.
-            options: See `Store.put_snapshot_async`.
-        """
+        """Like `put`, but in the background: the next step may begin when it returns. `options`: see `Store.put_snapshot_async`."""
         timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
         group = require_group(group)
         state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
@@ -191,6 +190,7 @@ class TrainingState:
         address: str,
         *,
         group: "ProcessGroup | DeviceMesh | None" = None,
+        parts: Collection[str] | None = None,
         allow_marked: bool = False,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -201,22 +201,46 @@ class TrainingState:
         One `EnvironmentChangedWarning` lists environment changes that can alter results. The script must set `requires_grad` and train or
         eval mode itself.
 
+        Args:
+            store: The store.
+            address: The snapshot.
+            group: All its ranks restore together.
+            parts: Restores, and reads, only these: any of ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``dataloader``, ``extra``,
+                ``rank_values``, ``generators``, ``gradients``. For a loop that needs its counters before it makes the model, or that draws
+                random numbers before the first step: the generators come last.
+            allow_marked: See `Store.checkout`.
+            broadcast: See `Store.checkout`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+
         Returns:
             The snapshot, whose `step` tells where to continue; None, on all ranks, if there is no such ref yet.
 
         Raises:
             NotFoundError: the ref has no such step or ancestor, or the root does not exist.
             MismatchError: it does not fit: another model, other parts, or loader positions of another number of ranks.
+            InvalidOptionError: there is no such part.
         """
         group = require_group(group)
+        limited = self if parts is None else self._only(parts)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         if find_resume_point(store, address, group, timeout_seconds) is None:
             return None
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
-        old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
-        self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
+        old, found = store.restoring(address, partial(limited._read, address, ranks, broadcast), **options)
+        if GENERATORS in limited._parts:
+            self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
         return found
+
+    def _only(self, parts: Collection[str]) -> Self:
+        """The same objects, of which only `parts` are restored."""
+        unknown = [parts] if isinstance(parts, str) else [part for part in parts if part not in PARTS]
+        if unknown:
+            raise InvalidOptionError(f"parts= takes any of {', '.join(PARTS)}, not {unknown[0]!r}", object_id="parts")
+        limited = copy.copy(self)
+        limited._parts = frozenset(parts)
+        limited._shared, limited._own, limited._loaders = self._shared.only(parts), self._own.only(parts), self._loaders.only(parts)
+        return limited
 
     def _read(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
         """Restores a snapshot, which can fail on one rank alone. Returns the stored own state of this rank, or of the first."""
@@ -235,12 +259,17 @@ class TrainingState:
             olds = [found.rank_state(0 if found.group is None else found.group.rank())]
         else:
             olds = [found.rank_state(rank) for rank in range(put_by if self._own.merge is not None else 1)]
+        kept = {*self._parts, "environment"}
+        olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
         own = olds[0]
         if put_by == ranks:
             self._own.check(own)
         taken = None if put_by == ranks else self._own.taken(olds)
+        shared = {*self._parts, "ranks", "mid_step"}
         state = found.checkout(
-            into=self._target(names), rename=lambda name: None if name == OWN or name.startswith(f"{OWN}.") else name, broadcast=broadcast
+            into={"ranks": None, "mid_step": None, **self._shared.target(names)},
+            rename=lambda name: name if name.partition(".")[0] in shared else None,
+            broadcast=broadcast,
         )
         if taken is None:
             self._load(state, own)
@@ -297,9 +326,7 @@ class TrainingState:
             return UnpreparedState(exc), None
 
     def _describe(self) -> RankReport:
-        names = self._names()
-        members = [optimizers.get_members(self._optimizers.path(key), each, names) for key, each in self._optimizers.objects.items()]
-        return RankReport(self._own.digests(), members)
+        return RankReport(self._own.digests(), self._shared.optimizer_members())
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
@@ -308,58 +335,26 @@ class TrainingState:
         ranks: int,
         *,
         with_gradients: bool = False,
-        get_optimizer: "_GetOptimizer" = optimizers.get_state,
+        get_optimizer: GetOptimizer = optimizers.get_state,
         agreement: Agreement = SINGLE,
     ) -> tuple[State, State]:
         get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
-        shared = {**self._shared(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
+        shared = {**self._shared.capture(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
         self._own.lead(shared, agreement)
-        own = {"environment": environment.describe(ranks, self._meshes()), **self._own.capture(agreement)}
+        own = {"environment": environment.describe(ranks, self._shared.meshes()), **self._own.capture(agreement)}
         if with_gradients:
-            shared["gradients"], own["gradients"] = gradients.get_gradients(self._names(), self._models.objects.values())
+            shared["gradients"], own["gradients"] = self._shared.capture_gradients()
         return shared, own
-
-    def _shared(self, get_optimizer: "_GetOptimizer") -> State:
-        names = self._names()
-        found = self._models.states(lambda _, each: models.get_state(each))
-        found |= self._optimizers.states(lambda path, each: get_optimizer(path, each, names))
-        for part in self._others:
-            found |= part.states(lambda _, each: each.state_dict())
-        return found | self._shared_extra().states(extras.get_state)
 
     # --- restored ---------------------------------------------------------------------------------------------------------
 
-    def _target(self, stored: Iterable[str]) -> State:
-        """The state that the shared side of a snapshot with these names is restored into."""
-        stored = list(stored)
-        names = self._names()
-        target: State = {"ranks": None, "mid_step": None}
-        target |= self._models.states(lambda _, each: models.get_state(each))
-        target |= self._optimizers.states(
-            lambda path, each: optimizers.get_target(path, each, names, names.below(f"{path}.state.", stored)),
-        )
-        for part in self._others:
-            target |= part.states(lambda _, __: None)
-        target |= self._shared_extra().states(extras.get_target)
-        in_flight = names.below("gradients.", stored)
-        return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
-
     def _load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
         """Generators come last, since loading may draw from them. `streams`: if `own` was merged from another number of ranks."""
-        names = self._names()
-        for path, model, found in self._models.with_states(state):
-            load(path, partial(models.set_state, model), found)
-        for path, optimizer, found in self._optimizers.with_states(state):
-            optimizers.set_state(path, optimizer, names, found)
-        for part in self._others:
-            for path, each, found in part.with_states(state):
-                load(path, each.load_state_dict, found)
-        extras.put_back(self._extra, self._shared_extra(), state)
-        gradients.set_gradients(names, {**state.get("gradients", {}), **own.get("gradients", {})})
+        self._shared.load(state, own.get("gradients", {}))
         if streams is None:
-            self._own.load(own, next(iter(self._meshes()), None))
+            self._own.load(own, next(iter(self._shared.meshes()), None))
         else:
-            self._own.load_taken(own, streams)
+            self._own.load_taken(own, streams, seeds_process=GENERATORS in self._parts)
 
     def _require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
         """Raises if the state cannot be restored on another number of ranks."""
@@ -372,7 +367,7 @@ class TrainingState:
                 "number; or restore with a TrainingState without dataloader=, and restart the epoch",
                 object_id=path,
             )
-        if mid_step and any(not isinstance(each, DTensor) for each in self._names().parameters.values()):
+        if mid_step and any(not isinstance(each, DTensor) for each in self._shared.names().parameters.values()):
             raise MismatchError(
                 f"the snapshot was saved in the middle of a step, with gradients of each of {put_by} ranks, and there are {ranks} now: "
                 "restore one that was saved between steps",
@@ -381,19 +376,8 @@ class TrainingState:
 
     def _warn(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
         """`old`: the stored own state of this rank, or of the first."""
-        found = environment.differences(old["environment"], environment.describe(ranks, self._meshes()))
+        found = environment.differences(old["environment"], environment.describe(ranks, self._shared.meshes()))
         if found:
             seeded = f"; {self._own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(found)}{seeded}"
             warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)
-
-    # --- parts ----------------------------------------------------------------------------------------------------------
-
-    def _names(self) -> ParameterNames:
-        return ParameterNames(self._models.objects)
-
-    def _shared_extra(self) -> StatefulPart:
-        return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
-
-    def _meshes(self) -> dict[DeviceMesh, None]:
-        return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}

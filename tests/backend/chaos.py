@@ -80,7 +80,7 @@ _ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>Said by the proxy
 
 
 class ChaosProxy:
-    """Forwards to `port` as `plan` tells; `seen` has every request that came."""
+    """Forwards to `port` as `plan` says; `seen` has every request that arrived."""
 
     def __init__(self, port: int) -> None:
         self.upstream_port = port

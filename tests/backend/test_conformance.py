@@ -30,7 +30,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_backend(kind: str, request: pytest.FixtureRequest) -> Backend:
-    """A backend at a place that nobody else uses."""
+    """A backend at a location that nobody else uses."""
     if kind == "local":
         path: Path = request.getfixturevalue("tmp_path")
         return LocalBackend(str(path / "store"))

@@ -232,6 +232,6 @@ def test_no_descriptor_stays_open(backend: LocalBackend) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_place_that_takes_no_folders_is_an_error() -> None:
+def test_a_location_that_takes_no_folders_is_an_error() -> None:
     with pytest.raises(StoreError, match="/proc/store"):
         LocalBackend("/proc/store").put("a", b"x")

@@ -235,7 +235,7 @@ class FailingCalls:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", WRITES)
 def test_every_system_call_may_fail(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, persistent: bool, number: int) -> None:
-    """For each k: what is told agrees with what is there."""
+    """For each k: what the call reports agrees with what is stored."""
     for k in range(1, 100):
         backend = LocalBackend(str(root / str(k)))
         error, outcome = None, None

@@ -100,7 +100,7 @@ class NoCreate(MemoryBackend):
         raise UnsafeBackendError("no hard links", object_id=name)
 
 
-def test_a_backend_without_create_is_told_apart() -> None:
+def test_a_backend_without_create_is_recognised() -> None:
     assert not probe_create(NoCreate())
     result = probe(NoCreate())
     assert not result.exclusive_create
@@ -126,7 +126,7 @@ class NoDelete(MemoryBackend):
         raise PermissionDeniedError("writers may not delete")
 
 
-def test_what_could_not_be_removed_is_told() -> None:
+def test_what_could_not_be_removed_is_reported() -> None:
     result = probe(NoDelete())
     assert result.exclusive_create
     assert "could not remove probe/" in result.problems[0]
@@ -202,7 +202,7 @@ def test_each_rank_writes_an_object_of_its_own(ranks: int, at_once: int) -> None
     assert backend.most == at_once
 
 
-def test_what_does_not_fit_is_told_and_what_cannot_be_tried_refused() -> None:
+def test_what_does_not_fit_is_reported_and_what_cannot_be_tried_refused() -> None:
     found = check_forecast(Disk(1 << 30), 1 << 30, 2)
     assert (found.free_bytes, found.fits) == (1 << 30, False)
     with pytest.raises(NoSpaceError, match=r"a trial write needs 40\.0 MiB, .* 1\.0 MiB of 1\.0 TiB are free"):
@@ -229,7 +229,7 @@ class SlowPlace(MemoryBackend):
         return super().open_writer(name)
 
 
-def test_a_slow_place_is_tried_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_backend_is_probed_with_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SlowPlace()
     monkeypatch.setattr("time.perf_counter", lambda: backend.now)
     found = check_forecast(backend, 10 << 30, 2)

@@ -192,7 +192,7 @@ def send_first_piece(backend: S3Backend) -> str:
 
 
 @pytest.mark.parametrize(("server", "refuses"), [("moto", True), ("rclone", False), pytest.param("seaweedfs", True, marks=pytest.mark.s3)])
-def test_the_probe_tells_of_puts_and_of_uploads(
+def test_the_probe_reports_on_puts_and_uploads(
     server: str, refuses: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: S3Server = request.getfixturevalue(f"{server}_server")
@@ -202,7 +202,7 @@ def test_the_probe_tells_of_puts_and_of_uploads(
     assert (result.refuses_second_put, result.refuses_second_upload) == (refuses, refuses)
 
 
-def test_the_probe_tells_of_a_server_that_heeds_the_condition_on_puts_alone(
+def test_the_probe_finds_a_server_that_honours_the_condition_on_puts_only(
     backend: S3Backend, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 * MIB)

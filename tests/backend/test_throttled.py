@@ -1,4 +1,4 @@
-"""Bytes pass no faster than told; a writer stops before its place is full; the log waits for nobody."""
+"""Bytes pass no faster than the limit; a writer stops before its backend is full; the log never waits."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ def test_the_rate_holds_both_ways(size: int, seconds_a_byte: float) -> None:
     assert written / (time.now - began) == pytest.approx(RATE, rel=0.05)
 
 
-def test_small_objects_are_paced_likewise() -> None:
+def test_small_objects_are_paced_too() -> None:
     time = Time()
     backend = paced(MemoryBackend(), time)
     for number in range(100):
@@ -181,7 +181,7 @@ class Filling(MemoryBackend):
         return Space(self.free_bytes, 1 << 30)
 
 
-def test_a_writer_stops_before_the_place_is_full() -> None:
+def test_a_writer_stops_before_the_backend_is_full() -> None:
     inner = Filling(200 << 20)
     backend = throttled(inner, min_free=MinFree.parse("10%"))
     first, second = backend.open_writer("packs/1"), backend.open_writer("packs/2")
@@ -209,7 +209,7 @@ def test_free_space_is_looked_at_once_for_so_many_bytes() -> None:
 
 
 class Meter:
-    """Takes the place of a `RateLimit`: notes and lets pass."""
+    """Replaces a `RateLimit`: records the bytes and never waits."""
 
     made: ClassVar[list["Meter"]] = []
     burst_bytes = 1 << 30
@@ -233,7 +233,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meter]]:
     Meter.made.clear()
 
 
-def test_fsck_reads_no_faster_than_told(meters: list[Meter]) -> None:
+def test_fsck_keeps_its_rate_limit(meters: list[Meter]) -> None:
     store = reopen(build())
     report = store.fsck(FsckOptions(read_data=True, rate_limit=5e6))
     writes, reads = meters
@@ -242,7 +242,7 @@ def test_fsck_reads_no_faster_than_told(meters: list[Meter]) -> None:
     assert reads.count > report.data_bytes > 0
 
 
-def test_gc_reads_and_writes_no_faster_than_told(meters: list[Meter]) -> None:
+def test_gc_keeps_its_rate_limit(meters: list[Meter]) -> None:
     store = reopen(build())
     store.forget("runs/b")
     store.forget("runs/a@1")  # whose pack is still needed, in part

@@ -26,7 +26,7 @@ def postgres() -> Iterator[str]:
 
 @pytest.fixture
 def new_schema(postgres: str) -> Callable[[], str]:
-    """Makes URLs of empty places in the database."""
+    """Makes URLs of empty schemas in the database."""
 
     def make() -> str:
         name = f"t{next(_numbers)}"

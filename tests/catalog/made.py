@@ -18,7 +18,7 @@ NOT_OF_THE_LOG = ("store_id", "url", "synced_ns")
 
 
 def publish(store: Store, ref: str, step: int | None = None, metrics: Mapping[str, float] | None = None, **fields: Any) -> str:
-    """The entry of a put, without objects behind it; its root."""
+    """The entry of a save, without objects behind it; its root."""
     engine = store.engine
     head = engine.log.view().branch(ref)
     parent = head.root if head is not None else None

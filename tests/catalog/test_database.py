@@ -52,7 +52,7 @@ def test_urls_that_name_no_catalog(url: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
-def test_a_password_is_never_told(scheme: str) -> None:
+def test_a_password_is_never_shown(scheme: str) -> None:
     for url in (f"{scheme}://ada:sekret@127.0.0.1:1/db", f"{scheme}://ada@127.0.0.1:1/db?password=sekret"):
         with Catalog(url) as catalog, pytest.raises(BackendUnavailableError, match="does not answer") as caught:
             catalog.find()
@@ -238,7 +238,7 @@ def test_views_and_tables_in_plain_sql(url: str) -> None:
         assert counted == [{"n": 0}]
 
 
-def test_a_put_that_does_not_count(url: str) -> None:
+def test_a_save_that_does_not_count(url: str) -> None:
     store = open_store()
     publish(store, "runs/a", 1)
     (op,) = next(iter(store.engine.log.entries())).ops
@@ -250,7 +250,7 @@ def test_a_put_that_does_not_count(url: str) -> None:
             assert [json.loads(detail).get("counted", True) for detail in events] == [True, False, False]
 
 
-def test_a_ulid_that_is_put_twice(url: str) -> None:
+def test_a_ulid_that_is_published_twice(url: str) -> None:
     store = open_store()
     for ref in ("runs/a", "runs/b"):
         publish(store, ref, 1, {ref: 1.0})

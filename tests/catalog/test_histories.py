@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 
 class History:
-    """A store, and the roots that were ever put to it."""
+    """A store, and the roots that were ever saved to it."""
 
     def __init__(self, sync: Callable[[Store], object]) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""Syncs beside each other, killed, and of a log that was replaced."""
+"""Concurrent syncs, killed syncs, and syncs of a log that was replaced."""
 
 import shutil
 import signal
@@ -16,7 +16,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog, create_tables, row_writer
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, FormatVersionError
-from tensorstore_ck.log import table_keys
+from tensorstore_ck.log import table_rows
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.catalog.made import dump, publish
@@ -44,7 +44,7 @@ def require_whole(catalog: Catalog, store: Store, new_url: Callable[[], str]) ->
         assert dump(catalog, store) == dump(fresh, store)
 
 
-def test_many_at_once_beside_a_writer(store: Store, new_url: Callable[[], str]) -> None:
+def test_many_readers_at_once_during_a_writer(store: Store, new_url: Callable[[], str]) -> None:
     url, done = new_url(), threading.Event()
 
     def sync() -> int:
@@ -180,7 +180,7 @@ def test_a_cache_that_others_empty_is_read_again(url: str, monkeypatch: pytest.M
         if times[0] > 0:
             times[0] -= 1
             with store.engine.table.batch() as batch:
-                for key, _ in list(batch.scan(table_keys.PREFIX)):
+                for key, _ in list(batch.scan(table_rows.PREFIX)):
                     batch.delete(key)
         return write(self, *args)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ pytest.importorskip("sqlalchemy")
 
 @pytest.fixture
 def catalog(history: Tsck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tsck:
-    """With no catalog yet, of which the default place is in a folder of the test's own."""
+    """With no catalog yet, whose default location is in a folder of the test."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.delenv("TSCK_CATALOG", raising=False)
     return history

@@ -78,7 +78,7 @@ def test_put_refuses_when_the_branch_moves_meanwhile(history: Tsck, monkeypatch:
     assert history("log", "runs/gpt", "--json").json[0]["step"] is None
 
 
-def test_show_tells_metadata_values_and_tensors(history: Tsck) -> None:
+def test_show_prints_metadata_values_and_tensors(history: Tsck) -> None:
     shown = history("show", "runs/gpt@1")
     assert "lr" in shown.out
     assert "author" in shown.out
@@ -144,7 +144,7 @@ def test_usage_sums_per_ref(history: Tsck) -> None:
     assert "100%" in history("usage", "--packs").out
 
 
-def test_codecs_are_chosen_told_and_changed(tsck: Tsck, tmp_path: Path) -> None:
+def test_codecs_are_chosen_shown_and_changed(tsck: Tsck, tmp_path: Path) -> None:
     save_file({"w": torch.randn(100_000) * 0.02}, tmp_path / "w.safetensors")
     tsck("init", "ck")
     assert tsck("put", "w.safetensors", "--ref", "raw", "--codec", "raw").code == 0
@@ -233,7 +233,7 @@ def test_salvage_makes_a_new_log(history: Tsck, tmp_path: Path) -> None:
     assert history("log", "--rollback", "error").code == 0  # who salvaged it has seen it
 
 
-def test_probe_tells_guarantees_and_speeds(history: Tsck) -> None:
+def test_probe_prints_guarantees_and_speeds(history: Tsck) -> None:
     result = history("probe", "ck")
     assert result.code == 0
     assert "creates exclusively     yes" in result.out
@@ -248,7 +248,7 @@ def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_to_measure")
-def test_probe_foretells_a_snapshot(history: Tsck, tmp_path: Path) -> None:
+def test_probe_estimates_a_snapshot(history: Tsck, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     text = history("probe", "ck", "--size", "20MB", "--ranks", "12").out
     assert "A snapshot of 19.1 MiB by 12 ranks, with no block in the store yet:" in text
@@ -275,7 +275,7 @@ def test_probe_takes_sizes(tsck: Tsck, options: tuple[str, str], said: str) -> N
 
 
 @pytest.mark.parametrize("command", [("gc", "--dry-run"), ("fsck", "--read-data"), ("fsck", "--repair")])
-def test_gc_and_fsck_go_no_faster_than_told(history: Tsck, command: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_and_fsck_keep_their_rate_limit(history: Tsck, command: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rates = []
 
     class Meter:
@@ -313,7 +313,7 @@ def test_help_lists_commands_in_order(tsck: Tsck) -> None:
     assert tsck("--version").out == f"tsck {tsck_package.__version__}\n"
 
 
-def test_advise_tells_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advise_prints_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = history("advise", "runs/gpt", "--stall", "2s", "--mtbf", "6h", "--bandwidth", "500MB").out
     assert "mtbf" in told
     assert "best" in told
@@ -329,7 +329,7 @@ def test_advise_tells_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "advice.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_log_tells_what_keeps_each_and_draws(history: Tsck, tmp_path: Path) -> None:
+def test_log_prints_what_keeps_each_and_draws(history: Tsck, tmp_path: Path) -> None:
     assert "KEPT BY" not in history("log", "runs/gpt").out
     history("tag", "v1", "runs/gpt~1")
     assert history("log", "runs/gpt").out.splitlines()[-1].endswith("tag v1")

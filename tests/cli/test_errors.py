@@ -90,7 +90,7 @@ def test_an_interrupt_ends_with_130(history: Tsck, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.s3
-def test_a_place_that_ignores_conditions(tsck: Tsck, rclone_server: servers.S3Server) -> None:
+def test_a_backend_that_ignores_conditions(tsck: Tsck, rclone_server: servers.S3Server) -> None:
     options = [f"--storage-option=key={servers.KEY}", f"--storage-option=secret={servers.SECRET}"]
     options += [f"--storage-option=endpoint_url={rclone_server.endpoint}", '--storage-option=client_kwargs={"region_name": "us-east-1"}']
     url = f"s3://{servers.BUCKET}/cli"

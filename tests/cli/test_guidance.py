@@ -132,7 +132,7 @@ def test_a_missing_package_is_named(extra: str) -> None:
 
 
 def texts_of(path: Path) -> list[str]:
-    """The text in a source file, with ``X`` for what is put in at run time."""
+    """The text in a source file, with ``X`` for what is inserted at run time."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
@@ -152,7 +152,7 @@ def problem_of(command: str) -> str:
     """What `tsck` would not take of a command in a message; empty if nothing."""
     try:
         words = shlex.split(command)
-    except ValueError:  # of a quote that is put in at run time
+    except ValueError:  # of a quote that is inserted at run time
         words = command.split()
     while words and words[0] in ("-s", "--store"):
         words = words[2:]

@@ -1,4 +1,4 @@
-"""Which places commands use: by option, and by the user's file, where `tsck policy set` notes what is named on this host."""
+"""Which locations commands use: by option, and by the user's file, to which `tsck policy set` adds those that are named on this host."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ READING = [
 
 @pytest.fixture
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that is not beside the store."""
+    """A folder that is not next to the store."""
     return tmp_path_factory.mktemp("mnt") / "cold disk"
 
 
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def moved(history: Tsck, cold: Path, config: Path) -> Tsck:
-    """All packs lie at the place that was named on this host; then another user comes, who never named it."""
+    """All packs are at the location that was named on this host; then another user comes, who never named it."""
     named = history("policy", "set", "runs/*", f"move_after=0.001s:{cold}")
     assert str(config) in named.err
     assert config.read_text() == f"{cold}\n"
@@ -60,6 +60,20 @@ def test_what_another_user_needs(moved: Tsck, cold: Path, config: Path) -> None:
         assert moved(*arguments, *force).code == 0, arguments
 
 
+@pytest.mark.parametrize("name", ["store.json", "log/00000000000000000/00000000000000000001"])
+def test_fsck_names_damage_that_it_found_before_it_came_to_the_location(moved: Tsck, cold: Path, name: str) -> None:
+    path = Path("ck", name)
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-3])
+    for arguments in (("fsck",), ("fsck", "--repair")):
+        refused = moved(*arguments, "-s", "ck")
+        assert (refused.code, refused.err.count("\n")) == (17, 1), refused
+        assert f"--allow-place '{cold}/" in refused.err
+        assert f"also damaged: {name}: " in refused.err
+    looked = moved("fsck", "--json", "-s", "ck", "--allow-place", str(cold)).json["report"]
+    assert name in {finding["object"] for finding in looked["findings"] if finding["severity"] == "error"}
+
+
 def test_the_log_is_read_without_it(moved: Tsck) -> None:
     for arguments in (
         ("log", "runs/gpt"),
@@ -76,7 +90,7 @@ def test_the_log_is_read_without_it(moved: Tsck) -> None:
     assert moved("get", "again", "again.safetensors").code == 0
 
 
-def test_repair_from_a_store_with_a_place(moved: Tsck, tmp_path: Path, cold: Path) -> None:
+def test_repair_from_a_store_with_a_location(moved: Tsck, tmp_path: Path, cold: Path) -> None:
     assert moved("init", "other").code == 0
     assert moved("copy", "ck", "other", "--allow-place", str(cold)).code == 0
     pack = next(path for path in (tmp_path / "other" / "packs").rglob("*") if path.is_file())
@@ -100,7 +114,7 @@ def test_policy_set_notes_only_what_needs_a_word(history: Tsck, tmp_path: Path, 
     assert config.read_text() == "/mnt/first\ns3://cold/ckpt\n"
 
 
-def test_a_file_that_cannot_be_written_is_told(history: Tsck, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(history: Tsck, tmp_path: Path) -> None:
     (tmp_path / "config").write_text("no folder")
     made = history("policy", "set", "runs/*", "move_after=1d:s3://cold/ckpt")
     assert made.code == 0
@@ -108,7 +122,7 @@ def test_a_file_that_cannot_be_written_is_told(history: Tsck, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("line", ["cold", "s3://", "../cold", "s3://cold/../x", "simplecache::s3://cold/x"])
-def test_a_line_that_is_no_place(history: Tsck, config: Path, line: str) -> None:
+def test_a_line_that_names_no_location(history: Tsck, config: Path, line: str) -> None:
     config.parent.mkdir(parents=True)
     config.write_text(f"s3://cold\n{line}\n")
     refused = history("log", "runs/gpt")

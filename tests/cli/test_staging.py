@@ -60,7 +60,7 @@ def steps(tsck: Tsck) -> list[int]:
 
 
 def files(tmp_path: Path) -> list[str]:
-    """What is on the disk of puts that are over, copies apart."""
+    """What finished saves left on the disk, without copies."""
     found = [path for path in (tmp_path / "stage").rglob("*") if path.is_file()]
     return [path.name for path in found if "copies" not in path.parts and path.name != "users"]
 
@@ -258,7 +258,7 @@ def test_a_folder_with_links_is_not_taken_over(staged: Tsck, theirs: Users, tmp_
 
 @pytest.mark.parametrize("what", ["users", "unsent/packs/*/*"])
 def test_a_folder_in_use_is_not_taken_over(staged: Tsck, theirs: Users, tmp_path: Path, what: str) -> None:
-    """By a job, or by whoever waits to write into a pack that was verified."""
+    """By a job, or by a process that waits to write into a pack that was verified."""
     with newest(tmp_path, what).open("r+b") as file:
         if what == "users":
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -307,7 +307,7 @@ def other_snapshot(tmp_path: Path) -> str:
 
 
 def take_the_name_of_a_pack(tmp_path: Path) -> str:
-    """Which would be deleted in the store, as what a torn upload left, and written anew."""
+    """Which would be deleted in the store, as what a torn upload left, and written again."""
     before = {*(tmp_path / "ck" / "packs").glob("*/*")}
     with tsck_package.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
         store.put_snapshot({"other": torch.full((50_000,), 3)}, ref="other")

@@ -1,4 +1,4 @@
-"""What users of a store can put into it moves no terminal: no control, bidi or line-separating character comes out of any command."""
+"""Nothing that users of a store write into it controls a terminal: no command prints a control, bidi or line-separating character."""
 
 import re
 import socket

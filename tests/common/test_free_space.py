@@ -80,11 +80,11 @@ def test_the_message_has_all_sizes_and_what_to_do() -> None:
     assert "min_free" not in str(refused.value)
 
 
-def test_a_place_that_cannot_tell_passes() -> None:
+def test_a_backend_that_does_not_report_its_space_passes() -> None:
     require_free_space(MemoryBackend(), MinFree.parse("99%"), 1 << 60, "a put")
 
 
-def test_a_folder_is_a_place(tmp_path: Path) -> None:
+def test_a_folder_is_a_location(tmp_path: Path) -> None:
     place = LocalBackend(str(tmp_path / "not" / "there"))
     require_free_space(place, MinFree(), 0, "a put")
     with pytest.raises(NoSpaceError, match=r"1\.0 EiB, and there is too little free space"):

@@ -1,4 +1,4 @@
-"""Seconds and bytes of the stages of a put, counted from several threads."""
+"""Seconds and bytes of the stages of a save, counted from several threads."""
 
 import threading
 
@@ -25,7 +25,7 @@ def meter(clock: Clock) -> PutMeter:
     return PutMeter(clock)
 
 
-def test_a_meter_that_was_told_nothing_says_so(meter: PutMeter) -> None:
+def test_a_meter_without_input_says_so(meter: PutMeter) -> None:
     progress = meter.snapshot()
     assert (progress.stage, progress.done_bytes, progress.total_bytes, progress.fraction) == ("queued", 0, 0, 0.0)
     assert progress.seconds_fields() == {f"{stage}_seconds": 0.0 for stage in STAGES}
@@ -63,7 +63,7 @@ def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: PutMete
         clock.now += 2
         progress = meter.snapshot()
     assert (progress.stage, progress.done_bytes, progress.total_bytes, progress.fraction) == ("write", 40, 100, 0.4)
-    assert progress.bytes_per_second == 40 / 5  # since the first block, whichever stage held it up
+    assert progress.bytes_per_second == 40 / 5  # since the first block, whatever stage caused the delay
     meter.expect("upload", 15)
     for _ in range(2):  # a second try
         with meter.timed("upload", 15):

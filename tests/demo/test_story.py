@@ -16,7 +16,7 @@ from examples.demo.train import SIZES
 
 
 @pytest.mark.slow
-def test_killed_in_a_put_and_the_same_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_in_a_save_and_the_same_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_story(tmp_path, size="tiny", kills=1, seed=1) == 0
     page = capsys.readouterr().out
     assert re.search(r"killed in the save of step \d+, [0-9.]+ [kM]B of its pack written", page)
@@ -57,7 +57,7 @@ def drop(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [change_weight, change_sign_of_zero, change_dtype, change_type, change_loss, drop])
-def test_any_difference_is_seen(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_any_difference_is_found(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state, other = make_state(), make_state()
     assert differences(state, other) == []
     assert fingerprint(state) == fingerprint(other)
@@ -90,7 +90,7 @@ def test_what_the_processes_said_is_compared(tmp_path: Path, ours: Life, theirs:
         assert {what for what, same, _ in compare(store, [ours], theirs) if not same} == wrong
 
 
-def test_the_plan_follows_from_its_seed_and_begins_with_a_put() -> None:
+def test_the_plan_follows_from_its_seed_and_begins_with_a_save() -> None:
     for size in SIZES.values():
         for seed in range(200):
             moments = plan_kills(size, 5, seed)

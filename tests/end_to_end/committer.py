@@ -1,4 +1,4 @@
-"""Run by test_many_processes in processes of its own: puts snapshots as jobs would, and prints what was acknowledged."""
+"""Run by test_many_processes in processes of its own: saves snapshots as jobs would, and prints what was acknowledged."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import tensorstore_ck as tsck
 
 
 def put(store: tsck.Store, mode: str, worker: int, number: int) -> tuple[tsck.Snapshot, int]:
-    """One put to the mode's ref, and how many conflicts came before it. Its state counts the puts that it builds on."""
+    """One save to the mode's ref, and how many conflicts came before it. Its state counts the saves that it builds on."""
     ref = ref_of(mode, worker)
     expect: Any = tsck.ANY if mode == "any" else tsck.LAST_SEEN
     content, conflicts = worker * 1000 + number, 0

@@ -1,4 +1,4 @@
-"""Which put may move a ref, and what the new snapshot continues: a job that was given up for dead cannot overwrite its successor's work."""
+"""Which save may move a ref, and what the new snapshot continues: a job that was given up as dead cannot overwrite its successor's work."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def steps(store: tsck.Store) -> list[int | None]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Without writer records, which no put waits for."""
+    """Without writer records, for which no save waits."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent.name != "writers"}
 
 
@@ -106,7 +106,7 @@ def test_expecting_nothing(store: tsck.Store) -> None:
 
 
 @pytest.mark.parametrize("same_handle", [True, False])
-def test_a_put_after_a_rollback_continues_what_was_restored(
+def test_a_save_after_a_rollback_continues_what_was_restored(
     store: tsck.Store, open_store: Callable[[], tsck.Store], same_handle: bool
 ) -> None:
     first, second = put(store, 1), put(store, 2)
@@ -173,7 +173,7 @@ def test_a_notebook_that_only_restored_the_newest_snapshot_may_not_begin_there(
     notebook = restored(open_store)
     before = files(tmp_path / "store")
 
-    def put_lower() -> object:  # beside the training it is told where it is called
+    def put_lower() -> object:  # an asynchronous save raises where it is called
         return notebook.put_snapshot_async(state(1), ref="job", step=1) if beside else put(notebook, 1)
 
     with pytest.raises(tsck.InvalidOptionError, match=r"step 1 is lower than step 1000, where .* restored ref 'job'.*expect=") as caught:
@@ -185,7 +185,7 @@ def test_a_notebook_that_only_restored_the_newest_snapshot_may_not_begin_there(
     assert store.resolve(f"job-{head.root[:8]}").root == head.root
 
 
-def test_a_put_of_no_lower_step_goes_on(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+def test_a_save_of_no_lower_step_goes_on(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
     put(store, 10)
     again = restored(open_store)
     assert put(again, 10).step == 10, "the same step, as where the last one is saved once more"
@@ -197,7 +197,7 @@ def test_a_put_of_no_lower_step_goes_on(store: tsck.Store, open_store: Callable[
     assert put(without, 1).step == 1
 
 
-def test_what_means_it_may_put_a_lower_step(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+def test_an_explicit_expect_may_save_a_lower_step(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
     first, head = put(store, 900), put(store, 1000)
     assert put(restored(open_store), 5, expect=head).step == 5
     put(store, 1000, expect=tsck.ANY)
@@ -208,7 +208,7 @@ def test_what_means_it_may_put_a_lower_step(store: tsck.Store, open_store: Calla
     assert steps(store) == [7, 1000, 6, 1000, 5, 1000, 900]
 
 
-def test_the_first_put_to_a_branch_may_have_any_step(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+def test_the_first_save_to_a_branch_may_have_any_step(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
     head = put(store, 1000)
     notebook = restored(open_store)
     assert notebook.put_snapshot(state(1), ref="new", step=1).parent is None
@@ -238,7 +238,7 @@ def printed_commands(text: str) -> list[list[str]]:
 
 
 def run_printed(text: str) -> None:
-    """Runs all of them, in the order in which they are told."""
+    """Runs all of them, in the given order."""
     commands = printed_commands(text)
     assert commands
     for _, *arguments in commands:
@@ -265,7 +265,7 @@ def test_the_conflict_says_who_and_how_to_go_on(store: tsck.Store, open_store: C
     assert str(tmp_path / "store") in str(again.value)
 
 
-def test_the_conflict_tells_of_a_branch_that_keeps_the_other_side(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+def test_the_conflict_names_a_branch_that_keeps_the_other_side(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
     put(store, 1)
     other = put(restored(open_store), 2)
     store.branch("job-" + other.root[:8], at=other.root)
@@ -291,7 +291,7 @@ def test_the_commands_work_where_their_name_is_taken(store: tsck.Store, open_sto
             notebook.put_snapshot(state(0), ref=ref, step=0)
 
 
-def test_the_conflict_is_told_where_the_log_entry_cannot_be_read(
+def test_the_conflict_is_reported_where_the_log_entry_cannot_be_read(
     store: tsck.Store, open_store: Callable[[], tsck.Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 1)
@@ -324,7 +324,7 @@ def test_equal_states_on_new_refs_have_equal_roots(store: tsck.Store, open_store
     assert len(roots) == 1
 
 
-def test_a_parent_that_is_told(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+def test_an_explicit_parent(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
     first, second = put(store, 1), put(store, 2)
     assert store.put_snapshot(state(3), ref="tuned", parent="job@1").parent == first.root
     assert store.put_snapshot(state(4), ref="tuned", parent=second).parent == second.root
@@ -354,7 +354,7 @@ def run_in_child(work: Callable[[], str]) -> str:
             said = work()
         except tsck.StoreError as exc:
             said = exc.kind
-        except BaseException as exc:  # noqa: BLE001 - the parent tells
+        except BaseException as exc:  # noqa: BLE001 - the parent reports it
             said = repr(exc)
         os.write(write_fd, said.encode())
         os._exit(0)

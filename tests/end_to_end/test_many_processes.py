@@ -1,4 +1,4 @@
-"""Eight real processes put snapshots at once: each acknowledged one is in its ref's history exactly once, and no update is lost."""
+"""Eight real processes save snapshots at once: each acknowledged one is in its ref's history exactly once, and no update is lost."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def run_workers(url: str, options: dict[str, Any], folder: Path, puts: int) -> l
                 process.communicate()
 
 
-def test_every_acknowledged_put_is_in_the_log_once(outcome: Outcome) -> None:
+def test_every_acknowledged_save_is_in_the_log_once(outcome: Outcome) -> None:
     entries = [line["entry"] for lines in outcome.said for line in lines]
     assert sorted(entries) == list(range(1, 3 * WORKERS * outcome.puts + 1))
     for lines in outcome.said:
@@ -99,7 +99,7 @@ def test_the_history_is_what_was_acknowledged(outcome: Outcome, mode: str) -> No
 
 
 def test_no_update_is_lost(outcome: Outcome) -> None:
-    """Each put of the shared ref, and of a worker's own, builds on the one before."""
+    """Each save of the shared ref, and of a worker's own, builds on the one before."""
     for ref in ("runs/shared", *(ref_of("own", worker) for worker in range(WORKERS))):
         oldest_first = outcome.store.log(ref)[::-1]
         assert [snapshot.parent for snapshot in oldest_first[1:]] == [snapshot.root for snapshot in oldest_first[:-1]]
@@ -115,7 +115,7 @@ def test_who_asks_for_any_builds_on_what_it_had(outcome: Outcome) -> None:
         assert all(line["conflicts"] == 0 for line in lines)
 
 
-def test_losers_were_told_of_conflicts(outcome: Outcome) -> None:
+def test_losers_got_conflicts(outcome: Outcome) -> None:
     assert sum(line["conflicts"] for lines in outcome.of("shared") for line in lines) >= WORKERS - 1, "one alone can make the ref"
     assert all(line["conflicts"] == 0 for lines in outcome.of("own") for line in lines)
 

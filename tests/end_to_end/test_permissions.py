@@ -92,7 +92,7 @@ def seaweedfs_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def _without_conditions(document: dict[str, Any]) -> dict[str, Any]:
-    """Where nobody tells the steps of an upload apart, they are allowed where the object is."""
+    """If a server does not distinguish the steps of an upload, they are allowed where the object is."""
     statements = []
     for statement in document["Statement"]:
         creating = statement.get("Condition", {}).get("Bool", {}).get("s3:ObjectCreationOperation")

@@ -1,4 +1,4 @@
-"""A store that is opened to look at is never changed: by no method, no command, and nothing that happens beside them."""
+"""A store that is opened read-only never changes: by no method, no command, and nothing that happens at the same time."""
 
 import inspect
 import os
@@ -34,7 +34,7 @@ NOBODY = 65534
 WRITES = ("put", "replace", "create", "sync_folders", "open_writer", "delete", "abort_upload")
 READS = ("get", "read_into", "size", "list", "space", "list_uploads", "close")
 CHANGES_NOTHING = {"pending", "drain", "on_preemption", "on_event"}
-"""Of puts under way, which such a store has none of."""
+"""Of saves in progress, which such a store does not have."""
 LOOKS = [
     ("log",),
     ("log", "runs/gpt", "--json"),
@@ -319,7 +319,7 @@ def in_child(work: Callable[[], None]) -> str:
                 os.setuid(NOBODY)
             work()
             said = "done"
-        except BaseException as exc:  # noqa: BLE001 - the parent tells
+        except BaseException as exc:  # noqa: BLE001 - the parent reports it
             said = repr(exc)
         os.write(write_fd, said.encode()[: 1 << 15])
         os._exit(0)

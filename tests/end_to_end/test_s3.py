@@ -68,7 +68,7 @@ def equal(left: Tensors, right: Tensors) -> bool:
 
 
 def count(requests: list[Request], *methods: str, folder: str = "/") -> int:
-    """How many of the requests have one of the methods, and the folder in their path; without the writer record, which no put waits for."""
+    """How many of the requests have one of the methods, and the folder in their path; without the writer record (no save waits for it)."""
     paths = [request.path.partition("?")[0] for request in requests if request.method in methods]
     return sum(folder in path and ("/writers/" not in path or folder == "/writers/") for path in paths)
 
@@ -129,7 +129,7 @@ def test_a_forked_child_uses_the_store(open_store: Open) -> None:
 # --- how many requests ----------------------------------------------------------------------------------------------------
 
 
-def test_a_put_writes_the_pack_and_three_objects(open_store: Open, proxy: ChaosProxy) -> None:
+def test_a_save_writes_the_pack_and_three_objects(open_store: Open, proxy: ChaosProxy) -> None:
     store, state = open_store(proxy.url), tensors(0)
     proxy.seen.clear()
     store.put_snapshot(state, ref="job", step=1)
@@ -205,7 +205,7 @@ WRITES = ["/packs/", "/parts/", "/snapshots/", "/log/"]
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.LOSE_REPLY, Fault.LOSE_REQUEST, Fault.STATUS_503])
 @pytest.mark.parametrize("folder", WRITES)
-def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: str, fault: Fault) -> None:
+def test_a_save_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: str, fault: Fault) -> None:
     store, state = open_store(proxy.url, **FEW_TRIES), tensors(0, count=3)
     proxy.plan = once(fault, "PUT", folder)
     done = store.put_snapshot(state, ref="job", step=1)
@@ -220,7 +220,7 @@ def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: s
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.LOSE_REPLY, Fault.LOSE_REQUEST, Fault.STATUS_503])
 @pytest.mark.parametrize("folder", WRITES)
-def test_a_fault_that_stays_is_told(
+def test_a_fault_that_stays_is_reported(
     open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch, folder: str, fault: Fault
 ) -> None:
     monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0, 0.0))

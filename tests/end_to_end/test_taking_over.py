@@ -1,4 +1,4 @@
-"""Whichever way a job puts: who only looked does not take its ref over, and a job that lost its ref learns who has it and how to go on."""
+"""For every way to save: a reader does not take the ref over, and a job that lost its ref learns who has it and how to continue."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ WAYS: dict[str, tuple[Put, bool]] = {
     "dcp": (put_by_dcp, False),
     "training": (put_training, False),
 }
-"""How to put, and whether there is a staging disk."""
+"""How to save, and whether there is a staging disk."""
 
 
 @pytest.fixture(params=WAYS)
@@ -129,7 +129,7 @@ def test_the_job_learns_how_to_go_on(put: Put, open_store: Open) -> None:
 
 
 @pytest.mark.parametrize("way", ["alone", "group", "dcp"], indirect=True)
-def test_the_ref_is_moved_while_the_put_is_under_way(put: Put, open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ref_is_moved_while_the_save_is_under_way(put: Put, open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     job, other = open_store(), open_store()
     put(job, 1)
     other.checkout("job")

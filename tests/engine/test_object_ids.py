@@ -1,4 +1,4 @@
-"""Writer records: who leaves one, when, and that no put is hurt by it."""
+"""Writer records: which process leaves one, when, and that no save suffers from it."""
 
 import os
 import threading
@@ -43,7 +43,7 @@ def written(ids: ObjectIds) -> None:
     ids._thread.join(PATIENCE_SECONDS)
 
 
-def test_all_names_of_a_process_are_of_the_series_that_its_record_tells() -> None:
+def test_all_names_of_a_process_are_of_the_series_in_its_record() -> None:
     backend = MemoryBackend()
     ids = source(backend)
     drawn = [ids() for _ in range(100)]
@@ -136,7 +136,7 @@ def test_who_leaves_something_behind_leaves_the_record() -> None:
     assert len(names(backend)) == 1
 
 
-def test_who_put_nothing_writes_nothing() -> None:
+def test_a_process_that_saved_nothing_writes_nothing() -> None:
     backend = MemoryBackend()
     ids = source(backend)
     ids.close()

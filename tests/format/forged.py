@@ -1,4 +1,4 @@
-"""Snapshots that no writer of ours would make, under right hashes: what whoever may write to the bucket can put there."""
+"""Snapshots that none of our writers would make, under right hashes: what an attacker who may write to the bucket can store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ def layout_of(tree: Any, tensors: Sequence[tuple[str, tuple[int, ...]]] = (), **
 
 
 def publish(store: Store, *parts: Forged, ranks: int = 1) -> int:
-    """Puts a snapshot of these parts on ``bomb``; tells how many bytes were written."""
+    """Saves a snapshot of these parts on ``bomb``; returns how many bytes were written."""
     engine = store.engine
     header = encode_header()
     data, rows, row_of = bytearray(header), list[tuple[Any, ...]](), dict[bytes, int]()

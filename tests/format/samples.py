@@ -107,7 +107,7 @@ def spread_layout() -> Layout:
 
 
 def spread_part(rank: int = 0) -> Part:
-    """What rank 0, 1, 3 or 4 of six puts; ranks 2 and 5 have another layout."""
+    """What rank 0, 1, 3 or 4 of six saves; ranks 2 and 5 have another layout."""
     layout, others = spread_layout(), (0, 1, 3, 4)
     number = others.index(rank)
     explicit = [
@@ -292,7 +292,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def replaced(body: dict[str, Any], number: int, value: object) -> dict[str, Any]:
-    """A copy of `body` with the value at place `number` replaced."""
+    """A copy of `body` with the value at position `number` replaced."""
     body = copy.deepcopy(body)
     container, key = list(places(body))[number]
     container[key] = value

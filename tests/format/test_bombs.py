@@ -142,7 +142,7 @@ def test_true_states_that_compress_well(state: dict[str, Any]) -> None:
     store.show("true")
 
 
-def test_a_put_refuses_what_a_reader_would_refuse() -> None:
+def test_a_save_refuses_what_a_reader_would_refuse() -> None:
     store = make_store()
     with pytest.raises(tsck.UnsupportedValueError, match="too many empty containers"):
         store.put_snapshot({"a": [[] for _ in range(60_000)]}, ref="a")
@@ -159,7 +159,7 @@ def zeros_of(rows: int) -> Forged:
 
 
 def test_tensors_that_fit_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is declared is known beforehand: `show` tells it, and a checkout does not begin."""
+    """The declared size is known beforehand: `show` prints it, and a checkout does not begin."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 200 * MIB)
     store = make_store()
     publish(store, zeros_of(64))

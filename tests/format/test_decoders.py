@@ -217,7 +217,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(KINDS), st.data())
-def test_random_values_in_random_places(kind: str, data: st.DataObject) -> None:
+def test_random_values_at_random_positions(kind: str, data: st.DataObject) -> None:
     body = body_of(SEALED[kind].sample)
     for _ in range(data.draw(st.integers(1, 3))):
         number = data.draw(st.integers(0, len(list(places(body))) - 1))

@@ -30,7 +30,7 @@ def numbering(*numbers: int) -> bytes:
     return np.array(numbers, "<u2").tobytes()
 
 
-def test_a_part_says_with_whom_it_was_put() -> None:
+def test_a_part_says_with_which_ranks_it_was_saved() -> None:
     """One of many ranks' does, one of a single rank need not, and a rank state does not."""
     alone, of_many, state = samples.part(), samples.spread_part(), samples.rank_state()
     for part in (alone, alone._replace(layout_of=b""), of_many, of_many._replace(layout_of=b""), state):

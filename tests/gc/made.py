@@ -23,7 +23,7 @@ def pack_ulid(pack: int) -> Ulid:
 
 
 def stored_bytes(place: Place) -> int:
-    """Of a block: differs from place to place."""
+    """Of a block: differs from one position to the next."""
     return 100 + 7 * place[0] + place[1] % 1000
 
 
@@ -83,7 +83,7 @@ class Made(NamedTuple):
 
 
 def publish(engine: Engine, ref: str, step: int, parts: Sequence[Part], ulids: list[Ulid] | None = None) -> Made:
-    """Puts a snapshot of these parts; with `ulids` they are there already."""
+    """Saves a snapshot of these parts; with `ulids` they are there already."""
     if ulids is None:
         ulids = [engine.new_id() for _ in parts]
         for ulid, part in zip(ulids, parts, strict=True):

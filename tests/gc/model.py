@@ -53,7 +53,7 @@ class Model:
         return {key for each in moves for key in each.values()} | set(self.tags.values()) | {key for key, _ in self.pins}
 
     def with_root(self, branch: str, root: str) -> set[str]:
-        """The snapshots in a branch's history that have a root: the same training may have been put twice."""
+        """The snapshots in a branch's history that have a root: the same training may have been saved twice."""
         return {key for key in self.branches[branch].values() if self.puts[key].root == root}
 
     def holder_of(self, root: str) -> str | None:
@@ -80,7 +80,7 @@ class Model:
     # --- change ---------------------------------------------------------------------------------------------------------
 
     def move(self, branch: str, key: str) -> None:
-        """A put, a new branch, or a reset."""
+        """A save, a new branch, or a reset."""
         number = self.lengths.get(branch, 0)
         self.lengths[branch] = number + 1
         self.branches.setdefault(branch, {})[number] = key

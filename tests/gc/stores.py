@@ -1,4 +1,4 @@
-"""Stores to free space in: a clock that stands until it is told, small states, and what lies in a backend."""
+"""Stores to free space in: a clock that stands until a test moves it, small states, and the contents of a backend."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ State = dict[str, object]
 
 
 class Clock:
-    """Nanoseconds since 1970, as told."""
+    """Nanoseconds since 1970, as set."""
 
     def __init__(self, now_ns: int = 2_000_000_000_000_000_000) -> None:
         self.now_ns = now_ns  # later than files of today
@@ -105,20 +105,20 @@ def counts(backend: Backend) -> dict[str, int]:
 
 
 def require_readable(store: Store, held: dict[str, State]) -> None:
-    """Every held snapshot is what was put."""
+    """Every held snapshot is what was saved."""
     for address, expected in held.items():
         assert same(store.checkout(address), expected), address
 
 
 def require_sound(store: Store, held: dict[str, State]) -> None:
-    """Every held snapshot is what was put, and fsck finds nothing wrong in any byte."""
+    """Every held snapshot is what was saved, and fsck finds nothing wrong in any byte."""
     require_readable(store, held)
     report = store.fsck(read_data=True)
     assert report.ok, report.findings
 
 
 def put_all(store: Store, ref: str, states: Sequence[State]) -> list[str]:
-    """Puts the states as steps 1, 2, ...; returns their roots."""
+    """Saves the states as steps 1, 2, ...; returns their roots."""
     return [store.put_snapshot(state, ref=ref, step=step).root for step, state in enumerate(states, start=1)]
 
 

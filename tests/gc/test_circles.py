@@ -136,7 +136,7 @@ def test_each_relocation_is_read_once(monkeypatch: pytest.MonkeyPatch, moves: Mo
         read.clear()
         looked.clear()
         done = steps()
-        assert (max(read.values()), max(looked.values())) == (1, 2)
+        assert (max(read.values()), max(looked.values())) == (1, 1)
         return done
 
     found = once(lambda: locate_blocks(engine, engine.log.view(), make_part(places)))
@@ -144,6 +144,18 @@ def test_each_relocation_is_read_once(monkeypatch: pytest.MonkeyPatch, moves: Mo
     steps = once(lambda: list(follow(engine, engine.log.view(), {START: np.arange(entries)})))
     assert len([pack for pack, at, moved in steps if moved is None and len(at)]) == ends
     assert {moved for _, _, moved in steps if moved is not None} == found.moved
+
+
+def test_the_parts_of_all_snapshots_read_each_relocation_map_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(backend := MemoryBackend())
+    packs = [engine.new_id() for _ in range(200)]
+    maps = relocate(engine, [(pack, [(0, engine.new_id(), 0)]) for pack in packs])
+    read, get = Counter[str](), backend.get
+    monkeypatch.setattr(backend, "get", lambda name, *, max_bytes: read.update([name]) or get(name, max_bytes=max_bytes))
+    for _ in range(3):
+        steps = list(follow(engine, engine.log.view(), dict.fromkeys(packs, np.arange(1))))
+        assert len([moved for _, _, moved in steps if moved is not None]) == len(packs)
+    assert read == {ObjectKey("moved", moved).name: 1 for moved in maps}
 
 
 HOPS = 520

@@ -411,7 +411,7 @@ def test_refuses_when_the_clocks_are_apart() -> None:
     store.gc(GcOptions())
 
 
-def test_dates_are_not_judged_by_a_wrong_clock() -> None:
+def test_a_wrong_clock_decides_no_dates() -> None:
     """Nor with a min_age of 0: pins and undo windows have dates too. Without any of them the clock does not matter."""
     clock = Clock()
     backend = MemoryBackend(clock=clock)
@@ -583,7 +583,7 @@ def resolved(store: Store, address: str) -> SnapshotInfo:
     return resolve(store.engine.log.view(), address).info
 
 
-def test_a_put_after_compaction_reuses_what_was_moved(backend: Backend) -> None:
+def test_a_save_after_compaction_reuses_what_was_moved(backend: Backend) -> None:
     table = MemoryTable()
     store = sparse_store(backend, table=table)
     collect(store)
@@ -696,8 +696,8 @@ FORGETFUL = {
 
 @pytest.mark.parametrize("options", FORGETFUL.values(), ids=FORGETFUL)
 @pytest.mark.parametrize("address", ["job", "job@1"])
-def test_a_put_while_what_it_reuses_is_freed(options: GcOptions, address: str) -> None:
-    """At each backend call of a put another host forgets what has its blocks, all of it or a part, and collects."""
+def test_a_save_while_what_it_reuses_is_freed(options: GcOptions, address: str) -> None:
+    """At each backend call of a save another host forgets all or some snapshots with its blocks, and runs gc."""
     ref = "new" if address == "job" else "job"
 
     def run(at: int) -> str:
@@ -725,7 +725,7 @@ def test_a_put_while_what_it_reuses_is_freed(options: GcOptions, address: str) -
     assert {"get", "size", "open", "append", "close", "put", "create"} <= each_call(run)
 
 
-def test_a_put_that_meets_condemned_blocks_rescues_them() -> None:
+def test_a_save_that_meets_condemned_blocks_rescues_them() -> None:
     """Nothing is written a second time: grace is for that."""
     clock, table = Clock(), MemoryTable()
     backend = MemoryBackend(clock=clock)

@@ -1,4 +1,4 @@
-"""A writer who names places in the log: readers send nothing there, and read what lies in the store itself."""
+"""A writer who names locations in the log: readers send nothing there, and read what is in the store itself."""
 
 import importlib
 import shutil
@@ -84,9 +84,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def plant(folder: Path, *places: str) -> None:
-    """What a hostile writer does: says of the packs of each ``run<n>``, which lie in the store, that they lie at a place.
+    """What a hostile writer does: claims that the packs of each ``run<n>``, which are in the store, are at a location.
 
-    Those places that can be had without a network have the packs, and the mark.
+    Those locations that need no network have the packs, and the mark.
     """
     with tsck.open(folder, create=True, no_sync=True, cache_dir=folder.parent / "cache") as store:
         seen: set[Path] = set()
@@ -125,7 +125,7 @@ def roots(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return found
 
 
-def test_restores_use_none_of_the_places_that_a_writer_names(folder: Path, port: int, roots: set[Path]) -> None:
+def test_restores_use_none_of_the_locations_that_a_writer_names(folder: Path, port: int, roots: set[Path]) -> None:
     places = [place.format(port=port, store=folder, parent=folder.parent) for place in PLACES]
     plant(folder, *places)
     with open_anew(folder) as store:
@@ -171,7 +171,7 @@ def test_all_calls_refuse_it_and_change_nothing(folder: Path, port: int, roots: 
 
 
 @pytest.mark.parametrize("allowed", ["{outside}", "file://{outside}", "{jobs}/link"])
-def test_a_place_that_the_host_allows(folder: Path, allowed: str) -> None:
+def test_a_location_that_the_host_allows(folder: Path, allowed: str) -> None:
     outside = folder.parent.parent / "outside"
     plant(folder, f"{folder.parent}/link" if "link" in allowed else str(outside))
     shutil.rmtree(folder / "packs")

@@ -69,7 +69,7 @@ class Strikes(Faults):
 
 
 def put_in_child(url: Path, cache: Path, step: int, what: str, strike: Callable[[Store], object], *, after: bool = True) -> int:
-    """Forks a process that puts a step, and does `strike` at a call to the backend, when its writer record is there; its id."""
+    """Forks a process that saves a step, and does `strike` at a call to the backend, when its writer record is there; its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -317,7 +317,7 @@ def test_fsck_salvage_and_copy_take_no_notice(us: Process, tmp_path: Path) -> No
     with tsck.open(url, create=True, cache_dir=tmp_path / "cache") as store:
         store.put_snapshot(state(1), ref="job", step=1)
         assert store.engine.put_ids is not None
-        store.engine.put_ids()  # as if a second put were under way
+        store.engine.put_ids()  # as if a second save were in progress
     assert len(records(LocalBackend(str(url)))) == 1
     cache = tmp_path / "cache"
     assert "no errors" in (said := _tsck(f"tsck fsck --read-data -s {url}", cache))

@@ -75,7 +75,7 @@ def test_a_log_that_is_not_there_is_no_new_store(swapped: Swapped, call: str) ->
         assert [found.step for found in store.log("r")] == [2, 1, 0]
 
 
-def test_what_is_beside_an_empty_log_and_is_no_log_is_left_alone(tmp_path: Path) -> None:
+def test_other_objects_next_to_an_empty_log_are_left_alone(tmp_path: Path) -> None:
     with tsck.open(tmp_path, create=True, no_sync=True, cache_dir=tmp_path / "host", state_dir=tmp_path / "host") as store:
         (tmp_path / "log-tensorboard" / "run").mkdir(parents=True)
         (tmp_path / "log-tensorboard" / "run" / "events").write_bytes(b"")

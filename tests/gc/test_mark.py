@@ -78,7 +78,7 @@ def test_what_is_not_listed_or_has_another_size_is_read() -> None:
     assert backend.parts_read == 3
 
 
-def test_a_damaged_summary_is_made_anew() -> None:
+def test_a_damaged_summary_is_made_again() -> None:
     backend, made = make()
     engine = open_engine(backend)
     cache = SummaryCache(engine.table, listed(backend, made))

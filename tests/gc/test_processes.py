@@ -104,7 +104,8 @@ class Conductor:
                 self._start(who)
 
     def _check(self, who: tuple[str, int], code: int | None) -> None:
-        errors = (self._folder / f"{who[0]}-{who[1]}.err").read_text()
+        said = self._folder / f"{who[0]}-{who[1]}.err"
+        errors = said.read_text() if said.exists() else ""  # it was killed before it began
         assert code in (GAVE_UP, -signal.SIGKILL), f"{who} ended with {code}: {errors[-5000:]}"
 
     def _is_enough(self) -> bool:

@@ -1,4 +1,4 @@
-"""Cold snapshots, encoded anew: smaller, with the same roots, and all else as it was."""
+"""Re-encoded cold snapshots: smaller, with the same roots, and all else unchanged."""
 
 import contextlib
 from pathlib import Path
@@ -195,7 +195,7 @@ def test_unknown_addresses_are_refused() -> None:
         open_store().recode("nope")
 
 
-def test_damaged_packs_are_left_and_told_of() -> None:
+def test_damaged_packs_are_left_and_reported() -> None:
     backend = MemoryBackend()
     store = open_store(backend)
     store.put_snapshot(weights(0), ref="run", codec="raw")

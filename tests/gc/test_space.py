@@ -332,7 +332,7 @@ def test_footers_of_packs_that_are_needed_whole_are_read_once_a_host() -> None:
     assert read[1] < read[2] < read[1] + 12, "of one pack, which is not needed whole once the window ends"
 
 
-def test_what_was_put_and_forgotten_at_once_waits_for_its_age_too() -> None:
+def test_what_was_saved_and_forgotten_at_once_waits_for_its_age_too() -> None:
     clock = Clock()
     store = store_with_all_that_is_kept(clock)
     forgotten_and_young(store, clock)

@@ -35,7 +35,7 @@ def same(one: PartSummary, two: PartSummary | None) -> bool:
 
 
 @given(places)
-def test_a_summary_has_each_place_once_and_only_packs_in_use(places: list[Place]) -> None:
+def test_a_summary_has_each_extent_once_and_only_packs_in_use(places: list[Place]) -> None:
     summary = summary_of(places)
     assert content(summary) == set(places)
     assert set(summary.packs) == {pack_ulid(pack) for pack, _ in places}
@@ -49,7 +49,7 @@ def test_less_some_packs(places: list[Place], packs: set[int]) -> None:
 
 
 @given(places, st.integers(0, 1 << 40))
-def test_a_row_gives_back_what_was_put_in(places: list[Place], size: int) -> None:
+def test_a_row_returns_what_was_written(places: list[Place], size: int) -> None:
     summary = summary_of(places)
     row = encode_summary(summary, PART, size)
     found = decode_summary(row, PART, size)

@@ -1,4 +1,4 @@
-"""What policies say of age: packs are encoded smaller and go to colder places, are read there, and come back."""
+"""What policies say of age: packs are encoded smaller and move to colder locations, are read there, and come back."""
 
 import contextlib
 from collections.abc import Callable
@@ -23,7 +23,7 @@ COLDER = "s3://colder/ckpt"
 
 
 class Places:
-    """A store, and the places that its packs may be moved to."""
+    """A store, and the locations to which its packs may be moved."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -37,14 +37,14 @@ class Places:
         return open_store(own or self.own, clock=self.clock, open_place=open_place or self.open_place)
 
     def packs(self) -> dict[str, int]:
-        """Place -> bytes of packs there."""
+        """Location -> bytes of packs there."""
         there = {"own": self.own, **{url.partition("://")[2].partition("/")[0]: place for url, place in self.others.items()}}
         found = {name: sum(info.size_bytes for info in place.list("packs/")) for name, place in there.items()}
         return {name: size for name, size in found.items() if size}
 
 
 def cut(places: Places) -> Callable[[str], Any]:
-    """Opens places that do not answer."""
+    """Opens locations that do not answer."""
     return lambda url: FaultyBackend(places.open_place(url), Faults("unavailable", 1, persistent=True), atomic_put=True)
 
 
@@ -59,7 +59,7 @@ def put_daily(places: Places, store: tsck.Store, days: int, ref: str = "run", fi
 
 
 def moved(days: int, after: str) -> tuple[Places, tsck.Store, dict[str, Any]]:
-    """A store with a snapshot a day, of which those that were put longer ago are at the colder place alone."""
+    """A store with a snapshot a day, of which the older ones are only at the colder location."""
     places = Places()
     store = places.open()
     states = put_daily(places, store, days)
@@ -245,7 +245,7 @@ def test_another_host_at_any_call(what: str) -> None:
 
 @pytest.mark.parametrize("mode", ["die-before", "tear", "unavailable"])
 def test_it_may_die_anywhere(mode: str) -> None:
-    """At any call, of either place; another run goes on, and gc frees what was left."""
+    """At any call, of either location; another run continues, and gc frees what was left."""
     calls = 0
     while True:
         calls += 1
@@ -274,7 +274,7 @@ def test_it_may_die_anywhere(mode: str) -> None:
     assert calls > 10
 
 
-def test_a_place_that_does_not_answer() -> None:
+def test_a_location_that_does_not_answer() -> None:
     """Nothing is taken for lost, or freed; what lies here is read as ever."""
     places, _store, states = moved(3, after="36h")
 
@@ -288,8 +288,8 @@ def test_a_place_that_does_not_answer() -> None:
     require_sound(places.open(), states)
 
 
-def test_a_place_that_is_not_mounted_is_not_an_empty_one() -> None:
-    """An empty folder, or another bucket, where the place was: nothing is read from it, written to it, or taken for lost."""
+def test_a_location_that_is_not_mounted_is_not_an_empty_one() -> None:
+    """An empty folder, or another bucket, instead of the location: nothing is read from it, written to it, or taken for lost."""
     places, store, states = moved(3, after="36h")
     empty = MemoryBackend(clock=places.clock)
     elsewhere = places.open(open_place=lambda _: empty)
@@ -336,7 +336,7 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
 
 
 def test_a_mark_that_is_lost_or_damaged() -> None:
-    """Whoever knows that it is the place can say so; but not of a place where nothing of the store is."""
+    """A user who knows that it is the location can say so; but not of a location without anything of the store."""
     places, _store, states = moved(2, after="12h")
     [place] = [url for url in places.others if url != COLD]
     for is_lost in (True, False):
@@ -354,8 +354,8 @@ def test_a_mark_that_is_lost_or_damaged() -> None:
     assert not list(empty.list(""))
 
 
-def test_saves_do_not_need_the_place() -> None:
-    """Nor does a later restore of what is put: blocks that lie there are written again."""
+def test_saves_do_not_need_the_location() -> None:
+    """Nor does a later restore of a new save: it writes blocks again that are only there."""
     places, _store, states = moved(1, after="12h")
     for codec in ("raw", "small"):
         cut_off = places.open(open_place=cut(places))
@@ -372,7 +372,7 @@ def test_a_cache_that_is_emptied_costs_time_only() -> None:
         assert all(torch.equal(lazy[name][:], each) for name, each in states["run@0"].items())
 
 
-def test_fsck_beside_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsck_during_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever packs go elsewhere while it looks: nothing is damaged."""
     stay_in_one_thread(monkeypatch)
     calls = 0
@@ -404,7 +404,7 @@ def test_fsck_of_a_broken_log_knows_where_packs_lie() -> None:
     assert {finding.kind for finding in report.findings if finding.severity == "error"} == {"broken_log"}
 
 
-def test_unfinished_uploads_at_a_place_are_found() -> None:
+def test_unfinished_uploads_at_a_location_are_found() -> None:
     places = Places()
     store = places.open()
     put_daily(places, store, 2)
@@ -471,7 +471,7 @@ def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
         open_store().set_policy("run", **rules)
 
 
-def test_places_that_cannot_be(tmp_path: Path) -> None:
+def test_locations_that_cannot_be(tmp_path: Path) -> None:
     with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
         for inside in (tmp_path / "store", tmp_path / "store" / "cold"):
             with pytest.raises(InvalidOptionError, match="inside the store"):

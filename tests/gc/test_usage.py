@@ -1,4 +1,4 @@
-"""Usage against numbers computed by hand from what was put."""
+"""Usage compared with numbers computed by hand from the saves."""
 
 import torch
 
@@ -161,7 +161,7 @@ def test_after_compaction_blocks_count_where_they_are_now() -> None:
 
 
 def test_what_a_snapshot_has_alone_is_what_gc_frees() -> None:
-    """In packs whose blocks all go, beside headers and footers."""
+    """In packs whose blocks are all freed, without headers and footers."""
     backend = MemoryBackend()
     store = open_store(backend)
     stores.put_all(store, "runs/a", [stores.state(1, 2), stores.state(1, 2, 3), stores.state(1, 4)])

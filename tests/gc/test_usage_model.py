@@ -24,7 +24,7 @@ actions = st.tuples(st.sampled_from(["tag", "pin", "branch", "forget", "forget b
 
 @dataclass
 class Model:
-    """What holds each snapshot, and what each refers to: (object or place) -> (stored, raw)."""
+    """What holds each snapshot, and what each refers to: (object or location) -> (stored, raw)."""
 
     labels: dict[int, list[str]] = field(default_factory=dict)
     items: dict[int, dict[object, tuple[int, int]]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Model:
     """Of the newest snapshot."""
 
     def publish(self, store: Store, ref: str, parts: list[list[Place]], inline: int, again: bool) -> None:
-        """Puts a snapshot; with `again`, one of the very parts of the snapshot before."""
+        """Saves a snapshot; with `again`, one of the very parts of the snapshot before."""
         step = len(self.made)
         ulids = self.made[step - 1].parts if again and step else None
         parts, inline = self.shape = self.shape if ulids else (parts, inline)

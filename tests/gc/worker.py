@@ -1,7 +1,7 @@
 """Run by test_processes: a process that forks writers, gcs and readers, which go on until they are killed.
 
 A nursery, because imports take longer than most of these processes live. They say what the store must keep in files, a line each, in one
-write, which SIGKILL cannot tear: ``held`` after a put or an undo returned, ``forgets`` before a forget begins.
+write, which SIGKILL cannot tear: ``held`` after a save or an undo returned, ``forgets`` before a forget begins.
 """
 
 import json
@@ -28,7 +28,7 @@ WRITERS: Final = 4
 KEPT: Final = 3
 SHARED: Final = "shared"
 LAG: Final = 2 * (KEPT + 1)
-"""So long ago was, by turns of two branches, what the put before the last one had forgotten: its blocks are dying."""
+"""How long ago, by turns of two branches, the save before the last one forgot its snapshots: their blocks are dying."""
 POOL: Final = 40
 """Tensors that any writer takes now and then: some are held by another one, some are dying."""
 TENSOR_ELEMENTS: Final = 30_000
@@ -55,7 +55,7 @@ class Job:
         return f"{self.role}-{self.number}"
 
 
-# --- what is put --------------------------------------------------------------------------------------------------------
+# --- what is saved --------------------------------------------------------------------------------------------------------
 
 
 def make_state(step: int) -> State:
@@ -103,7 +103,7 @@ def _said_path(folder: str | Path, name: str) -> Path:
 
 
 def write(job: Job, store: tsck.Store, chance: random.Random) -> None:
-    """Puts to a branch of its own and to one that all share, and keeps its newest few on each."""
+    """Saves to its own branch and to one that all share, and keeps its newest few on each."""
     own = f"runs/{job.number}"
     if own in store.branches():
         resumed = store.checkout(own)

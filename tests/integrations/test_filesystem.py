@@ -185,7 +185,7 @@ def test_many_ranks(ranks: int, put: Callable[[int], CapturedState], tmp_path: P
         assert b"".join(pieces) == files.cat_file("job/model.safetensors")
 
 
-def test_a_subtree_in_the_place_of_a_hole(tmp_path: Path) -> None:
+def test_a_subtree_replaces_a_hole(tmp_path: Path) -> None:
     layout = Layout([], ["d", ["model", "y"], [None, None]])
     subtree = ["tree", ["d", ["a", "b"], [None, ["l", [None]]]], [1, "x"]]
     with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache"):

@@ -1,4 +1,4 @@
-"""Metrics and spans of puts, by OpenTelemetry's own SDK."""
+"""Metrics and spans of saves, by OpenTelemetry's own SDK."""
 
 import importlib
 import subprocess
@@ -87,7 +87,7 @@ def publish(store: FakeStore) -> None:
     store.tell("published", root="9f86", snapshot="01J0", queue_depth=1, memory_bytes=2000, **sizes)
 
 
-def test_metrics_of_a_published_put(seen: Seen) -> None:
+def test_metrics_of_a_published_save(seen: Seen) -> None:
     publish(seen.store)
     publish(seen.store)
     ((unit, about, puts),) = seen.points("tensorstore_ck.puts")
@@ -134,7 +134,7 @@ def test_no_metric_has_the_step(seen: Seen) -> None:
     assert "step" not in data.to_json()
 
 
-def test_a_span_per_put_with_its_stages_inside(seen: Seen) -> None:
+def test_a_span_per_save_with_its_stages_inside(seen: Seen) -> None:
     publish(seen.store)
     spans = seen.spans()
     put = spans.pop("tensorstore_ck.put")
@@ -156,7 +156,7 @@ def test_a_span_per_put_with_its_stages_inside(seen: Seen) -> None:
     assert seconds == {"capture": (0, 0.5), "hash": (1.5, 3.5), "write": (1.5, 4.5), "upload": (5.75, 9.75), "commit": (9.75, 10)}
 
 
-def test_the_span_of_a_failed_put_has_the_error(seen: Seen) -> None:
+def test_the_span_of_a_failed_save_has_the_error(seen: Seen) -> None:
     fields = dict.fromkeys((name for name in TIMES if name not in ("total_seconds", "capture_seconds")), 0.0)
     fields.pop("stall_seconds")
     seen.store.tell("failed", error="no space on /stage", error_kind="no_space", **fields)

@@ -26,7 +26,7 @@ def put_once(log: Log, ref: str, number: int, expected: Digest | None) -> int:
 
 
 def main(store: str, cache: str, worker: int, count: int, mode: str) -> None:
-    """Each put goes to the worker's own branch, or to a shared one from exactly where it is."""
+    """Each save goes to the worker's own branch, or to a shared one from exactly where it is."""
     table = open_lmdb_table(Path(cache))
     log = Log(LocalBackend(store), table, uuid=UUID, clock=time.time_ns, actor=f"worker-{worker}", new_id=new_ulid)
     ref = "runs/shared" if mode == "shared" else f"runs/{worker}"

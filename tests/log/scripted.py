@@ -35,7 +35,7 @@ def open_log(backend: Backend, table: Table | None = None, **options: Any) -> Lo
 def put_op(
     ref: str, number: int, *, step: int | None = None, parent: Digest | None = None, txn: bytes | None = None, **metrics: float
 ) -> Op:
-    """A put of a snapshot with the content `number`; the same content on two refs is two snapshots with one root."""
+    """A save of a snapshot with the content `number`; the same content on two refs is two snapshots with one root."""
     ids = block_id(b"part %d" % number)
     record = Record(ref, step, parent, b"\x80", metrics, 1, [new_id()], ids, 100 * number, number)
     ulid = Ulid(block_id(record.root() + ref.encode())[:16])
@@ -43,7 +43,7 @@ def put_op(
 
 
 def mark_op(name: str) -> Op:
-    """An operation that is told apart by `name`, that has no preconditions and changes nothing."""
+    """An operation that `name` distinguishes, that has no preconditions and changes nothing."""
     return Op({"op": "test", "critical": False, "name": name})
 
 

@@ -135,7 +135,7 @@ def test_a_server_that_hangs_at_each_try_is_given_up_in_time(backend: Tricky) ->
     assert len(backend.sent) == 2
 
 
-def test_undecided_names_the_write_id_and_the_log_tells_later(backend: Tricky) -> None:
+def test_undecided_names_the_write_id_and_the_log_shows_the_outcome_later(backend: Tricky) -> None:
     backend.on_create = [backend.absent_down] * len(RESEND_DELAYS)
     log = open_log(backend)
     with pytest.raises(UndecidedError) as caught:
@@ -181,7 +181,7 @@ def test_a_damaged_winner_is_damage_not_a_conflict(backend: Tricky) -> None:
 # --- what is built --------------------------------------------------------------------------------------------------------
 
 
-def test_operations_are_built_anew_at_the_new_head(backend: Tricky) -> None:
+def test_operations_are_computed_again_at_the_new_head(backend: Tricky) -> None:
     backend.on_create = [backend.loses_to(lambda: append_puts(open_log(backend.inner), 1, "job"))]
     seen: list[bool] = []
 

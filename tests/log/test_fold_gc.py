@@ -143,6 +143,8 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
     table = MemoryTable()
     states: dict[ObjectKey, tuple[bool, int]] = {}
     relocations: dict[tuple[bytes, bytes], None] = {}
+    pack_of: dict[bytes, bytes] = {}
+    """Of each relocation's object: no two packs share one in a real log; here the last one counts."""
     places: dict[Ulid, str] = {}
     horizon = 0
     for entry in entries_of(log):
@@ -165,8 +167,9 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
                         states[key] = (True, entry.n)
                         expected_packs += [key.ulid] if key.kind == "pack" else []
                     for key in dying:
-                        for pack, moved in [pair for pair in relocations if key == ObjectKey("moved", Ulid(pair[1]))]:
-                            del relocations[pack, moved]
+                        pack = pack_of.pop(key.ulid, None) if key.kind == "moved" else None
+                        if pack is not None:
+                            del relocations[pack, key.ulid]
                             if states.get(ObjectKey("pack", Ulid(pack)), (False, 0))[0]:
                                 states[ObjectKey("pack", Ulid(pack))] = (True, entry.n)
                 case "relocate":
@@ -174,6 +177,7 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
                     involved += [ObjectKey("pack", Ulid(fields["targets"][at : at + 16])) for at in range(0, len(fields["targets"]), 16)]
                     if not any(states.get(key, (False, 0))[0] for key in involved):
                         relocations[fields["pack"], fields["moved"]] = None
+                        pack_of[fields["moved"]] = fields["pack"]
                 case "settle" if min(fields["n"], entry.n - 1) > horizon:
                     horizon = min(fields["n"], entry.n - 1)
                     away = {pack for pack, _ in relocations}

@@ -12,8 +12,8 @@ import pytest
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
+from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.log import LogChangedWarning, Op, RefTable, table_rows
-from tensorstore_ck.log import table_keys as keys
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, Table
 from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
@@ -181,13 +181,13 @@ def test_a_cache_that_is_damaged_meanwhile_is_built_again(tmp_path: Path, met_by
     again.table.close()
 
 
-@pytest.mark.parametrize("row", [b"", b"\x93\x01\x02", b"\xc1", table_rows.encode_row(table_rows.Head(3, genesis_hash(UUID), 99))])
+@pytest.mark.parametrize("row", [b"", b"\x93\x01\x02", b"\xc1", pack_body([3, genesis_hash(UUID), 99])])
 def test_a_head_of_another_build_or_none_at_all_is_built_again(table: Table, row: bytes) -> None:
     backend = MemoryBackend()
     append_puts(open_log(backend, table), 3)
     with table.batch() as batch:
-        batch.put(keys.HEAD_KEY, row)
-        batch.put(keys.tag_key("leftover"), b"")
+        batch.put(table_rows.HEAD.prefix, row)
+        batch.put(table_rows.TAGS.prefix + b"leftover", b"")
     log = open_log(backend, table)
     log.sync()
     assert dump_of(log) == dump_of(open_log(backend, _synced(backend)))
@@ -197,7 +197,7 @@ def test_rows_that_make_no_sense_are_built_again_when_they_are_met(table: Table)
     backend = MemoryBackend()
     append_puts(open_log(backend, table), 3)
     with table.batch() as batch:
-        batch.put(keys.branch_key("runs/gpt"), b"\x00")
+        batch.put(table_rows.BRANCHES.prefix + b"runs/gpt", b"\x00")
     append_puts(open_log(backend), 1, first=3)
     log = open_log(backend, table)
     log.sync()
@@ -212,7 +212,7 @@ def test_the_block_index_goes_with_the_fold_that_vouched_for_it(table: Table) ->
     open_log(backend, table).sync()
     assert table.get(b"b/block") == b"location"
     with table.batch() as batch:
-        batch.put(keys.HEAD_KEY, b"")
+        batch.put(table_rows.HEAD.prefix, b"")
     open_log(backend, table).sync()
     assert table.get(b"b/block") is None
 
@@ -268,7 +268,7 @@ def test_operations_are_not_built_on_a_table_that_lost_what_it_held(table: Table
     def build(view: RefTable) -> list[Op]:
         if not built:
             with table.batch() as batch:
-                batch.clear(keys.PREFIX)
+                batch.clear(table_rows.PREFIX)
         built.append(view.branches())
         return [mark_op(",".join(view.branches()))]
 

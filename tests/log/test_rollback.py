@@ -1,4 +1,4 @@
-"""A log that goes back, or forks, after this user has seen more of it: told by every command until a person accepts it."""
+"""A log that goes back, or forks, after this user has read more of it: every command warns until a person accepts it."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ class Host:
             return [found.step for found in store.log("r")]
 
     def attack(self, kind: str) -> None:
-        """Three entries of six are taken away; or others come in their place."""
+        """Three entries of six are removed or replaced."""
         entries = sorted(path for path in (self.store / "log").rglob("*") if path.is_file())
         for path in entries[3:]:
             path.unlink()
@@ -82,7 +82,7 @@ def renames(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return done
 
 
-# --- it is told -------------------------------------------------------------------------------------------------------
+# --- it warns ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
@@ -129,11 +129,11 @@ def test_a_process_that_goes_on_finds_it_at_its_next_refresh(host: Host, kind: s
         host.attack(kind)
         with pytest.warns(LogChangedWarning):
             newest = store.log("r")[0]
-        store.log("r")  # once in this process: it has been told
+        store.log("r")  # once in this process: it has warned
         assert newest.step == {"truncated": 3, "forked": 6, "forked and longer": 8}[kind]
 
 
-def test_entries_that_are_missing_before_one_that_was_seen_are_a_broken_log(host: Host) -> None:
+def test_entries_that_are_missing_before_one_that_was_read_are_a_broken_log(host: Host) -> None:
     (host.store / entry_name("log", 5)).unlink()
     shutil.rmtree(host.cache)
     with pytest.raises(BrokenLogError, match=entry_name("log", 5)):
@@ -188,7 +188,7 @@ def test_as_an_error_the_cache_is_a_witness_too(host: Host) -> None:
             host.steps(rollback="error", state_dir=os.devnull)
 
 
-def test_what_the_cache_alone_knew_is_told_by_every_command(host: Host) -> None:
+def test_what_the_cache_alone_knew_is_reported_by_every_command(host: Host) -> None:
     host.attack("truncated")
     shutil.rmtree(host.state)
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_rollback_is_warn_or_error(host: Host) -> None:
         host.open(rollback="ignore")
 
 
-# --- it is not told ---------------------------------------------------------------------------------------------------
+# --- it is silent -----------------------------------------------------------------------------------------------------
 
 
 def test_without_state_and_cache_nothing_is_known(host: Host) -> None:
@@ -213,7 +213,7 @@ def test_without_state_and_cache_nothing_is_known(host: Host) -> None:
     assert host.steps() == [6, 5, 4, 3, 2, 1]
 
 
-def test_a_store_that_was_made_anew_at_the_same_place(host: Host) -> None:
+def test_a_store_that_was_recreated_at_the_same_location(host: Host) -> None:
     shutil.rmtree(host.store)
     host.put(1)
     assert host.steps() == [1]
@@ -290,7 +290,7 @@ def no_folder(state: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [planted_folder, open_folder, planted_link, open_file, no_folder])
-def test_what_others_could_have_written_counts_for_nothing_and_stops_no_put(host: Host, plant: Callable[[Path], None]) -> None:
+def test_what_others_could_have_written_counts_for_nothing_and_stops_no_save(host: Host, plant: Callable[[Path], None]) -> None:
     plant(host.state)
     elsewhere = host.folder / "elsewhere"
     before = elsewhere.read_bytes() if elsewhere.is_file() else None
@@ -327,7 +327,7 @@ def known(n: int) -> SeenHead:
     return SeenHead(Head(n, HASHES[n]))
 
 
-def test_of_several_writers_one_wins_and_is_told_to_the_others(tmp_path: Path) -> None:
+def test_of_several_writers_one_wins_and_the_others_get_its_value(tmp_path: Path) -> None:
     file = HeadFile(tmp_path / "state", "key")
     assert file.swap(None, known(3)) == known(3)
     assert file.swap(None, known(2)) == known(3) == file.read()

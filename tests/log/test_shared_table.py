@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.log import table_keys
+from tensorstore_ck.log import table_rows
 from tensorstore_ck.log.cache import Batch, MemoryTable
 from tests.log.cache.faultytable import CacheFaults, FaultyTable
 from tests.log.scripted import append_puts, follow, open_log
@@ -77,7 +77,7 @@ def test_a_disk_that_is_of_no_use_when_its_lock_is_free(is_garbage: bool, recwar
     faults.failing = range(0)
     if is_garbage:
         with table.batch() as batch:
-            batch.put(table_keys.HEAD_KEY, b"\xc1")
+            batch.put(table_rows.HEAD.prefix, b"\xc1")
     else:
         table.at = 2  # after the look whether the lock is free
     for n in (5, 6):

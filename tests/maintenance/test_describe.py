@@ -117,7 +117,7 @@ def test_requires_grad_shows_as_a_change_of_layout() -> None:
     assert diff.layout_changed
 
 
-def test_blocks_that_changed_places_differ() -> None:
+def test_swapped_blocks_differ() -> None:
     store = open_store(MemoryBackend())
     halves = torch.cat([torch.zeros(1 << 20), torch.ones(1 << 20)])  # a block of 4 MiB each
     store.put_snapshot({"w": halves}, ref="runs/a")

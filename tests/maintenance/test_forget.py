@@ -311,7 +311,7 @@ def test_undo_of_a_tag(store: Store) -> None:
     assert store.tags() == tagged
 
 
-def test_undo_of_a_branch_that_was_made_anew(store: Store) -> None:
+def test_undo_of_a_branch_that_was_made_again(store: Store) -> None:
     """Its histories become one, and it stays where it is."""
     store.forget("job")
     other = open_store(store.engine.backend)

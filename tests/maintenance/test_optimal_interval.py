@@ -35,7 +35,7 @@ def simulated(interval: float, costs: SaveCosts, training: float, seed: int) -> 
         coming.clear()
         wall = failure
         failure = wall + chance.expovariate(1 / costs.mtbf)
-        while failure < wall + costs.restart:  # a restart that fails begins anew
+        while failure < wall + costs.restart:  # a restart that fails starts over
             wall = failure
             failure = wall + chance.expovariate(1 / costs.mtbf)
         wall += costs.restart

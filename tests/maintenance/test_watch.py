@@ -1,4 +1,4 @@
-"""What is published is told to those who watch, in order, and stays while they work on it."""
+"""Watchers learn of each published snapshot, in order, and it stays while they work on it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ def put(store: tsck.Store, *steps: int) -> None:
 
 
 def watched(store: tsck.Store, acts: list[Callable[[], object]], **options: Any) -> list[int | None]:
-    """The steps that are told, while at each look that finds nothing the next of `acts` happens; it ends after the last."""
+    """The steps that are reported, while at each look that finds nothing the next of `acts` happens; it ends after the last."""
     left = list(acts)
 
     def sleep(_: float) -> None:
@@ -24,7 +24,7 @@ def watched(store: tsck.Store, acts: list[Callable[[], object]], **options: Any)
     return [snapshot.step for snapshot in store.watch("run", sleep=sleep, until=lambda: bool(done), **options)]
 
 
-def test_each_is_told_once_and_in_order() -> None:
+def test_each_is_reported_once_and_in_order() -> None:
     store, other = open_store(backend := MemoryBackend()), open_store(backend)
     put(other, 1, 2)
     assert watched(store, [lambda: put(other, 3), lambda: put(other, 4, 5), lambda: None]) == [3, 4, 5]

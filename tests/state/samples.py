@@ -69,7 +69,7 @@ def zeros_like(state: Any) -> Any:
 
 
 def is_set_item(item: object) -> bool:
-    """NaT and NaN are equal to nothing, so that comparing sets of them tells nothing."""
+    """NaT and NaN are equal to nothing, so that comparing sets of them shows nothing."""
     return bool(item == item) and not (isinstance(item, tuple) and not all(map(is_set_item, item)))  # noqa: PLR0124
 
 

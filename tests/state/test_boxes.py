@@ -184,7 +184,7 @@ def test_boxes_that_cannot_be(make: Callable[[], Any], match: str) -> None:
         (((9, 8), None, ((0, 0),), ((2, 8),)), "None"),
     ],
 )
-def test_a_tensor_that_tells_of_impossible_boxes(told: Any, match: str) -> None:
+def test_a_tensor_with_impossible_boxes(told: Any, match: str) -> None:
     state = {"w": protocol(FULL.clone(), *told)}
     with pytest.raises(UnsupportedValueError, match=f"^w is a tensor that names boxes which it cannot hold .*{match}.*local_sizes"):
         capture(state)

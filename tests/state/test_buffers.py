@@ -261,7 +261,7 @@ def test_the_limit_is_hard() -> None:
     assert arena.allocated_bytes == 10 * MIB + 5
 
 
-def test_free_memory_that_is_too_small_makes_room() -> None:
+def test_too_small_free_memory_is_released() -> None:
     arena = Arena(12 * MIB)
     slots = [take(arena, size * MIB) for size in (6, 2, 4)]
     for slot in slots:
@@ -280,7 +280,7 @@ def test_small_captures_leave_large_memory_to_large_ones() -> None:
     assert arena.allocated_bytes == 10 * MIB
     assert len(held(take(arena, 10))) == 2 * MIB
     large.release()
-    assert len(held(take(arena, 10))) == 8 * MIB  # there is no room for more
+    assert len(held(take(arena, 10))) == 8 * MIB  # there is no space for more
 
 
 def test_releasing_twice_gives_back_once(arena: Arena) -> None:

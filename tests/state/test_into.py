@@ -99,7 +99,7 @@ def test_inference_tensors() -> None:
     assert_same([state[0].half()], restore(stored(state[:1]), into=[half], dtype=torch.float16))
 
 
-def test_immutable_containers_are_made_anew() -> None:
+def test_immutable_containers_are_rebuilt() -> None:
     class Point(NamedTuple):
         x: Any
         y: Any
@@ -118,7 +118,7 @@ def test_immutable_containers_are_made_anew() -> None:
     assert back.y == 2
 
 
-def test_registered_types_are_made_anew_around_their_tensors() -> None:
+def test_registered_types_are_rebuilt_around_their_tensors() -> None:
     register_type(Pair, "tests.Pair", lambda pair: {"left": pair.left, "right": pair.right}, lambda state: Pair(**state))
     weight = torch.zeros(2)
     back = restore(stored([Pair(torch.ones(2), 5)]), into=[Pair(weight, 1)])
@@ -325,7 +325,7 @@ def test_expanded_targets_must_be_so_in_the_snapshot() -> None:
         restore(stored({"x": torch.arange(5.0)}), into={"x": torch.zeros(1).expand(5)})
 
 
-def test_a_target_that_begins_at_an_odd_place() -> None:
+def test_a_target_that_begins_at_an_odd_offset() -> None:
     base = torch.arange(16, dtype=torch.uint8)
     state = {"bytes": base, "floats": base[4:8].view(torch.float32)}
     memory = torch.zeros(17, dtype=torch.uint8)

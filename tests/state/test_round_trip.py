@@ -124,7 +124,7 @@ def test_every_numpy_dtype(dtype: str) -> None:
         assert_same(array, round_trip({"x": array})["x"])
 
 
-def test_arrays_and_scalars_are_told_apart() -> None:
+def test_arrays_and_scalars_are_distinguished() -> None:
     state = [np.float32(1), np.array(1, "f4"), 1.0, np.zeros(1, "f4"), np.array("x"), np.str_("x")]
     assert_same(state, round_trip(state))
 
@@ -255,6 +255,14 @@ def test_a_name_cannot_stand_for_two_types() -> None:
         register_type(Other, "", vars, lambda _: Other())
 
 
+@pytest.mark.parametrize("cls", [int, str, dict, torch.Tensor])
+def test_a_type_that_is_stored_as_it_is_is_not_registered(cls: type[object]) -> None:
+    from tensorstore_ck.errors import InvalidOptionError
+
+    with pytest.raises(InvalidOptionError, match=f"a {cls.__name__} is stored as it is"):
+        register_type(cls, "tests.Plain", repr, lambda _: cls())
+
+
 def test_what_to_state_makes_lives_as_long_as_it_must() -> None:
     """Two instances make one temporary tensor each: their ids may be the same if the first is dropped early."""
 
@@ -311,3 +319,25 @@ def test_impossible_torch_values(value: Any) -> None:
     content.values = [value]
     with pytest.raises((CorruptObjectError, UnsupportedValueError)):
         restore(content)
+
+
+def test_plain_types_ask_no_module_of_special_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are nearly all of any state, at a save and at a restore into one."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a plain value was taken for a special one")
+
+    state = {"w": torch.ones(3), "n": 1, "s": "x", "b": b"y", "f": 1.5, "none": None, "list": [1, "a", (2, True)]}
+    for module in ("capture", "restore_into"):
+        for name in ("registered_class", "advice_for", "share_of", "unwrap_shards"):
+            monkeypatch.setattr(sys.modules[f"tensorstore_ck.state.{module}"], name, refuse)
+    content = FakeContent(capture(state))
+    target = {"w": torch.zeros(3), "n": 0, "s": "", "b": b"", "f": 0.0, "none": None, "list": [0, "", (0, False)]}
+    assert restore(content, into=target) is target
+    assert torch.equal(target["w"], state["w"])  # type: ignore[arg-type]
+    assert {**target, "w": 0} == {**state, "w": 0}
+
+
+def test_a_layout_is_encoded_once() -> None:
+    layout = capture({"w": torch.ones(3)}).layout
+    assert layout.encode() is layout.encode()

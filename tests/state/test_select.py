@@ -182,7 +182,7 @@ def test_the_mapping() -> None:
         snapshot["epoch"]
 
 
-def test_what_a_tensor_tells_without_reading() -> None:
+def test_what_a_tensor_reports_without_reading() -> None:
     content = stored(STATE)
     weight, array = LazySnapshot(content)["model.h.0.w"], LazySnapshot(content)["array"]
     assert (weight.shape, weight.dtype, weight.nbytes, len(weight)) == (torch.Size([2, 3]), torch.float32, 24, 2)

@@ -26,7 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
-from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, TensorSpread, group_ranks
+from tensorstore_ck.state.rank_shares import RankShare
+from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, group_ranks
 from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import rank_process
 
@@ -45,13 +46,13 @@ def whole(*shape: int) -> torch.Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
 
 
-def described(tensor: object, group: Any = None) -> TensorSpread:
+def described(tensor: object, group: Any = None) -> RankShare:
     found = SpreadDescriber(group_ranks(group), dist.get_rank(group)).describe(tensor, "model.w")
     assert found is not None
     return found
 
 
-def check_pieces(found: TensorSpread, local: torch.Tensor) -> None:
+def check_pieces(found: RankShare, local: torch.Tensor) -> None:
     """The pieces hold the values of `whole`, lie in `local`'s memory and make up all of it."""
     full = whole(*found.shape)
     for (offsets, sizes), piece in found.pieces:
@@ -260,7 +261,7 @@ def fully_sharded(mesh: DeviceMesh, rows: int) -> DTensor:
 
 
 def test_fsdp2_over_tp() -> None:
-    """Where its pieces are not what the placements say, the size of at least one rank's share tells."""
+    """Where its pieces are not what the placements say, the size of at least one rank's share shows it."""
     for rows, odd in ((8, False), (10, False), (11, False), (9, True), (17, True)):
         refusals = []
         for rank in range(8):

@@ -89,7 +89,7 @@ def test_views_of_another_dtype() -> None:
     assert address(back["bytes"]) == address(back["base"]) + 3
 
 
-def test_odd_places_in_a_shared_buffer() -> None:
+def test_odd_offsets_in_a_shared_buffer() -> None:
     """A float may begin at any multiple of its own size, counted from the allocation and not from the first tensor."""
     buffer = torch.arange(64, dtype=torch.uint8)
     state = {"bytes": buffer[2:4], "floats": buffer[4:20].view(torch.float32), "both": buffer[8:36].view(torch.int16)}

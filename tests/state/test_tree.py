@@ -50,7 +50,7 @@ def test_a_state_may_be_a_single_leaf() -> None:
     assert paths(0) == paths(["r", "name", 0]) == ["."]
 
 
-def test_equal_paths_are_told_apart() -> None:
+def test_equal_paths_are_distinguished() -> None:
     tree = ["d", ["a", 1, "1", "a.b"], [["d", ["b"], [None]], None, None, None]]
     assert paths(tree, 4) == ["a.b", "1", "1#2", "a.b#2"]
 

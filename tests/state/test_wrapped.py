@@ -92,7 +92,7 @@ def require_same(one: Any, other: Any, path: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_low_bit_optimizer_comes_back_bit_by_bit_anew_and_in_place(
+def test_a_low_bit_optimizer_is_restored_bit_by_bit_new_and_in_place(
     store: tsck.Store, torchao: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = stepped(torchao, name, monkeypatch, 1)

@@ -1,4 +1,4 @@
-"""No path reads memory at the address that a wrapper subclass tells: each in a process of its own, since that was a crash."""
+"""No path reads memory at the address that a wrapper subclass reports: each in a process of its own, since that was a crash."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Who is told of events, what a callback that raises does, and what the log says."""
+"""Which callbacks get events, what a callback that raises does, and what the log says."""
 
 import logging
 import subprocess
@@ -37,7 +37,7 @@ def make_event(kind: Kind, *, rank: int = 0, step: int | None = 1000, **fields: 
     return Event(kind, "put-1", "runs/gpt", step, rank, 1_700_000_000_000_000_000, {**known, **fields})
 
 
-def test_everybody_is_told_in_order_until_they_end_it() -> None:
+def test_every_callback_gets_events_in_order_until_it_unsubscribes() -> None:
     observers, told = Observers(), []
     end_first = observers.subscribe(lambda event: told.append(("first", event.kind)))
     observers.subscribe(lambda event: told.append(("second", event.kind)))
@@ -48,7 +48,7 @@ def test_everybody_is_told_in_order_until_they_end_it() -> None:
     assert told == [("first", "captured"), ("second", "captured"), ("second", "published")]
 
 
-def test_the_same_callback_twice_is_told_twice_and_ends_by_itself() -> None:
+def test_a_callback_that_subscribed_twice_gets_events_twice_and_unsubscribes_once() -> None:
     observers, told = Observers(), list[Event]()
     callback = told.append
     end = observers.subscribe(callback)
@@ -75,7 +75,7 @@ def test_a_callback_that_raises_disturbs_nobody_and_is_logged_once(caplog: pytes
     assert "its own fault" in caplog.text
 
 
-def test_callbacks_may_subscribe_emit_and_end_while_they_are_told() -> None:
+def test_callbacks_may_subscribe_emit_and_unsubscribe_during_an_event() -> None:
     observers, told = Observers(), list[str]()
 
     def nested(event: Event) -> None:
@@ -128,7 +128,7 @@ def test_nothing_is_worded_that_nobody_reads(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
-def test_where_logging_is_not_set_up_a_failure_is_seen_on_stderr() -> None:
+def test_without_logging_a_failure_appears_on_stderr() -> None:
     code = """
 from tensorstore_ck.events import Event, log_event
 log_event(Event("dropped", "", "runs/gpt", 7, 0, 0, {"reason": "skipped"}))

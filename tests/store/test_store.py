@@ -70,7 +70,7 @@ def test_another_ref_shares_blocks_through_the_index(store: tsck.Store, url: Pat
     assert len(packs(url)) == 2, "a cold host cannot know, and must not need to"
 
 
-def test_repeated_blocks_within_a_put(store: tsck.Store, url: Path) -> None:
+def test_repeated_blocks_within_a_save(store: tsck.Store, url: Path) -> None:
     state = {f"zero.{number}": torch.zeros(3 << 20, dtype=torch.uint8) for number in range(8)}
     store.put_snapshot(state, ref="job")
     assert sum(packs(url).values()) < (3 << 20) + 5000

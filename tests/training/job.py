@@ -42,7 +42,7 @@ class Loader:
 
 
 class Job:
-    """`leave_out`: what its `TrainingState` is not told of."""
+    """`leave_out`: what its `TrainingState` does not get."""
 
     def __init__(self, *leave_out: str, width: int = 16) -> None:
         self.model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1))

@@ -60,7 +60,7 @@ def test_what_is_no_such_state() -> None:
 
 
 def test_another_number_of_ranks() -> None:
-    """Generators begin anew, the same way each time."""
+    """Generators start over, the same way each time."""
     state = TrainingState(extra={"n": 3, "g": torch.Generator()}).state_dict()
     state["ranks"] = 4
     drawn = []

@@ -1,4 +1,4 @@
-"""What is told when a job goes on elsewhere."""
+"""What is reported when a job continues elsewhere."""
 
 import sys
 import types
@@ -16,14 +16,14 @@ def training() -> TrainingState:
     return TrainingState(extra={"n": 1})
 
 
-def test_nothing_is_told_where_nothing_changed(store: tsck.Store) -> None:
+def test_nothing_is_reported_if_nothing_changed(store: tsck.Store) -> None:
     training().put(store, ref="r")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training().restore(store, "r")
 
 
-def test_every_change_is_told_in_one_warning(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_is_reported_in_one_warning(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     training().put(store, ref="r", step=7)
@@ -54,7 +54,7 @@ SWITCHES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_switches_are_seen(name: str) -> None:
+def test_switches_are_noticed(name: str) -> None:
     before = environment.describe(1)
     matmul = torch.backends.cuda.matmul
     conv = CUDNN.conv
@@ -70,7 +70,7 @@ def test_switches_are_seen(name: str) -> None:
         CUDNN.deterministic = False
 
 
-def test_it_is_small_and_plain_and_tells_nothing_of_the_host() -> None:
+def test_it_is_small_and_plain_and_reveals_nothing_of_the_host() -> None:
     import getpass
     import socket
 

@@ -1,4 +1,4 @@
-"""Experts of which each rank has its own, plain modules under names of their own, beside layers that all ranks have."""
+"""Experts of which each rank has its own, plain modules under distinct names, in addition to layers that all ranks have."""
 
 import warnings
 from pathlib import Path

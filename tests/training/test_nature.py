@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 class Job:
-    """Each rank sees other batches, so that batch norm's statistics differ; gradients are averaged by whoever wraps the model."""
+    """Each rank sees other batches, so that batch norm's statistics differ; the wrapper of the model averages gradients."""
 
     def __init__(self, kind: str, ranks: int, seed: int, **options: Any) -> None:
         self.rank = dist.get_rank() if ranks > 1 else 0

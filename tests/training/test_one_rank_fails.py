@@ -1,4 +1,4 @@
-"""What fails on one rank alone before a put fails the put on all, and the ranks go on together."""
+"""What fails on one rank alone before a save fails the save on all, and the ranks go on together."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ class Loader:
 
 
 def put_all(folder: str, how: str, before: Callable[[int, Loader], object]) -> tuple[Told, list[int | None]]:
-    """What came of each of some puts, and what is stored."""
+    """What came of each of some saves, and what is stored."""
     rank, loader = dist.get_rank(), Loader()
     model = nn.Linear(2, 2)
     nn.init.ones_(model.weight)

@@ -1,4 +1,4 @@
-"""The line on a terminal: what it shows of puts in flight and of those that ended, and that it holds nobody up."""
+"""The line on a terminal: what it shows of saves in flight and of those that ended, and that it delays nothing."""
 
 import io
 import threading
@@ -118,7 +118,7 @@ def test_its_thread_draws_and_says_what_ended_and_ends_with_it() -> None:
     assert "between" not in terminal.getvalue()
 
 
-def test_every_put_that_ended_gets_a_line_and_nothing_else_does() -> None:
+def test_every_save_that_ended_gets_a_line_and_nothing_else_does() -> None:
     store, terminal = FakeStore(), Terminal()
     with ProgressLine(store, terminal):
         store.observers.emit(Event("stalled", "", "r", 1, 0, 0, {"stall_seconds": 1.0, "queue_depth": 1}))

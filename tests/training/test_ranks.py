@@ -1,4 +1,4 @@
-"""Many ranks: what they share fits any number, what is a rank's own fits as many as put it."""
+"""Many ranks: what they share fits any number, a rank's own state fits the number of ranks that saved it."""
 
 import random
 import warnings
@@ -164,7 +164,7 @@ def test_as_many_ranks_go_on_bit_for_bit(pool: Pool, folder: Path, kind: str, st
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp2", 2), ("fsdp2 over tp", 8), ("ddp", 3), ("plain", 1)])
 def test_another_number_of_ranks_has_the_same_tensors(pool: Pool, folder: Path, kind: str, ranks: int) -> None:
-    """Of another parallelism, too; each rank's generators begin anew, and it is told."""
+    """Of another parallelism, too; each rank's generators start over, and a warning says so."""
     ref = f"other/{ranks}"
     expected = pool.run(put, str(folder), "fsdp2", PUT_BY, ref, {}, ranks=PUT_BY)[0]
     restored = pool.run(restore, str(folder), kind, ranks, ref, {}, ranks=ranks)
@@ -183,7 +183,7 @@ def test_another_number_of_ranks_has_the_same_tensors(pool: Pool, folder: Path, 
         assert each[2:] == [float(torch.rand((), generator=generator)) for generator in own]
 
 
-def test_what_one_process_put_many_ranks_restore(pool: Pool, folder: Path) -> None:
+def test_many_ranks_restore_what_one_process_saved(pool: Pool, folder: Path) -> None:
     job = Job("plain", 1, 1)
     for _ in range(3):
         job.step()
@@ -204,7 +204,7 @@ def put_alone(folder: str) -> None:
     Job("plain", 2, 1).training.put(opened(folder, 2), ref="alone")
 
 
-def test_a_rank_alone_does_not_put_for_all(pool: Pool, folder: Path) -> None:
+def test_a_rank_alone_does_not_save_for_all(pool: Pool, folder: Path) -> None:
     for answer in pool.ask(put_alone, str(folder), ranks=2):
         assert isinstance(answer, tsck.InvalidOptionError)
         assert "group=" in str(answer)
@@ -259,7 +259,7 @@ def test_a_rank_that_goes_another_way_is_named(pool: Pool, folder: Path) -> None
 
 
 def accumulate_unreduced(folder: str) -> list[str]:
-    """What a put says before, between and after two micro-batches of which only the second sums gradients over ranks."""
+    """What a save says before, between and after two micro-batches of which only the second sums gradients over ranks."""
     model: Any = fsdp2(nn.Linear(4, 2), 2)
     training = TrainingState(model=model)
     said = []
@@ -289,7 +289,7 @@ def test_positions_of_other_ranks_are_refused(pool: Pool, folder: Path) -> None:
         assert "dataloader.own has a position for each of 4 ranks, and there are 2 now. Use a tsck.SampleCursor" in str(error)
 
 
-def test_all_ranks_begin_anew_or_none(pool: Pool, folder: Path) -> None:
+def test_all_ranks_start_over_or_none(pool: Pool, folder: Path) -> None:
     assert pool.run(restore, str(folder), "fsdp2", 2, "nothing", {}, ranks=2) == [None, None]
     for error in pool.ask(restore, str(folder), "fsdp2", 2, "nothing@3", {}, ranks=2):
         assert isinstance(error, tsck.NotFoundError)

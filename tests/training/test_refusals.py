@@ -127,7 +127,7 @@ def test_an_object_that_does_not_take_its_state(store: tsck.Store) -> None:
         training.restore(store, "runs/job")
 
 
-def test_what_was_put_by_hand(store: tsck.Store) -> None:
+def test_what_was_saved_by_hand(store: tsck.Store) -> None:
     store.put_snapshot({"model": LINEAR.state_dict()}, ref="by-hand")
     with pytest.raises(tsck.MismatchError, match=r"was not put by TrainingState.put: restore it with store.checkout"):
         TrainingState(model=LINEAR).restore(store, "by-hand")
@@ -143,6 +143,6 @@ def test_a_gradient_of_no_parameter(store: tsck.Store) -> None:
         training.restore(store, "runs/job")
 
 
-def test_keys_with_dots_could_not_be_told_apart() -> None:
+def test_keys_with_dots_are_ambiguous_and_refused() -> None:
     with pytest.raises(tsck.InvalidOptionError, match="dots"):
         tsck.TrainingState(model={"a": torch.nn.Linear(2, 2), "a.b": torch.nn.Linear(2, 2)})

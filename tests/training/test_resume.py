@@ -34,7 +34,7 @@ def test_a_restored_job_goes_on_bit_for_bit(store: tsck.Store, before: int) -> N
     assert run(other, STEPS) == expected
 
 
-def test_the_job_that_put_is_rolled_back(store: tsck.Store) -> None:
+def test_the_job_that_saved_is_rolled_back(store: tsck.Store) -> None:
     """Its optimizer has stepped since, and had not then."""
     job = make()
     job.training.put(store, ref="runs/job", step=0)
@@ -81,7 +81,7 @@ def test_no_generator_may_be_elsewhere(store: tsck.Store, name: str) -> None:
     assert run(other, STEPS) != expected
 
 
-def test_a_put_changes_nothing(store: tsck.Store) -> None:
+def test_saving_changes_nothing(store: tsck.Store) -> None:
     expected = run(make(), 4)
     job = make()
     for step in range(4):
@@ -138,7 +138,7 @@ def test_every_kind_of_generator(store: tsck.Store, bits: Any) -> None:
 # --- what is stored -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_copied_by_a_put_and_a_restore_fills_in_place(store: tsck.Store) -> None:
+def test_nothing_is_copied_by_a_save_and_a_restore_fills_in_place(store: tsck.Store) -> None:
     job = make()
     run(job, 2)
 
@@ -159,7 +159,7 @@ def test_nothing_is_copied_by_a_put_and_a_restore_fills_in_place(store: tsck.Sto
 
 
 def test_names_are_those_of_torch(store: tsck.Store) -> None:
-    """So that a snapshot of one process fits many ranks, and what was put by hand looks the same."""
+    """So that a snapshot of one process fits many ranks, and what was saved by hand looks the same."""
     job = make()
     run(job, 1)
     state = job.training.captured()
@@ -273,7 +273,7 @@ def test_parameters_that_have_not_been_used(store: tsck.Store) -> None:
         assert list(training.captured()["optimizer"]["state"]) == ["0.weight"]
 
 
-def test_a_cursor_and_plain_values_are_put_back(store: tsck.Store) -> None:
+def test_a_cursor_and_plain_values_are_restored(store: tsck.Store) -> None:
     """Into the dict they came in; what holds a list of it sees it, too."""
 
     def built() -> tuple[Any, Any, TrainingState]:
@@ -349,7 +349,7 @@ def test_a_ref_that_moves_meanwhile(store: tsck.Store, tmp_path: Path, monkeypat
 
 
 def test_a_job_that_was_given_up_for_dead_changes_nothing(store: tsck.Store, tmp_path: Path) -> None:
-    """A restore is what a put then continues, as with `Store.checkout`."""
+    """A restore is what a save then continues, as with `Store.checkout`."""
     TrainingState(extra={"n": 1}).put(store, ref="runs/job", step=1)
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as second:
         successor = TrainingState(extra={"n": 0})

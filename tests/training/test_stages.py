@@ -111,7 +111,7 @@ class Job:
         self.scheduler.step()
 
     def shared(self) -> dict[str, bytes]:
-        """Parameters and moments in full, and what the optimizer is told."""
+        """Parameters and moments in full, and the optimizer's options."""
         state: dict[str, bytes] = {}
         for name, parameter in self.model.named_parameters():
             state[name] = whole(parameter)
@@ -206,7 +206,7 @@ def test_any_layout_to_any_other(pool: Pool, folder: Path, name: str) -> None:
 
 
 def run_schedule(folder: str, kind: Any, resume: bool) -> Any:
-    """Two steps, a put, two more; or a restore and those two."""
+    """Two steps, a save, two more; or a restore and those two."""
     job = Job(PIPELINE, 1 if not resume else 2)
     tokens, hidden, scores = (
         torch.zeros(2, dtype=torch.int64),
@@ -214,7 +214,7 @@ def run_schedule(folder: str, kind: Any, resume: bool) -> Any:
         torch.zeros(2, WORDS, requires_grad=True),
     )
     shapes: dict[str, Any] = {"input_args": hidden, "output_args": scores} if job.stage else {"input_args": tokens, "output_args": hidden}
-    # Told the shapes, a stage does not run the model on uninitialised memory to find them, of which batch norm would keep a mean.
+    # With the shapes given, a stage does not run the model on uninitialised memory to find them, of which batch norm would keep a mean.
     stage = PipelineStage(job.model, job.stage, 2, torch.device("cpu"), **shapes, group=GROUPS[2])
     schedule = kind(stage, n_microbatches=2, loss_fn=nn.functional.cross_entropy)
 
@@ -259,7 +259,7 @@ def restore_without(folder: str, ref: str) -> None:
     training.restore(opened(folder, 2), ref, group=GROUPS[2], timeout_seconds=TIMEOUT_SECONDS)
 
 
-def test_what_no_stage_takes_is_told(pool: Pool, folder: Path) -> None:
+def test_what_no_stage_takes_is_reported(pool: Pool, folder: Path) -> None:
     pool.run(put, str(folder), "2 stages", "misfit", ranks=2)
     for error in pool.ask(restore_without, str(folder), "misfit", ranks=2):
         assert isinstance(error, tsck.MismatchError)
@@ -286,7 +286,7 @@ def test_other_groups_are_refused(pool: Pool, folder: Path) -> None:
 
 
 def go_on(folder: str, ranks: int, number: int) -> Any:
-    """Restores what the job before put, and puts what it has after a step."""
+    """Restores what the job before saved, and saves what it has after a step."""
     job = Job(Layout(width=ranks, sharded=ranks > 1), number)
     store, group = opened(folder, ranks), GROUPS[ranks]
     with warnings.catch_warnings():

@@ -181,7 +181,7 @@ def odd():
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the current folder, beside a store that holds a snapshot of its job."""
+    """In the current folder, next to a store with a snapshot of its job."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job_of_mine.py").write_text(SCRIPT)
     with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache") as store:

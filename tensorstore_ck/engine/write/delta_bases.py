@@ -101,8 +101,8 @@ class ParentBlocks:
 
 
 def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, anchor_every: int) -> ParentBlocks | None:
-    """The part among these that has the same tensors in the same places; None also if no deltas are wanted."""
-    for part, places in before if anchor_every else ():
+    """The part among these that has the same tensors in the same places."""
+    for part, places in before:
         if PartKey(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == key:
             return ParentBlocks(engine, part, places, anchor_every)
     return None

@@ -6,7 +6,6 @@ Knows neither refs nor the log, and no torch.
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -84,6 +83,7 @@ class WrittenPart(NamedTuple):
 class BlobBlocks(NamedTuple):
     """What a rank has stored of the layout and the large values."""
 
+    encoded_layout: bytes
     rows: Extents
     """The part's `blobs`."""
     ids: list[Digest]
@@ -134,19 +134,21 @@ def write_part(
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
-    key = PartKey(layout_id(captured.layout.encode()), slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit))
-    earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
-    block_bytes = engine.config.block_bytes
-    write = partial(write_tensors, captured, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
+
+    def write(packs: PackWriter) -> TensorBlocks:
+        earlier, block_bytes = None, engine.config.block_bytes
+        if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
+            key = PartKey(layout_id(blobs.encoded_layout), slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit))
+            earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
+        return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
+
     with open_packs(engine, known, meter) as first:
-        blobs = write_blobs(captured, first, slot, coding)
+        packs, blobs = [first], write_blobs(captured, first, slot, coding)
         if not apart:
             tensors = write(first)
-    packs = [first]
     if apart:
         with open_packs(engine, known, meter) as second:
-            tensors = write(second)
-        packs.append(second)
+            packs, tensors = [first, second], write(second)
     tensors.sample.verify(tensors.inlined, tensors.inline)
     return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, slot=slot)
 
@@ -179,7 +181,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
         ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
-    return BlobBlocks(blobs, ids)
+    return BlobBlocks(encoded_layout, blobs, ids)
 
 
 def write_tensors(
@@ -214,7 +216,7 @@ def write_tensors(
             start += length
     small = b"".join(inline)
     ids = [ZERO_DIGEST] * len(blocks)
-    frozen, cuts = _rows_of_frozen(captured, blocks), _cuts_of_frozen(captured, slot, block_bytes)
+    frozen, cuts = _frozen_blocks(captured, slot, block_bytes, blocks)
     for tensor in [*frozen]:
         said = captured.frozen[tensor]
         if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
@@ -235,9 +237,10 @@ def write_tensors(
             block, raw = run[number], buffers[number]
             spec = captured.layout.tensors[block.tensor]
             elements = elements_of(spec.dtype, spec.item_bytes)
-            bases = masters.blocks(block) if block.tensor in masters.of else []
-            if bases and (cast := encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)) is not None:
-                return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
+            if masters is not None and block.tensor in weights and (bases := masters.blocks(block)):
+                cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
+                if cast is not None:
+                    return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
             candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
             if candidate is not None and (delta := encoder.encode_delta(raw, candidate.raw, elements)) is not None:
                 return BlockEncoding(delta, (candidate.base,), candidate.age)
@@ -246,9 +249,10 @@ def write_tensors(
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
 
-    masters = Fp32Masters(captured, blocks if coding.mode != "raw" else ())
+    masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
+    weights = masters.of if masters is not None else {}
     for later in (False, True):  # weights after their masters
-        unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in masters.of) == later)
+        unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later)
         for_each(_runs(unread), store, cpu_threads() + 1)
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
@@ -293,9 +297,8 @@ def store_part(
     ids = [*blobs.ids, *tensors.ids]
     places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
     extents = extents_of(ids, places)
-    layout = captured.layout.encode()
     part = Part(
-        layout_id(layout),
+        layout_id(blobs.encoded_layout),
         slot.rank,
         slot.world_size,
         blobs.rows,
@@ -310,7 +313,7 @@ def store_part(
         encode_regions(captured.explicit),
     )
     if slot.rank == slot.layout_ranks[0]:
-        _require_readable(captured, layout, part, slot)
+        _require_readable(captured, blobs.encoded_layout, part, slot)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
@@ -352,25 +355,22 @@ def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]
     return bases
 
 
-def _rows_of_frozen(captured: CapturedState, blocks: Sequence[TensorBlock]) -> dict[int, list[int]]:
+def _frozen_blocks(
+    captured: CapturedState, slot: PartSlot, block_bytes: int, blocks: Sequence[TensorBlock]
+) -> tuple[dict[int, list[int]], dict[int, bytes]]:
+    """The rows of each frozen tensor, and which of its blocks this rank stores: another rank may store them at the next put."""
     rows: dict[int, list[int]] = {}
+    cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
         for block in blocks:
             if block.tensor in captured.frozen:
                 rows.setdefault(block.tensor, []).append(block.row)
-    return rows
-
-
-def _cuts_of_frozen(captured: CapturedState, slot: PartSlot, block_bytes: int) -> dict[int, bytes]:
-    """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
-    cuts: dict[int, list[tuple[object, ...]]] = {}
-    if captured.frozen:
         held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
         for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
             region = held[share.region]
             if region.tensor in captured.frozen:
                 cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))
-    return {tensor: repr(several).encode() for tensor, several in cuts.items()}
+    return rows, {tensor: repr(several).encode() for tensor, several in cuts.items()}
 
 
 def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: bytes) -> None:

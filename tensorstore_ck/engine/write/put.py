@@ -7,6 +7,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
@@ -119,7 +120,7 @@ def put_once(
     if destination.is_offline:  # nothing is compared with what may have to be read from the store
         request = request.noted(written.tensors.sample.finiteness)
     else:
-        request = request.judged(engine, request.examine(engine, written, captured))
+        request = request.judged(engine, ParentComparison(engine, written, captured, request.claim).examine())
     with meter.timed("commit"):
         sync = destination.is_staging and not destination.is_offline  # what is staged is published much later
         parts = [checked_parts(engine, [written], anchor, sync=sync)]

@@ -6,7 +6,7 @@ A single process is the only rank. Does not know how ranks communicate nor what 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.publish import at_branch, condemned_of, publish, store_record
@@ -51,7 +51,7 @@ class RankParts(NamedTuple):
         """
         ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
         return cls(
-            [Ulid(ulids[at : at + ULID_BYTES]) for at in range(0, len(ulids), ULID_BYTES)],
+            split_ulids(ulids),
             [Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
             take_count(record, "new_bytes"),
             take_count(record, "anchor"),

@@ -4,9 +4,6 @@ from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.compare_parent import ParentComparison
-from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.publish import Expected
 from tensorstore_ck.engine.write.sampled_checks import Finiteness, Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
@@ -43,10 +40,6 @@ class PutRequest(NamedTuple):
     def claim(self) -> SaveClaim:
         """What the save claims of its place in the training."""
         return SaveClaim(self.ref, self.step, self.parent)
-
-    def examine(self, engine: Engine, written: WrittenPart, captured: CapturedState) -> SaveFindings:
-        """What a rank finds in the part that it has written."""
-        return ParentComparison(engine, written, captured, self.claim).examine()
 
     def judged(self, engine: Engine, found: SaveFindings) -> "PutRequest":
         """As `noted`, after what all ranks found was judged.

@@ -117,8 +117,9 @@ class CaptureSample:
     def __init__(self, captured: CapturedState, sampling: Sampling) -> None:
         self._captured = captured
         self._turn = sampling.turn
-        self._share = share_of(captured.logical_bytes, SAMPLE_SHARE)
-        self._verify_share = sampling.verify_share and share_of(captured.logical_bytes, sampling.verify_share)
+        state_bytes = captured.logical_bytes
+        self._share = share_of(state_bytes, SAMPLE_SHARE)
+        self._verify_share = sampling.verify_share and share_of(state_bytes, sampling.verify_share)
         self._lock = threading.Lock()
         self._pieces: list[SampledPiece] = []
         self._reads: Sequence[memoryview] = ()

@@ -21,8 +21,8 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
 from tensorstore_ck.session.group.rank_messages import named_ranks
+from tensorstore_ck.state.byte_sources import source_of
 from tensorstore_ck.state.capture import require_dense
-from tensorstore_ck.state.rank_shares import source_of
 
 SMALL_BYTES: Final = 4 << 10
 """Tensors up to this size, such as the buffers of a norm, are compared in each save."""

@@ -16,11 +16,11 @@ from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, d
 from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
 from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_flat_layout, items_of_metadata, items_of_plans
+from tensorstore_ck.state.allocate import dtype_of
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
 from tensorstore_ck.state.rank_shares import concatenate_sources
-from tensorstore_ck.state.registered_types import torch_dtype
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
 
@@ -128,7 +128,7 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
         spec = layout.tensors[number]
         box = _box(item)
         tensor = _tensor(planner.resolve_data(item), item, box)
-        if tensor.dtype != torch_dtype(spec.dtype, spec.item_bytes):
+        if tensor.dtype != dtype_of(spec.dtype, spec.item_bytes):
             raise UnsupportedValueError(
                 f"cannot store {spec.name}: the planner planned {spec.dtype} and gave {tensor.dtype}", object_id=spec.name
             )

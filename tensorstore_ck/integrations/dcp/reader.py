@@ -38,10 +38,9 @@ from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
-from tensorstore_ck.state.byte_sources import target_of
+from tensorstore_ck.state.byte_sources import source_of, target_of
 from tensorstore_ck.state.load_report import LoadWarning
 from tensorstore_ck.state.plain_memory import require_plain
-from tensorstore_ck.state.rank_shares import source_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY

@@ -10,58 +10,33 @@ names and forms only: the coordinator adds the values when it has those of all r
 import os
 import threading
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.compare_parent import ParentComparison
-from tensorstore_ck.engine.write.dedup import DedupIndex
-from tensorstore_ck.engine.write.pack_writer import PackWriter
-from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.publish import check_expected, retry_expired
-from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, publish_parts, record_of
+from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.request import PutRequest
-from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, SuspiciousSaveWarning, Unchanged, merged, require_checks
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
+from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
-from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
+from tensorstore_ck.integrations.dcp.put import Begun, DcpPut, Gathered, WriterReport
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
-from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.save.queued_put import QueuedPut
 from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import Store
 
-
-class _WriterReport(NamedTuple):
-    """A rank's report on its part, for the coordinator."""
-
-    part: int
-    layout: Digest
-    parts: dict[str, Any]
-    findings: dict[str, Any]
-
-
-class Begun(NamedTuple):
-    """A part whose tensors are durable."""
-
-    role: Role
-    captured: CapturedState
-    """Without values."""
-    packs: PackWriter
-    tensors: TensorBlocks
-    block_bytes: int
-    anchor: int
+T = TypeVar("T")
 
 
 class _Saving(threading.local):
@@ -75,10 +50,10 @@ class _Saving(threading.local):
         self.turn: int | None = None
         """Selects the duplicate items that are compared; None: all."""
         self.local_plan: SavePlan | None = None
-        self.request: PutRequest | None = None
-        """The coordinator's."""
-        self.begun: Begun | None = None
-        """The coordinator's part, until its values are known."""
+        self.put: DcpPut | None = None
+        """Until `finish` on the coordinator."""
+        self.queued: QueuedPut | None = None
+        """The same, for the save queue."""
 
 
 class Writer(StorageWriter):
@@ -166,14 +141,13 @@ class Writer(StorageWriter):
             )
         saving = self._saving
         saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
-        saving.checkpoint_id = saving.begun = saving.local_plan = None  # of this save only
+        saving.checkpoint_id = saving.put = saving.queued = saving.local_plan = None  # of this save only
         saving.rank = kwargs.get("rank", 0)
         saving.step = step if self._step is None else self._step
         saving.turn = None if not self._saves else self._saves if saving.step is None else turn_of(None, saving.step)
         self._saves += 1
-        saving.request = (
-            self._make_request(saving.ref, saving.step) if is_coordinator else None
-        )  # the others open the store when it is there
+        if is_coordinator:  # the others open the store when it is there
+            self._begin(self._coordinators_request)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -202,9 +176,9 @@ class Writer(StorageWriter):
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Begun | None, list[WriteResult]]:
         """`write_data`; returns the written part, if this rank has one, and the results for DCP."""
-        role = plan.storage_data
+        role, saving = plan.storage_data, self._saving
         if not isinstance(role, Role):
-            if plan.items or self._saving.request is not None:
+            if plan.items or saving.put is not None:
                 raise InvalidOptionError(
                     "DCP reused a plan that was made for another storage writer: use a separate planner class for each writer, or "
                     "enable_plan_caching=False",
@@ -212,11 +186,14 @@ class Writer(StorageWriter):
                 )
             return None, self._look_at_copies(planner)  # other ranks write all its items
         held = resolve_items(plan, planner, role)
-        if self._saving.request is not None:
-            self._saving.begun = self._begin(role, held.captured)
-            return self._saving.begun, [*held.results, *self._look_at_copies(planner)]
-        begun, told = self._write(role, held.captured)
-        return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told), *self._look_at_copies(planner)]
+        results = list(held.results)
+        if saving.put is not None:
+            begun = self._stored(lambda put, meter: put.write_tensors(role, held.captured, meter))
+        else:
+            self._begin(self._ranks_request)
+            begun, report = self._stored(lambda put, meter: put.write_part(role, held.captured, meter))
+            results.append(WriteResult(MetadataIndex(""), 0, report))
+        return begun, [*results, *self._look_at_copies(planner)]
 
     def _look_at_copies(self, planner: SavePlanner) -> list[WriteResult]:
         found = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
@@ -229,38 +206,39 @@ class Writer(StorageWriter):
             ConflictError: the ref moved meanwhile; nothing is visible.
             SuspiciousSaveError: with ``unchanged="error"``; nothing is visible.
         """
-        request, begun = self._saving.request, self._saving.begun
-        assert request is not None
-        assert begun is not None
-        parts: dict[int, _WriterReport] = {}
+        put, queued = self._saving.put, self._saving.queued
+        assert put is not None
+        assert queued is not None
+        put.gather = lambda: self._gather(put, metadata, results)
+        self._saving.put = self._saving.queued = None
+        self.snapshot = self._target.store.session.queue.finish(queued)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    def _gather(self, put: DcpPut, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
+        """What the ranks have written, checked against DCP's metadata; warns of differing copies."""
+        parts: dict[int, WriterReport] = {}
         values: dict[str, OpaqueItem] = {}
         tiny: list[Tiny] = []
         for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, _WriterReport):
+            if isinstance(result.storage_data, WriterReport):
                 parts[result.storage_data.part] = result.storage_data
             elif isinstance(result.storage_data, OpaqueItem):
                 values[result.index.fqn] = result.storage_data
             elif isinstance(result.storage_data, Tiny):
                 tiny.append(result.storage_data)
+        begun = put.begun
+        assert begun is not None
         captured = with_tiny(_filled(begun, metadata, values), tiny)
         if sorted(parts) != list(range(1, begun.role.parts)) or {told.layout for told in parts.values()} - {layout_id(begun.role.layout)}:
             raise SnapshotAbortedError(
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
-                object_id=request.ref,
+                object_id=put.ref,
             )
-        self._compare_copies(request, metadata, results)
-        info = self._publish(request, begun, captured, [told for _, told in sorted(parts.items())])
-        self._target.store.session.fence.note(request.ref, info.root, info.root)
-        self.snapshot = Snapshot.from_info(info)
-        self._saving.begun = None
+        self._compare_copies(put, metadata, results)
+        return Gathered(captured, [told for _, told in sorted(parts.items())])
 
-    # --- the work -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Engine:
-        return self._target.store.engine
-
-    def _compare_copies(self, request: PutRequest, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _compare_copies(self, put: DcpPut, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of differing copies, once for each name."""
         told = {
             at: result.storage_data
@@ -277,86 +255,51 @@ class Writer(StorageWriter):
         found = [each for each in differences([*told.values()], metadata.state_dict_metadata, writer_of) if each.fqn not in self._named]
         if found:
             self._named |= {each.fqn for each in found}
-            address = request.ref if request.step is None else f"{request.ref}@{request.step}"
+            address = put.ref if put.step is None else f"{put.ref}@{put.step}"
             warnings.warn(f"{address}: {explain(found)}", SuspiciousSaveWarning, stacklevel=2)
 
-    def _make_request(self, ref: str, step: int | None) -> PutRequest:
-        store = self._target.store
-        self._engine.require_writable()
-        self._engine.log.sync()
+    def _begin(self, make_request: Callable[[], PutRequest]) -> None:
+        """This rank's save begins, after the saves in progress of the same store handle."""
+        session, saving = self._target.store.session, self._saving
+
+        def make() -> DcpPut:
+            saving.put = DcpPut(session.context, make_request(), saving.rank)
+            return saving.put
+
+        saving.queued = session.queue.begin(make)
+
+    def _stored(self, write: Callable[[DcpPut, PutMeter], T]) -> T:
+        """What `write` returns; if it raises, the save has failed."""
+        put, queued = self._saving.put, self._saving.queued
+        assert put is not None
+        assert queued is not None
+        try:
+            return write(put, queued.status.meter)
+        except BaseException as exc:
+            put.fail(exc)
+            self._target.store.session.queue.finish(queued)
+            raise
+
+    def _coordinators_request(self) -> PutRequest:
+        session, ref = self._target.store.session, self._saving.ref
+        engine = session.engine
+        engine.require_writable()
+        engine.log.sync()
         if not self._target.is_shared:
-            store.session.fence.adopt(self._engine.log.view(), ref)
+            session.fence.adopt(engine.log.view(), ref)
         checks = self._checks._asdict()
-        request = store.session.fence.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata, **checks)
-        check_expected(self._engine, self._engine.log.view(), ref, request.expect)
+        request = session.fence.request(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
+        check_expected(engine, engine.log.view(), ref, request.expect)
         return request
 
-    def _claim(self) -> SaveClaim:
-        """What is saved; ranks other than the coordinator assume the branch's head as its parent."""
-        saving = self._saving
-        if saving.request is not None:
-            return saving.request.claim
-        branch = self._engine.log.view().branch(saving.ref)
-        return SaveClaim(saving.ref, saving.step, None if branch is None else branch.root)
-
-    def _known(self, role: Role) -> DedupIndex:
-        """The blocks of the parent snapshot."""
-        request = self._saving.request
-        nearest = request.nearest if request is not None else self._claim().parent
-        return DedupIndex(self._engine, nearest, role.part, role.parts)
-
-    def _coding(self) -> Coding:
-        return self._engine.codecs.coding(self._saving.ref)
-
-    def _begin(self, role: Role, captured: CapturedState) -> Begun:
-        anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
-        sampling = Sampling(turn_of(None, self._saving.step), self._checks.verify_capture)
-        with open_packs(self._engine, self._known(role)) as packs:
-            tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=self._coding(), sampling=sampling)
-        tensors.sample.verify(tensors.inlined, tensors.inline)
-        return Begun(role, captured, packs, tensors, block_bytes, anchor)
-
-    def _complete(self, begun: Begun, captured: CapturedState) -> tuple[WrittenPart, RankParts, SaveFindings]:
-        """Writes the part, with the values in `captured`, if any."""
-        with open_packs(self._engine, self._known(begun.role)) as packs:
-            blobs = write_blobs(captured, packs, begun.role.slot, self._coding())
-        packs_of_part, slot = [begun.packs, packs], begun.role.slot
-        inlined, inline = inline_of(captured, slot, begun.block_bytes)
-        tensors = begun.tensors._replace(inline=inline, inlined=inlined)
-        written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, slot=slot)
-        parts = checked_parts(self._engine, [written], begun.anchor)
-        self._engine.keep_part(written.ulid, written.part)
-        return written, parts, ParentComparison(self._engine, written, captured, self._claim()).examine()
-
-    def _write(self, role: Role, captured: CapturedState) -> tuple[Begun, _WriterReport]:
-        self._engine.require_writable()
-
-        def attempt() -> tuple[Begun, WrittenPart, RankParts, SaveFindings]:
-            begun = self._begin(role, captured)
-            return begun, *self._complete(begun, captured)
-
-        begun, written, parts, findings = retry_expired(attempt)
-        self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn the outcome
-        return begun, _WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
-
-    def _publish(self, request: PutRequest, begun: Begun, captured: CapturedState, others: list[_WriterReport]) -> SnapshotInfo:
-        engine = self._engine
-
-        def attempt() -> tuple[WrittenPart, SnapshotInfo]:
-            written, own, findings = self._complete(begun, captured)
-            parts = [own, *(RankParts.of_record(told.parts) for told in others)]
-            judged = request.judged(engine, merged([findings, *(SaveFindings.of_record(told.findings) for told in others)]))
-            record = record_of(engine, judged, parts, logical_bytes=captured.logical_bytes)
-            return written, publish_parts(engine, request, record, parts, txn=engine.new_id())
-
-        def begin_again() -> None:
-            nonlocal begun
-            begun = self._begin(begun.role, captured)
-
-        written, info = retry_expired(attempt, begin_again)
-        engine.note_published()
-        engine.index.add(written.added.items(), published_at=info.n)
-        return info
+    def _ranks_request(self) -> PutRequest:
+        """Of a rank that publishes nothing: it takes the branch's head for the parent."""
+        engine, ref = self._target.store.session.engine, self._saving.ref
+        engine.require_writable()
+        engine.log.sync()
+        branch = engine.log.view().branch(ref)
+        parent = None if branch is None else branch.root
+        return PutRequest(ref, self._saving.step, parent, None, b"", {}, engine.codecs.coding(ref), checks=self._checks)
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:

@@ -1,8 +1,7 @@
 """Exports snapshots as files of other programs: streamed within bounded memory, read back and compared, atomic.
 
-export_snapshot.py      `export_snapshot`
+export_snapshot.py      `export_snapshot`, and its report
 job.py                  the input and the result of a format's writer
-report.py               ExportReport: what was written
 torch_file.py           the format of torch.save
 safetensors_files.py    the safetensors format
 dcp_folder.py           the format of torch.distributed.checkpoint
@@ -13,7 +12,13 @@ output_file.py          a file that is written in any order, and read back
 atomic_target.py        writes under a temporary name, then renames
 """
 
-from tensorstore_ck.integrations.exporting.export_snapshot import FORMATS, MAX_FILE_BYTES, Format, export_snapshot
-from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
+from tensorstore_ck.integrations.exporting.export_snapshot import (
+    FORMATS,
+    MAX_FILE_BYTES,
+    ExportedFile,
+    ExportReport,
+    Format,
+    export_snapshot,
+)
 
 __all__ = ["FORMATS", "MAX_FILE_BYTES", "ExportReport", "ExportedFile", "Format", "export_snapshot"]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
+from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
 
@@ -76,11 +77,11 @@ def atomic_folder(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
             os.mkdir(folder)
         yield folder
         with os_errors("write", target.path):
-            _sync(folder)
+            sync_path(folder)
         target.check(overwrite=overwrite)  # again: another export may have ended meanwhile
         with os_errors("write", target.path):
             _publish(folder, target)
-            _sync(target.parent)
+            sync_path(target.parent)
     finally:
         _remove(folder)
 
@@ -121,11 +122,3 @@ def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
 def _remove(folder: str) -> None:
     with suppress(OSError):
         shutil.rmtree(folder)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -157,21 +157,21 @@ def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Te
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
     """What DCP drops: empty dicts, and attributes of an OrderedDict."""
-    if not isinstance(tree, Container) or tree.node[0] in _BY_VALUE:
-        return
-    if tree.node[0] in _DICTS and not tree.children:
-        yield tree.path or ".", "an empty dict, which DCP drops"
-    if tree.attributes is not None:
-        path = f"{tree.path}.{ATTRIBUTES}" if tree.path else ATTRIBUTES
-        yield path, "an attribute of an OrderedDict, which DCP drops"
-    for child in tree.children:
-        yield from _dropped(child)
+    for each in _containers(tree):
+        if each.node[0] in _DICTS and not each.children:
+            yield each.path or ".", "an empty dict, which DCP drops"
+        if each.attributes is not None:
+            yield f"{each.path}.{ATTRIBUTES}" if each.path else ATTRIBUTES, "an attribute of an OrderedDict, which DCP drops"
 
 
 def _notes(tree: Tree) -> list[str]:
-    numbered: list[str] = []
-    dicts: list[str] = []
-    _look(tree, numbered, dicts)
+    all_dicts = [each for each in _containers(tree) if each.node[0] in _DICTS]
+    numbered = [
+        each.path or f"the state ({', '.join(map(key_text, each.keys[:3]))})"
+        for each in all_dicts
+        if any(type(key) is not str for key in each.keys)
+    ]
+    dicts = [each.path or "the state" for each in all_dicts if each.node[0] != "d"]
     flagged = [leaf.path for leaf in leaves(tree) if leaf.kind != "value" and leaf.flags]
     notes = []
     if numbered:
@@ -183,13 +183,9 @@ def _notes(tree: Tree) -> list[str]:
     return notes
 
 
-def _look(tree: Tree, numbered: list[str], dicts: list[str]) -> None:
-    if not isinstance(tree, Container) or tree.node[0] in _BY_VALUE:
-        return
-    if tree.node[0] in _DICTS:
-        if any(type(key) is not str for key in tree.keys):
-            numbered.append(tree.path or f"the state ({', '.join(map(key_text, tree.keys[:3]))})")
-        if tree.node[0] != "d":
-            dicts.append(tree.path or "the state")
-    for child in tree.children:
-        _look(child, numbered, dicts)
+def _containers(tree: Tree) -> Iterator[Container]:
+    """Those of which DCP saves each item for itself."""
+    if isinstance(tree, Container) and tree.node[0] not in _BY_VALUE:
+        yield tree
+        for child in tree.children:
+            yield from _containers(child)

@@ -3,8 +3,9 @@
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, get_args
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
@@ -14,7 +15,6 @@ from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
-from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
@@ -25,6 +25,36 @@ Format = Literal["dcp", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 MAX_FILE_BYTES: Final = 5_000_000_000
 """The size at which Hugging Face splits models."""
+
+
+class ExportedFile(NamedTuple):
+    """A written file."""
+
+    name: str
+    """Its name in the target folder, or that of the target file."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written. Every byte was read back and compared, and is durable."""
+
+    format: str
+    path: str
+    snapshot: Snapshot
+    files: tuple[ExportedFile, ...]
+    tensors: int
+    """Names of tensors and arrays in the files, including those that share memory."""
+    tensor_bytes: int
+    left_out: Mapping[str, str]
+    """Path in the state -> why the format does not hold it."""
+    notes: tuple[str, ...]
+    """Hints for readers of the files."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
 
 
 @renamed_argument(skip="exclude", allow_bad="allow_marked")

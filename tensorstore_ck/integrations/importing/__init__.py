@@ -17,7 +17,6 @@ resolve_placeholders.py   the final state, without placeholders
 safetensors_file.py       safetensors files
 sharded_index.py          several files with an index
 dcp_folder.py             folders of torch.distributed.checkpoint
-tensor_pieces.py          a tensor in several pieces
 mapped_files.py           foreign files, opened with care and mapped
 crc_check.py              checks CRC-32s while a save reads the bytes
 compare_snapshot.py       whether a snapshot equals a checkpoint

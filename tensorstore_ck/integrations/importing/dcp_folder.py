@@ -5,6 +5,7 @@ file inside a file, which stays mapped. Other values are torch files, too. The t
 (`_EmptyStateDictLoadPlanner`).
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -12,16 +13,16 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
-from tensorstore_ck.format.sharding import BoxBounds
+from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
-from tensorstore_ck.integrations.importing.tensor_pieces import assembled
 from tensorstore_ck.integrations.importing.torch_file import load_torch_file
-from tensorstore_ck.state.sharded_tensors import LocalPiece
+from tensorstore_ck.state.boxes import Box, Boxes, coverage_error
+from tensorstore_ck.state.rank_shares import LocalPiece
 
 METADATA: Final = ".metadata"
 KIND: Final = "DCP checkpoint"
@@ -40,6 +41,8 @@ _MEMORY_FORMATS: Final = (
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 )
+MAX_PIECES: Final = 1 << 16
+"""Of one tensor: each is compared with the others."""
 MAX_PADDING: Final = 10_000_000
 """Of all lists together: a path in the metadata can have any position."""
 
@@ -192,7 +195,7 @@ class _Reader:
             if box.offsets not in chunk_of:
                 raise MalformedError(f"the piece at {list(box.offsets)[:8]} of {printable(name)!r} has no position")
             pieces.append(LocalPiece(box, self._piece(name, dtype, box, chunk_of[box.offsets])))
-        return assembled(name, shape, dtype, pieces)
+        return _assembled(name, shape, dtype, pieces)
 
     def _piece(self, name: str, dtype: torch.dtype, box: BoxBounds, chunk: _StoredChunk) -> torch.Tensor:
         tensor = self._item(chunk)
@@ -221,6 +224,22 @@ class _Reader:
     @staticmethod
     def _unsupported(path: str, what: str) -> NoReturn:
         raise UnsupportedValueError(f"{path} {what}, which is not supported: load it with torch, then store the state", object_id=path)
+
+
+def _assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[LocalPiece]) -> torch.Tensor | Boxes:
+    """The tensor of these pieces, which must cover it exactly once, for `state.capture`, like a rank's boxes of it.
+
+    Each piece stays in its file, and the store gets the boxes, cut into the same blocks as in a save by the ranks that held them.
+    """
+    held = sorted((piece for piece in pieces if 0 not in piece.box.sizes), key=lambda piece: piece.box)
+    problem = f"there are {len(held)} pieces" if len(held) > MAX_PIECES else coverage_error(shape, [piece.box for piece in held])
+    if problem:
+        raise MalformedError(f"{problem} of the tensor {printable(name)!r}, of shape {list(shape)[:8]}")
+    if len(held) == 1 and held[0].box == whole_box(shape):
+        return held[0].tensor
+    if not held:
+        return torch.empty(shape, dtype=dtype)
+    return Boxes([Box(piece.tensor, shape, piece.box.offsets) for piece in held])
 
 
 def _is_position(part: object) -> bool:

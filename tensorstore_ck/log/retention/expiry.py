@@ -78,7 +78,7 @@ def expire_at_put(view: RefTable, ref: str, snapshot: Ulid, record: Record, now_
         return []
     if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
-    said = (record.step, 0, now_ns, record.metrics, "", "", record.logical_bytes, record.new_bytes)
+    said = (record.step, 0, now_ns, record.metrics, record.logical_bytes, record.new_bytes)
     coming = SnapshotInfo(snapshot, record.root(), ZERO_DIGEST, record.parent, ref, *said)
     going = [verdict.info.ulid for verdict in verdicts(view, ref, policies.values(), now_ns, coming=coming) if not verdict.stays]
     return [Op.expire(ref, going)] if going else []

@@ -71,9 +71,9 @@ def copy(
     return report
 
 
-def _engine(place: str | os.PathLike[str] | OpenStore, stack: ExitStack, *, read_only: bool = False) -> Engine:
-    if not isinstance(place, str | os.PathLike):
-        return place.engine
-    engine = open_engine(place, read_only=read_only)
+def _engine(store: str | os.PathLike[str] | OpenStore, stack: ExitStack, *, read_only: bool = False) -> Engine:
+    if not isinstance(store, str | os.PathLike):
+        return store.engine
+    engine = open_engine(store, read_only=read_only)
     stack.callback(engine.close)
     return engine

@@ -19,6 +19,7 @@ from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, decode
 from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.gc.runs import cut_runs, span_bytes
 from tensorstore_ck.log.block_index import Location
 
 BLOCK_DTYPE: Final = np.dtype([("id", "V32"), ("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2")])
@@ -104,7 +105,7 @@ def copy_piece(
 
     def copy(run: Blocks) -> None:
         nonlocal read_bytes
-        size = _span(run)
+        size = span_bytes(run)
         if pace is not None and not pace.take(size, int(run["stored"].sum()), failed):
             return
         buffer = getattr(buffers, "buffer", None)
@@ -129,23 +130,10 @@ def copy_piece(
     return Copied(writer.added, read_bytes, writer.new_bytes)
 
 
-def _runs(blocks: Blocks, run_bytes: int = RUN_BYTES) -> Iterator[Blocks]:
-    """Runs of (nearly) neighbouring blocks to fetch in one request: one block, or up to `run_bytes`."""
-    first = start = end = 0
-    rows = zip(blocks["pack"].tolist(), blocks["offset"].tolist(), blocks["stored"].tolist(), strict=True)
-    in_pack = -1
-    for row, (pack, offset, stored) in enumerate(rows):
-        is_far = pack != in_pack or offset - end > MAX_GAP_BYTES or offset + stored - start > run_bytes
-        if is_far and row:
-            yield blocks[first:row]
-        if is_far:
-            first, start, end, in_pack = row, offset, offset, pack
-        end = max(end, offset + stored)
-    yield blocks[first:]
-
-
-def _span(run: Blocks) -> int:
-    return int((run["offset"] + run["stored"]).max() - run["offset"][0])
+def _runs(blocks: Blocks, run_bytes: int) -> Iterator[Blocks]:
+    for of_pack in np.split(blocks, np.flatnonzero(np.diff(blocks["pack"])) + 1):
+        for run in cut_runs(of_pack, run_bytes, MAX_GAP_BYTES):
+            yield of_pack[run]
 
 
 def _verified(name: str, run: Blocks, fetched: memoryview) -> Iterator[EncodedBlock]:

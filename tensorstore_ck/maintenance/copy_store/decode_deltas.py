@@ -17,25 +17,25 @@ from tensorstore_ck.maintenance.copy_store.blocks import Copied
 
 
 def copy_decoded(
-    source: Engine, target: Engine, part: Part, places: BlockLocations, rows: Mapping[Digest, int], *, advance: Callable[[int], None]
+    source: Engine, target: Engine, part: Part, locations: BlockLocations, rows: Mapping[Digest, int], *, advance: Callable[[int], None]
 ) -> Copied:
     """Copies the blocks in these extent `rows`; all of them are durable when it returns.
 
     Raises:
         DamageError: a block, or one of its bases, is missing or damaged.
     """
-    located = {block: location_of(part, places.packs, places.extents, row) for block, row in rows.items()}
+    located = {block: location_of(part, locations.packs, locations.extents, row) for block, row in rows.items()}
     writer = PackWriter(target.backend, target.new_id, lambda _: None)
 
     def copy(block: Digest) -> None:
-        place = located[block]
-        name = pack_name(place.pack)
-        raw = decode_at(source.backend, place)
+        location = located[block]
+        name = pack_name(location.pack)
+        raw = decode_at(source.backend, location)
         if block_id(raw) != block:
-            raise CorruptObjectError(f"{name}: the block at offset {place.offset}, or one of its bases, is damaged", object_id=name)
-        head = bytearray(min(place.stored, HEAD_BYTES))
-        source.backend.read_into(name, place.offset, memoryview(head))
-        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").encode_tensor(raw, elements_in(place.codec, head))))
+            raise CorruptObjectError(f"{name}: the block at offset {location.offset}, or one of its bases, is damaged", object_id=name)
+        head = bytearray(min(location.stored, HEAD_BYTES))
+        source.backend.read_into(name, location.offset, memoryview(head))
+        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").encode_tensor(raw, elements_in(location.codec, head))))
         advance(len(raw))
 
     try:
@@ -44,4 +44,4 @@ def copy_decoded(
     except BaseException:
         writer.abort()
         raise
-    return Copied(writer.added, sum(each.stored for place in located.values() for each in chain_of(place)), writer.new_bytes)
+    return Copied(writer.added, sum(each.stored for location in located.values() for each in chain_of(location)), writer.new_bytes)

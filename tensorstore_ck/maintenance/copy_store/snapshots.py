@@ -140,32 +140,32 @@ class SnapshotCopier:
         for row, (block, raw) in enumerate(zip(ids, part.extents["raw"][: len(ids)].tolist(), strict=True)):
             if block in located or block in missing:
                 continue
-            place = known(block)
-            if place is not None and place.raw == raw:
-                located[block] = place
+            location = known(block)
+            if location is not None and location.raw == raw:
+                located[block] = location
                 self._meter.advance(raw)
             else:
                 missing[block] = row
         self._meter.blocks_there += len(ids) - len(missing)
-        places = locate_blocks(self._source, self._source.log.view(), part)
+        locations = locate_blocks(self._source, self._source.log.view(), part)
         while missing:
             try:
-                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in CODECS_WITH_BASES}
+                based = {block: row for block, row in missing.items() if locations.extents["codec"][row] in CODECS_WITH_BASES}
                 plain = {block: row for block, row in missing.items() if block not in based}
-                for copied in self._run(cut_pieces(places.packs, _rows(places, plain))):
+                for copied in self._run(cut_pieces(locations.packs, _rows(locations, plain))):
                     self._note(copied, anchor)
                     located.update(copied.locations)
                 if based:
-                    copied = copy_decoded(self._source, self._target, part, places, based, advance=self._meter.advance)
+                    copied = copy_decoded(self._source, self._target, part, locations, based, advance=self._meter.advance)
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:
                 view = raise_if_expired(self._source, info, exc)
                 now = locate_blocks(self._source, view, part)
                 missing = {block: row for block, row in missing.items() if block not in located}
-                if all(places.packs[places.extents[row]["pack"]] == now.packs[now.extents[row]["pack"]] for row in missing.values()):
+                if all(locations.packs[locations.extents[row]["pack"]] == now.packs[now.extents[row]["pack"]] for row in missing.values()):
                     raise
-                places = now  # compaction moved some blocks: read them from there
+                locations = now  # compaction moved some blocks: read them from there
             else:
                 break
         return _relocated(part, ids, located, anchor)
@@ -208,9 +208,9 @@ class SnapshotCopier:
         self._meter.written_bytes += len(data)
 
 
-def _rows(places: BlockLocations, missing: dict[Digest, int]) -> Blocks:
+def _rows(locations: BlockLocations, missing: dict[Digest, int]) -> Blocks:
     rows = np.zeros(len(missing), BLOCK_DTYPE)
-    extents = places.extents[list(missing.values())]
+    extents = locations.extents[list(missing.values())]
     for field in ("pack", "offset", "stored", "raw", "codec"):
         rows[field] = extents[field]
     rows["id"] = np.frombuffer(b"".join(missing), BLOCK_DTYPE["id"])

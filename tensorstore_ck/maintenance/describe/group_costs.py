@@ -18,7 +18,7 @@ class GroupCosts:
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
-    def add(self, reader: SnapshotReader, part: Part, places: BlockLocations) -> None:
+    def add(self, reader: SnapshotReader, part: Part, locations: BlockLocations) -> None:
         """Adds the tensors of a part; `reader` has its layout."""
         plan = reader.plan_of(part, reader.name)
         for number, spec in enumerate(reader.layout.tensors):
@@ -27,7 +27,7 @@ class GroupCosts:
                 if held.is_inline:
                     group.add_inline(sum(held.lengths))
                     continue
-                extents = places.extents[held.rows.start : held.rows.stop]
+                extents = locations.extents[held.rows.start : held.rows.stop]
                 ids = map(part.block_id, held.rows)
                 group.add(zip(ids, extents["raw"].tolist(), extents["stored"].tolist(), extents["codec"].tolist(), strict=True))
 

@@ -61,13 +61,13 @@ def _stored(engine: Engine, opened: OpenSnapshot, costs: GroupCosts) -> tuple[in
 
     def add(rank: int) -> None:
         part = opened.part(rank)
-        places = locate_blocks(engine, engine.log.view(), part)
-        rows = places.extents[["pack", "entry", "stored"]].tolist()
+        locations = locate_blocks(engine, engine.log.view(), part)
+        rows = locations.extents[["pack", "entry", "stored"]].tolist()
         with lock:
             if rank in reader_of:
-                costs.add(reader_of[rank], part, places)
+                costs.add(reader_of[rank], part, locations)
             for pack, entry, stored in rows:
-                packs.setdefault(places.packs[pack], {})[entry] = stored
+                packs.setdefault(locations.packs[pack], {})[entry] = stored
 
     for_each(range(len(opened.record.parts)), add, cpu_threads() if engine.backend.is_local else REMOTE_THREADS)
     return sum(sum(blocks.values()) for blocks in packs.values()), tuple(ulid_text(pack) for pack in sorted(packs))

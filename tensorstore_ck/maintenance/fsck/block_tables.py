@@ -20,7 +20,7 @@ Ids = npt.NDArray[np.uint8]
 _SHARED: Final = ("offset", "stored", "raw", "codec")
 
 
-class BlockPlace(NamedTuple):
+class BlockCopy(NamedTuple):
     """A copy of a block, according to a footer."""
 
     pack: Ulid
@@ -58,9 +58,9 @@ class BlockTables:
         return set() if rows is None else {Digest(block.tobytes()) for block in rows["id"][rows["raw"] != 0]}
 
 
-def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Ulid, Collection[int]]) -> dict[Digest, list[BlockPlace]]:
+def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Ulid, Collection[int]]) -> dict[Digest, list[BlockCopy]]:
     """All copies of blocks, by the footers of the listed packs, without known bad ones and the entries in `unless`."""
-    found: dict[Digest, list[BlockPlace]] = {}
+    found: dict[Digest, list[BlockCopy]] = {}
     if not wanted:
         return found
     wanted = set(wanted)
@@ -71,7 +71,7 @@ def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Uli
         for entry in _hits(ids, heads):
             block = Digest(ids[entry].tobytes())
             if block in wanted and entry not in unless.get(pack, ()) and not (bad and entry in bad.entries):
-                found.setdefault(block, []).append(BlockPlace(pack, entry, footer.entries[entry : entry + 1].copy()))
+                found.setdefault(block, []).append(BlockCopy(pack, entry, footer.entries[entry : entry + 1].copy()))
     return found
 
 

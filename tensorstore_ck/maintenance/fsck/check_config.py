@@ -121,9 +121,10 @@ def config_problem(engine: Engine) -> ConfigProblem | None:
 
 def _lost_log(engine: Engine) -> ConfigProblem | None:
     """The problem if the log that store.json names is missing: elsewhere the store would count as empty."""
-    if not is_log_lost(engine.backend, engine.config):
+    own = engine.placed.at(None)  # logs are in the store itself: cold locations, which may be unusable, are not listed
+    if not is_log_lost(own, engine.config):
         return None
-    log, logs = engine.config.log, logs_in(engine.backend)
+    log, logs = engine.config.log, logs_in(own)
     error = CorruptObjectError(f"{CONFIG_NAME} names the log {log}, which is not there; found: {', '.join(logs)}", object_id=CONFIG_NAME)
     advice = "restore it, or that log, from a copy of this store; without one, `tsck salvage` makes a new log from what is left"
     return ConfigProblem(error, advice, is_repairable=False, is_kept=True)

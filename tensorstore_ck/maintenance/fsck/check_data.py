@@ -19,6 +19,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
+from tensorstore_ck.gc.runs import cut_runs
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 from tensorstore_ck.maintenance.fsck.last_verified import LastVerified
@@ -54,9 +55,10 @@ class PieceResult(NamedTuple):
 def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
     """Reads every block of a piece and compares it with its hash."""
     bad: list[tuple[int, str]] = []
-    buffer = memoryview(bytearray(max(map(_stored_bytes, _runs(piece.entries)), default=0)))
+    runs = list(_cut(piece.entries, RUN_BYTES))
+    buffer = memoryview(bytearray(max(map(_stored_bytes, runs), default=0)))
     number = piece.first
-    for run in _runs(piece.entries):
+    for run in runs:
         bad += _check_run(backend, piece.pack, number, run, buffer[: _stored_bytes(run)])
         number += len(run)
     return PieceResult(piece, _stored_bytes(piece.entries), bad)
@@ -71,17 +73,17 @@ class DataCheck:
         packs: Packs,
         options: FsckOptions,
         *,
-        deadline_ns: int | None = None,
+        started_ns: int = 0,
         chosen: list[Ulid] | None = None,
         suspects: Collection[Ulid] = (),
     ) -> None:
         """Reads `chosen`; else what `options` say, and always the `suspects` and packs in which damage was found earlier.
 
-        `deadline_ns` is by the engine's clock.
+        `started_ns`: from when `options.max_seconds` counts, by the engine's clock.
         """
         self._engine = engine
         self._packs = packs
-        self._deadline_ns = deadline_ns
+        self._deadline_ns = None if options.max_seconds is None else started_ns + int(options.max_seconds * 1e9)
         self._verified = LastVerified(engine.table, packs.listed)
         self._left: dict[Ulid, int] = {}
         self.chosen = self._choose(options, suspects) if chosen is None else chosen
@@ -180,19 +182,9 @@ class DataCheck:
         self._verified.note(pack, self._packs.listed[pack].size_bytes, self._engine.clock() if is_sound else None)
 
 
-def _runs(entries: Rows) -> Iterator[Rows]:
-    return _cut(entries, RUN_BYTES)
-
-
 def _cut(entries: Rows, size_bytes: int) -> Iterator[Rows]:
     """Neighbouring entries in runs of up to `size_bytes`, or of one entry."""
-    ends = np.cumsum(entries["stored"], dtype=np.int64)
-    first = 0
-    while first < len(ends):
-        start = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, start + size_bytes, "right")))
-        yield entries[first:stop]
-        first = stop
+    return (entries[run] for run in cut_runs(entries, size_bytes))
 
 
 def _stored_bytes(entries: Rows) -> int:

@@ -276,6 +276,14 @@ def _foreign_object(name: str, kind: str) -> LogProblem:
     return LogProblem("foreign_object", name, f"it is not a {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
 
 
+def host_head(log: Log) -> Head | None:
+    """The last entry in this host's cache; None also if the cache is unreadable, which says nothing of the log."""
+    try:
+        return log.view().head()
+    except StoreError:
+        return None
+
+
 def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader) -> LogProblem | None:
     """The problem if this host's cache, or this user, has seen the entry `head`, and the log has lost it."""
     if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):

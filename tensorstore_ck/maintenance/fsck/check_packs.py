@@ -5,12 +5,12 @@ bounded, so memory does not grow with the number of packs.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.ids import Ulid, block_id, parse_ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.errors import StoreError
@@ -50,15 +50,13 @@ class Packs:
         """Blocks that were found damaged."""
         self.blocks = 0
         """Blocks in the footers that `check_footers` read."""
-        self._footers: OrderedDict[Ulid, Footer] = OrderedDict()
-        self._cached_bytes = 0
+        self._footers = ByteCache[Ulid, Footer](FOOTER_CACHE_BYTES, lambda footer: footer.entries.nbytes)
         self._single: dict[tuple[Ulid, int, bytes], bool] = {}
         self._lock = threading.Lock()
 
     def footer(self, pack: Ulid) -> Footer | PackProblem:
         """The footer of a pack, or why it is unusable."""
-        with self._lock:
-            known = self._footers.get(pack) or self.problems.get(pack)
+        known = self._footers.get(pack) or self.problems.get(pack)
         if known is not None:
             return known
         name = pack_name(pack)
@@ -69,11 +67,7 @@ class Packs:
             problem = PackProblem(exc.kind, str(exc))
             with self._lock:
                 return self.problems.setdefault(pack, problem)
-        with self._lock:
-            self._footers[pack] = footer
-            self._cached_bytes += footer.entries.nbytes
-            while self._cached_bytes > FOOTER_CACHE_BYTES and len(self._footers) > 1:
-                self._cached_bytes -= self._footers.popitem(last=False)[1].entries.nbytes
+        self._footers.put(pack, footer)
         return footer
 
     def footers(self) -> Iterator[tuple[Ulid, Footer]]:

@@ -102,12 +102,12 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
         if not hits.is_known(rank):
             hits = AffectedTensors(engine, info, record, part.world_size, part.layout_of)
         anchor = max(anchor, part.anchor)
-        places = _locate(engine, part)
-        if isinstance(places, Damage):
-            lost[rank] = places
+        locations = _locate(engine, part)
+        if isinstance(locations, Damage):
+            lost[rank] = locations
             continue
-        needs.update(places.objects())
-        problems = list(_extent_problems(packs, part, places, record, rank, read_data=read_data))
+        needs.update(locations.objects())
+        problems = list(_extent_problems(packs, part, locations, record, rank, read_data=read_data))
         misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
         if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
@@ -132,9 +132,9 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
 def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, BlockLocations]]:
     """The readable parts of a snapshot, and the locations of their blocks."""
     for part in parts_of(engine, info):
-        places = _locate(engine, part)
-        if isinstance(places, BlockLocations):
-            yield part, places
+        locations = _locate(engine, part)
+        if isinstance(locations, BlockLocations):
+            yield part, locations
 
 
 def block_ids(part: Part) -> Ids:
@@ -142,10 +142,10 @@ def block_ids(part: Part) -> Ids:
     return np.frombuffer(part.ids + part.base_ids, np.uint8).reshape(-1, DIGEST_BYTES)
 
 
-def by_pack(places: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
+def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
     """(pack, rows of the extents) for each pack in use; a pack may be yielded twice."""
-    for number, rows in grouped(places.extents["pack"]):
-        yield places.packs[number], rows
+    for number, rows in grouped(locations.extents["pack"]):
+        yield locations.packs[number], rows
 
 
 def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
@@ -203,12 +203,12 @@ def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
 
 
 def _extent_problems(
-    packs: Packs, part: Part, places: BlockLocations, record: Record, rank: int, *, read_data: bool
+    packs: Packs, part: Part, locations: BlockLocations, record: Record, rank: int, *, read_data: bool
 ) -> Iterator[_PartProblem]:
     """Compares extents with the footers and sizes of packs, and with the known bad blocks."""
     ids = block_ids(part)
-    for pack, rows in by_pack(places):
-        name, extents = pack_name(pack), places.extents[rows]
+    for pack, rows in by_pack(locations):
+        name, extents = pack_name(pack), locations.extents[rows]
         footer = packs.footer(pack)
         if isinstance(footer, Footer):
             wrong: npt.NDArray[np.bool_] = _not_in_footer(footer, extents, ids[rows])
@@ -226,7 +226,7 @@ def _extent_problems(
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
-            _spread_to_deltas(places.extents, hit)
+            _spread_to_deltas(locations.extents, hit)
             yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
 
 

@@ -7,9 +7,9 @@ the newest log. Unreferenced objects are reported as notices.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 from uuid import UUID
 
 from tensorstore_ck.common.executor import Executor
@@ -17,7 +17,14 @@ from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import relocations_in_order
-from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
+from tensorstore_ck.errors import (
+    BrokenLogError,
+    CorruptObjectError,
+    InvalidOptionError,
+    MissingObjectError,
+    PlaceUnavailableError,
+    StoreError,
+)
 from tensorstore_ck.format.part import decode_part
 from tensorstore_ck.format.record import Record, decode_record
 from tensorstore_ck.format.relocation import decode_relocation
@@ -30,10 +37,10 @@ from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
-from tensorstore_ck.maintenance.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
+from tensorstore_ck.maintenance.fsck.findings import Findings, FsckReport, Severity, require_reachable
 from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
 from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
 from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
@@ -49,10 +56,7 @@ from tensorstore_ck.maintenance.fsck.repairable import (
 )
 from tensorstore_ck.maintenance.fsck.unfinished_uploads import stale_uploads
 
-__all__ = ["Finding", "Fsck", "FsckReport", "run_fsck"]
-
 CONFIRM_ROUNDS: Final = 5
-_NS: Final = 1_000_000_000
 _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
 
 
@@ -76,14 +80,6 @@ def run_fsck(
             "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
         )
     return Fsck(engine.limited_to(options.rate_limit), options, executor=executor).run()
-
-
-class StoredObjects(NamedTuple):
-    """The listed objects."""
-
-    by_kind: dict[str, dict[Ulid, ListedObject]]
-    other_logs: list[str]
-    """Objects of logs that are not in use."""
 
 
 class Fsck:
@@ -125,7 +121,10 @@ class Fsck:
         """An engine at the log as this check folded it."""
         self.anchor = 0
         """The last entry that was folded before the store was listed."""
-        self.objects = StoredObjects({kind: {} for kind in FOLDERS}, [])
+        self.listed: dict[str, dict[Ulid, ListedObject]] = {kind: {} for kind in FOLDERS}
+        """The listed objects by kind."""
+        self._other_logs: list[str] = []
+        """Objects of logs that are not in use."""
         self.packs = Packs(self._backend, {})
         self.hit = BlockTables()
         """Unreadable blocks that snapshots need."""
@@ -135,19 +134,28 @@ class Fsck:
         """Packs of which every block was read."""
 
     def run(self) -> FsckReport:
-        """Runs all checks."""
+        """Runs all checks.
+
+        Raises:
+            PlaceUnavailableError: packs lie at a location that cannot be used; its message names damage that was found before.
+        """
         self._check_config()
         self._check_log()
+        try:
+            return self._check_objects()
+        except PlaceUnavailableError as exc:
+            raise PlaceUnavailableError(f"{exc}{self._found.also_damaged()}", object_id=exc.object_id) from exc
+
+    def _check_objects(self) -> FsckReport:
+        """Checks all that the log and a listing name; returns the report with everything that was found."""
         self._list()
-        self.packs = packs = Packs(self._backend, self.objects.by_kind["pack"])
+        self.packs = packs = Packs(self._backend, self.listed["pack"])
         packs.bad.update(self._known_bad or {})
         packs.check_footers()
-        max_seconds = self._options.max_seconds
-        deadline_ns = None if max_seconds is None else self._started_ns + int(max_seconds * _NS)
         suspects = packs_of_marked(self.at_log) if self._reads_marked else ()
-        chosen: list[Ulid] | None = None if self._known_bad is None else []
-        data = DataCheck(self.engine, packs, self._options, deadline_ns=deadline_ns, chosen=chosen, suspects=suspects)
-        sizes = (listed.size_bytes for kind in ("part", "snapshot") for listed in self.objects.by_kind[kind].values())
+        chosen = None if self._known_bad is None else list[Ulid]()
+        data = DataCheck(self.engine, packs, self._options, started_ns=self._started_ns, chosen=chosen, suspects=suspects)
+        sizes = (listed.size_bytes for kind in ("part", "snapshot") for listed in self.listed[kind].values())
         self._total_bytes = sum(sizes) + sum(packs.listed[pack].size_bytes for pack in data.chosen)
         data.run(self._advance, self._executor)
         self.read, self._data = data.read, data
@@ -157,8 +165,7 @@ class Fsck:
         self._judge_packs()
         self._check_leftovers()
         self._advise()
-        if self._options.progress is not None:
-            self._options.progress(self._total_bytes, self._total_bytes)
+        self._advance(self._total_bytes)
         return FsckReport(
             self._found.all(),
             self.log.entries,
@@ -182,9 +189,7 @@ class Fsck:
             self._found.advise(CONFIG_NAME, problem.advice, repairable=problem.is_repairable)
 
     def _check_log(self) -> None:
-        config, head, seen = self.engine.config, None, self.engine.log.seen()
-        with contextlib.suppress(StoreError):  # an unreadable cache says nothing
-            head = self.engine.log.view().head()
+        config, head, seen = self.engine.config, host_head(self.engine.log), self.engine.log.seen()
         uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
         self.at_log, self.anchor = read_only_engine(self.engine, log), log.last
@@ -209,9 +214,9 @@ class Fsck:
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
             kind = _KIND_OF.get(folder)
             if kind is not None and ulid is not None and ObjectKey(kind, ulid).name == name:
-                self.objects.by_kind[kind][ulid] = ListedObject(size_bytes, modified_ns)
+                self.listed[kind][ulid] = ListedObject(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
-                self.objects.other_logs.append(name)
+                self._other_logs.append(name)
             elif folder not in {"gc", "probe", "writers"}:
                 self._found.add("foreign_object", name, "it is not an object of a store: delete it if nobody knows it", severity="notice")
 
@@ -223,8 +228,7 @@ class Fsck:
         infos = {info.ulid: info for info in self.log.view.snapshots()}
         suspects = self._check_all(infos.values())
         met = {damage.object for found in suspects.values() for damage in found.damages if damage.blocks is None}
-        unread = self.packs.unread(met)
-        if unread:  # damage in a layout: reading the whole pack tells which of its blocks are damaged
+        if unread := self.packs.unread(met):  # damage in a layout: reading the whole pack tells which of its blocks are damaged
             self._data.read_also(unread)
             suspects = self._check_all(infos.values())
         for _ in range(CONFIRM_ROUNDS):
@@ -272,9 +276,7 @@ class Fsck:
             if problem is not None and problem.kind == MissingObjectError.kind:
                 continue  # freed meanwhile: snapshots that needed it have findings
             if not is_needed:
-                self._left_behind(
-                    key, (problem.kind, problem.message) if problem else (CorruptObjectError.kind, bad.message) if bad else None
-                )
+                self._left_behind(key, problem or ((CorruptObjectError.kind, bad.message) if bad else None))
             elif problem is not None:
                 rest = (
                     f"the blocks that snapshots refer to are intact: {repair_command()} copies them to a new pack"
@@ -310,39 +312,31 @@ class Fsck:
         if relocation.moved not in self._rebuilt:
             if is_moved_intact(self._backend, relocation):
                 return None
-            parts = readable_parts(self.at_log, self.objects.by_kind["part"])
+            parts = readable_parts(self.at_log, self.listed["part"])
             self._rebuilt[relocation.moved] = rebuild_moved(self.packs, relocation, parts)
         return self._rebuilt[relocation.moved]
 
     # --- leftovers ----------------------------------------------------------------------------------------------------
 
     def _check_leftovers(self) -> None:
-        decoders: Mapping[str, Callable[[bytes, str], object]] = {"part": decode_part, "moved": partial(unseal, "moved")}
         in_force = relocations_in_force(self.log.view)
         try:
             relocations_in_order(self.log.view, sorted({relocation.pack for relocation in in_force.values()}))
         except CorruptObjectError as exc:
             if not self._found.names(exc.object_id):
                 self._found.add(exc.kind, exc.object_id, f"{exc}; no snapshot needs them", severity="notice")
-        for kind, decode in decoders.items():
-            for ulid, listed in self.objects.by_kind[kind].items():
-                key = ObjectKey(kind, ulid)
-                if key not in self.needed and ulid not in in_force and listed.modified_ns < self._started_ns:
-                    with contextlib.suppress(MissingObjectError):
-                        self._left_behind(key, self._problem_of(key.name, decode))
+        for key in self._unneeded("part"):
+            self._check_left_behind(key, decode_part)
+        for key in self._unneeded("moved"):
+            if key.ulid not in in_force:
+                self._check_left_behind(key, partial(unseal, "moved"))
         for ulid, relocation in in_force.items():
             key = ObjectKey("moved", ulid)
             if key not in self.needed and not self._found.names(key.name):
-                with contextlib.suppress(MissingObjectError):
-                    problem = self._problem_of(key.name, partial(decode_relocation, expected=relocation.hash))
-                    if problem is not None:
-                        self._left_behind(key, problem)
-        for ulid, listed in self.objects.by_kind["snapshot"].items():
-            key = ObjectKey("snapshot", ulid)
-            if key not in self.needed and listed.modified_ns < self._started_ns:
-                with contextlib.suppress(MissingObjectError):
-                    self._check_stray_record(key)
-        for name in self.objects.other_logs:
+                self._check_left_behind(key, partial(decode_relocation, expected=relocation.hash), only_damaged=True)
+        for key in self._unneeded("snapshot"):
+            self._check_stray_record(key)
+        for name in self._other_logs:
             kind = "checkpoint" if "checkpoint/" in name else "log"
             with contextlib.suppress(MissingObjectError):
                 problem = self._problem_of(name, partial(unseal, kind))
@@ -352,9 +346,23 @@ class Fsck:
             message = "an unfinished write, more than a day old: `tsck fsck --abort-uploads` frees it"
             self._found.add("stale_upload", name, message, severity="notice", repairable=True)
 
+    def _unneeded(self, kind: str) -> Iterator[ObjectKey]:
+        """The objects that no snapshot needs, and that are older than this check."""
+        for ulid, listed in self.listed[kind].items():
+            key = ObjectKey(kind, ulid)
+            if key not in self.needed and listed.modified_ns < self._started_ns:
+                yield key
+
+    def _check_left_behind(self, key: ObjectKey, decode: Callable[[bytes, str], object], *, only_damaged: bool = False) -> None:
+        """Adds a finding about an unneeded object, unless it is freed meanwhile."""
+        with contextlib.suppress(MissingObjectError):
+            problem = self._problem_of(key.name, decode)
+            if problem is not None or not only_damaged:
+                self._left_behind(key, problem)
+
     def _check_stray_record(self, key: ObjectKey) -> None:
         records: list[Record] = []
-        self._left_behind(key, self._problem_of(key.name, lambda data, name: records.append(decode_record(data, name))))
+        self._check_left_behind(key, lambda data, name: records.append(decode_record(data, name)))
         if self.log.view.snapshot(key.ulid) is not None:
             return  # nothing holds it
         for record in records:
@@ -379,8 +387,6 @@ class Fsck:
         return None
 
     def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
-        if problem is not None and problem[0] == MissingObjectError.kind:
-            return  # freed meanwhile
         who = why_unreferenced(self.log.view, key) + self._freeing.when(key)
         if self._unsure or self._broken:
             who = "no snapshot that can be read refers to it"

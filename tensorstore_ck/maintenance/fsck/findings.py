@@ -126,6 +126,11 @@ class Findings:
         with self._lock:
             return any(name == object_name for name, _ in self._found)
 
+    def also_damaged(self) -> str:
+        """What was found damaged, to add to the message of an error that ends the check; empty if nothing was."""
+        found = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
+        return f"; also damaged: {'; '.join(found[:MAX_HITS])}" if found else ""
+
     def all(self) -> tuple[Finding, ...]:
         """All findings, errors first, by object."""
         with self._lock:

@@ -4,7 +4,7 @@ Copies are found by the footers of packs. A listed pack may be freed soon, so bl
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
@@ -14,7 +14,7 @@ from tensorstore_ck.errors import DamageError, StoreError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
+from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
@@ -40,54 +40,43 @@ class BlockSource:
     def __init__(self, backend: Backend, packs: Packs, other: OtherStore | None, wanted: Iterable[Digest]) -> None:
         """Locates the `wanted` blocks and their bases."""
         self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
-        self._copies: list[dict[Digest, list[BlockPlace]]] = [{} for _ in self._stores]
+        self._copies: list[dict[Digest, list[BlockCopy]]] = [{} for _ in self._stores]
         ids = set(wanted)
         while ids:  # then their bases
             bases: set[Digest] = set()
             for (_, there), copies in zip(self._stores, self._copies, strict=True):
                 found = find_copies(there, ids, unless={})
                 copies |= found
-                bases.update(base for places in found.values() for place in places for base in _bases_of(there, place))
+                bases.update(base for found_copies in found.values() for copy in found_copies for base in _bases_of(there, copy))
             ids = {base for base in bases if not any(base in copies for copies in self._copies)}
 
     def get(self, block: Digest) -> StoredBlock | None:
         """A block from the first copy that verifies; a delta is returned decoded."""
         for (backend, packs), copies in zip(self._stores, self._copies, strict=True):
-            for place in copies.get(block, ()):
-                found = read_block(backend, place, block)
-                if found is None:
-                    found = self._from_bases(backend, packs, place, block)
+            for copy in copies.get(block, ()):
+                bases = [self.get(base) for base in _bases_of(packs, copy)]
+                found = read_block(backend, copy, block, [base for base in bases if base is not None])
                 if found is not None:
                     return found
         return None
 
-    def _from_bases(self, backend: Backend, packs: Packs, place: BlockPlace, block: Digest) -> StoredBlock | None:
-        name, row = pack_name(place.pack), place.row[0]
-        bases = [self.get(base) for base in _bases_of(packs, place)]
-        try:
-            raws = [decode(base.codec, base.stored, base.raw_bytes, name) for base in bases if base is not None]
-            stored = memoryview(bytearray(int(row["stored"])))
-            backend.read_into(name, int(row["offset"]), stored)
-            raw = decode(int(row["codec"]), stored, int(row["raw"]), name, bases=raws)
-        except StoreError as exc:
-            require_reachable(backend, exc)
-            return None
-        return StoredBlock(Codec.RAW, raw, len(raw)) if block_id(raw) == block else None
+
+def _bases_of(packs: Packs, copy: BlockCopy) -> list[Digest]:
+    footer = packs.footer(copy.pack) if int(copy.row[0]["codec"]) in CODECS_WITH_BASES else None
+    return footer.bases_of(copy.entry) if isinstance(footer, Footer) else []
 
 
-def _bases_of(packs: Packs, place: BlockPlace) -> list[Digest]:
-    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in CODECS_WITH_BASES else None
-    return footer.bases_of(place.entry) if isinstance(footer, Footer) else []
-
-
-def read_block(backend: Backend, place: BlockPlace, block: Digest) -> StoredBlock | None:
-    """Reads a copy; None if it is damaged or a delta."""
-    name, row = pack_name(place.pack), place.row[0]
-    stored = memoryview(bytearray(int(row["stored"])))
+def read_block(backend: Backend, copy: BlockCopy, block: Digest, bases: Sequence[StoredBlock] = ()) -> StoredBlock | None:
+    """Reads a copy; None if it is damaged, or a delta without its `bases`. A delta is returned decoded."""
+    name, row = pack_name(copy.pack), copy.row[0]
+    stored, codec = memoryview(bytearray(int(row["stored"]))), int(row["codec"])
     try:
+        raw_bases = [decode(base.codec, base.stored, base.raw_bytes, name) for base in bases]
         backend.read_into(name, int(row["offset"]), stored)
-        raw = decode(int(row["codec"]), stored, int(row["raw"]), name)
+        raw = decode(codec, stored, int(row["raw"]), name, bases=raw_bases)
     except StoreError as exc:
         require_reachable(backend, exc)
         return None
-    return StoredBlock(Codec(int(row["codec"])), stored, len(raw)) if block_id(raw) == block else None
+    if block_id(raw) != block:
+        return None
+    return StoredBlock(Codec.RAW, raw, len(raw)) if codec in CODECS_WITH_BASES else StoredBlock(Codec(codec), stored, len(raw))

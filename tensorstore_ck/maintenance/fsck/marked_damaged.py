@@ -18,7 +18,7 @@ def packs_of_marked(engine: Engine) -> set[Ulid]:
 
 def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
     """The packs of a snapshot, as far as its parts can be read."""
-    return {pack for _, places in placed_parts(engine, info) for pack in places.packs}
+    return {pack for _, locations in placed_parts(engine, info) for pack in locations.packs}
 
 
 def check_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:

@@ -19,7 +19,7 @@ from tensorstore_ck.format.codec import StoredBlock
 from tensorstore_ck.format.pack import BASE_DTYPE, Entries, Footer, pack_name
 from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact
 from tensorstore_ck.log import ObjectKey, Op, RefTable
-from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, BlockTables
+from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, BlockTables
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, read_block
 
 
@@ -100,5 +100,5 @@ class _Blocks:
     def _get(self, pack: Ulid, table: Entries, entry: int) -> StoredBlock | None:
         row = table[entry : entry + 1]
         block = Digest(row["id"][0].tobytes())
-        found = read_block(self._engine.backend, BlockPlace(pack, entry, row), block)
+        found = read_block(self._engine.backend, BlockCopy(pack, entry, row), block)
         return found if found is not None else self._source.get(block)

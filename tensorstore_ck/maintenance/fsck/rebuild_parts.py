@@ -9,6 +9,7 @@ An object in a copy of this same store is copied unchanged, if gc has condemned 
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -22,12 +23,11 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.format.pack import HEADER
 from tensorstore_ck.format.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
-from tensorstore_ck.gc.compact import CompactedPack
+from tensorstore_ck.gc.compact import CompactedPack, write_relocation
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
-from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
+from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import rebuilt_record
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore
@@ -110,10 +110,10 @@ class PartRebuilder:
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
         """The object from the other store, or one with the same hash under another name here; and where it was."""
         own = self._names_by_hash(key.kind).get(expected, key.name)
-        places = [(self._engine, own, f"copied from {own}")]
+        sources = [(self._engine, own, f"copied from {own}")]
         if self._other is not None:
-            places.insert(0, (self._other.engine, key.name, COPIED))
-        for engine, name, how in places:
+            sources.insert(0, (self._other.engine, key.name, COPIED))
+        for engine, name, how in sources:
             with contextlib.suppress(DamageError):
                 data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
                 unseal(key.kind, data, name)
@@ -203,28 +203,15 @@ class PartRebuilder:
         """Writes a part with the same content and blocks in this store; and the relocation that leads to them, if any."""
         if not part.block_count:
             return self._put_part(part._replace(packs=[], extents=np.zeros(0, EXTENT_DTYPE))), None
-        places = self._places(part)
-        nowhere, numbers = self._engine.new_id(), dict[Digest, int]()
-        rows: list[tuple[int, ...]] = []
-        targets = sorted({place.pack for place in places.values()})
-        target_of = {target: number for number, target in enumerate(targets)}
+        locations = self._locations(part)
+        nowhere, numbers = self._engine.new_id(), {block: number for number, block in enumerate(locations)}
         extents = np.zeros(part.block_count, EXTENT_DTYPE)
-        offset = HEADER.size
-        offsets: list[int] = []
+        ends = list(accumulate((location.stored for location in locations.values()), initial=HEADER.size))
         for row in range(part.block_count):
             block = part.block_id(row)
-            place = places[block]
-            if block not in numbers:
-                numbers[block] = len(rows)
-                rows.append((len(rows), target_of[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0))
-                offsets.append(offset)
-                offset += place.stored
-            entry = numbers[block]
-            extents[row] = (0, entry, offsets[entry], place.stored, place.raw, -1, place.codec, 0)
-        moved = RelocationMap(nowhere, targets, np.array(rows, RELOCATION_DTYPE)).encode()
-        key = ObjectKey("moved", self._engine.new_id())
-        self._engine.backend.put(key.name, moved)
-        move = CompactedPack(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
+            entry, location = numbers[block], locations[block]
+            extents[row] = (0, entry, ends[entry], location.stored, location.raw, -1, location.codec, 0)
+        move = write_relocation(self._engine, nowhere, range(len(locations)), list(locations.values()))
         return self._put_part(part._replace(packs=[nowhere], extents=extents)), move
 
     def _put_part(self, part: Part) -> Ulid:
@@ -232,10 +219,11 @@ class PartRebuilder:
         self._engine.backend.put(part_name(ulid), part._replace(base_ids=b"", anchor=self._anchor).encode())
         return ulid
 
-    def _places(self, part: Part) -> Mapping[Digest, Location]:
+    def _locations(self, part: Part) -> Mapping[Digest, Location]:
+        """Where the part's distinct blocks are, in the order of its extents."""
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
         known = find_copies(self._packs, ids, unless={})
-        safe = {block: place for block, places in known.items() for place in places if place.pack in self._safe and _is_plain(place)}
+        safe = {block: copy for block, copies in known.items() for copy in copies if copy.pack in self._safe and _is_plain(copy)}
         source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
         writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: None)
         try:
@@ -252,13 +240,13 @@ class PartRebuilder:
         return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
 
 
-def _is_plain(place: BlockPlace) -> bool:
-    return int(place.row[0]["codec"]) not in CODECS_WITH_BASES
+def _is_plain(copy: BlockCopy) -> bool:
+    return int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
 
 
-def _location(place: BlockPlace) -> Location:
-    row = place.row[0]
-    return Location(place.pack, place.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
+def _location(copy: BlockCopy) -> Location:
+    row = copy.row[0]
+    return Location(copy.pack, copy.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
 
 
 def _identity(kind: str, data: bytes) -> bytes:

@@ -12,14 +12,14 @@ from typing import Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, StoreError
+from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
@@ -98,12 +98,12 @@ class _Repair:
         """Packs of which every block was read."""
 
     def run(self) -> RepairReport:
-        host_head = _host_head(self._engine)
+        seen = host_head(self._engine.log)
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
         self._bad, self._read = fsck.packs.bad, fsck.read
-        fsck = self._repair_log(fsck, host_head)
-        if self._is_broken(fsck.log, host_head):
+        fsck = self._repair_log(fsck, seen)
+        if self._is_broken(fsck.log, seen):
             after = self._look_again()[1] if self._repaired else before
             return RepairReport(before, self._all_repaired(), (), (), after)  # a broken log takes no entries
         if self._repaired:
@@ -130,24 +130,24 @@ class _Repair:
 
     # --- store.json, log, checkpoints, cache --------------------------------------------------------------------------
 
-    def _repair_log(self, fsck: Fsck, host_head: Head | None) -> Fsck:
+    def _repair_log(self, fsck: Fsck, seen: Head | None) -> Fsck:
         if repair_config(self._engine, self._other_engine):
             self._repaired["store.json"] = "written again"
-        entries = repair_entries(self._engine, self._other_engine, fsck.log, host_head) if self._other_engine is not None else []
+        entries = repair_entries(self._engine, self._other_engine, fsck.log, seen) if self._other_engine is not None else []
         self._repaired |= dict.fromkeys(entries, COPIED)
         if entries:
             fsck, _ = self._look_again()
         self._repaired |= dict.fromkeys(repair_checkpoints(self._engine, fsck.log), "made again from the log")
-        if not self._is_broken(fsck.log, host_head):
+        if not self._is_broken(fsck.log, seen):
             self._repaired |= dict.fromkeys(repair_cache(self._engine, fsck.log), "made again from the log")
         return fsck
 
-    def _is_broken(self, log: LogCheck, host_head: Head | None) -> bool:
+    def _is_broken(self, log: LogCheck, seen: Head | None) -> bool:
         """Whether entries are lost: a new entry would then take the number of a lost one."""
         is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
         is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
         is_damaged = is_damaged or (not log.last and is_log_lost(self._engine.backend, self._engine.config))
-        return is_damaged or host_saw_more(log, host_head, self._engine.log.chain) is not None
+        return is_damaged or host_saw_more(log, seen, self._engine.log.chain) is not None
 
     # --- records, parts, relocation maps ------------------------------------------------------------------------------
 
@@ -202,8 +202,7 @@ class _Repair:
 
     def _rebuilder(self, fsck: Fsck) -> PartRebuilder:
         safe = frozenset(key.ulid for key in fsck.needed if key.kind == "pack") - fsck.hit.packs.keys()
-        listed = fsck.objects.by_kind
-        return PartRebuilder(self._engine, fsck.packs, listed, self._other, safe=safe, anchor=fsck.anchor)
+        return PartRebuilder(self._engine, fsck.packs, fsck.listed, self._other, safe=safe, anchor=fsck.anchor)
 
     # --- packs --------------------------------------------------------------------------------------------------------
 
@@ -258,13 +257,6 @@ class _Repair:
                 return [op for root, op in ops if view.by_root(root) is not None]
 
             self._engine.log.append(build)
-
-
-def _host_head(engine: Engine) -> Head | None:
-    try:
-        return engine.log.view().head()
-    except StoreError:
-        return None  # an unreadable cache says nothing
 
 
 def _is_located(engine: Engine, record: Record, rank: int) -> bool:

@@ -68,11 +68,11 @@ def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid
 def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocations]]) -> BlockTables:
     """The blocks in some packs, as parts name them."""
     tables = BlockTables()
-    for part, places in parts:
+    for part, locations in parts:
         ids = block_ids(part)
-        for pack, rows in by_pack(places):
+        for pack, rows in by_pack(locations):
             if pack in packs:
-                tables.add(pack, places.extents[rows], ids[rows])
+                tables.add(pack, locations.extents[rows], ids[rows])
     return tables
 
 

@@ -17,7 +17,7 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
-from tensorstore_ck.log import ObjectKey, RefTable, Relocation, table_keys, table_rows
+from tensorstore_ck.log import ObjectKey, RefTable, Relocation, table_rows
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.object_set import join_ulids
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
@@ -74,7 +74,7 @@ def add_relocations(table: MemoryTable, relocations: list[Relocation]) -> None:
     with table.batch() as batch:
         for found in relocations:
             row = table_rows.RelocationRow(found.n, found.hash, join_ulids(found.targets))
-            batch.put(table_keys.relocation_key(found.pack, found.moved), table_rows.encode_row(row))
+            table_rows.RELOCATIONS.put(batch, found.pack + found.moved, row)
 
 
 def _holds(packs: Packs, view: RefTable, moved: RelocationMap) -> bool:

@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, ulid_text
-from tensorstore_ck.log import BranchMove, Entry, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold, table_keys, table_rows
+from tensorstore_ck.log import BranchMove, Entry, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.log.table_rows import TagRow
+from tensorstore_ck.log.table_rows import HEAD, NOTES, TagRow
 
 TAG: Final = "tag"
 RELOCATIONS_AN_ENTRY: Final = 500
@@ -34,7 +34,7 @@ class KeptHistory(NamedTuple):
     doubtful: Sequence[SnapshotInfo]
     """Snapshots that only a lost entry may have held."""
     relocations: Sequence[Relocation]
-    places: Mapping[Ulid, str]
+    locations: Mapping[Ulid, str]
     """Packs at other locations -> URL."""
     are_entries_lost: bool
     """A lost entry may be an undo: so undo windows start again now."""
@@ -112,8 +112,8 @@ class _EventReplay:
 
     def _relocate(self) -> None:
         """Relocations in their old order, one new entry per old one: of several for a pack, readers use the newest first."""
-        for url in sorted(set(self._kept.places.values())):
-            there = sorted(pack for pack, place in self._kept.places.items() if place == url)
+        for url in sorted(set(self._kept.locations.values())):
+            there = sorted(pack for pack, location in self._kept.locations.items() if location == url)
             for at in range(0, len(there), PACKS_AN_ENTRY):
                 self._new.add(self._now_ns, [_fixed(Op.set_location(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
@@ -187,9 +187,8 @@ class _EventReplay:
 
     def _annotate(self) -> None:
         for root in dict.fromkeys(info.root for info in (*self._kept.held, *self._kept.doubtful)):
-            value = self._table.get(table_keys.note_key(root))
-            if value is not None:
-                note = table_rows.decode_row(table_rows.NoteRow, value)
+            note = RefTable(self._table).read(NOTES, root)
+            if note is not None:
                 self._new.add(self._now_ns, [_fixed(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
 
 
@@ -225,4 +224,4 @@ def _forget(window: UndoWindow, view: RefTable, n: int) -> list[Op]:
 
 
 def _rows(view: RefTable) -> Iterator[tuple[bytes, bytes]]:
-    return (item for item in view.items() if item[0] != table_keys.HEAD_KEY)
+    return (item for item in view.items() if item[0] != HEAD.prefix)

@@ -27,7 +27,7 @@ from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, logs_in, validate_ref_name
+from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, SnapshotInfo, logs_in, validate_ref_name
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
@@ -35,6 +35,7 @@ from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
+from tensorstore_ck.maintenance.fsck.repairable import relocations_in_force
 from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
 from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, rebuild_log
 from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, salvaged
@@ -108,7 +109,7 @@ class _Salvage:
         are_entries_lost = bool(log.lost or recovered)
         doubtful = [info for info in filled.view.snapshots(live=False) if info.ulid in intact] if are_entries_lost else []
         needed = {moved for info in (*held, *doubtful) for moved in intact[info.ulid].moved}
-        in_use = [relocation for relocation in _relocations(log.view) if relocation.moved in needed]
+        in_use = [relocation for moved, relocation in relocations_in_force(log.view).items() if moved in needed]
         self._problems += [
             f"no log entry names {ObjectKey('moved', lost.moved).name}, which relocates the blocks of {pack_name(lost.pack)}"
             for lost in found
@@ -121,7 +122,7 @@ class _Salvage:
             self._write(
                 config,
                 rebuild_log(
-                    filled.table, KeptHistory(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()
+                    filled.table, KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost), self._put, self._clock()
                 ),
             )
             self._backend.replace(CONFIG_NAME, config.encode())
@@ -164,7 +165,7 @@ class _Salvage:
             raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
         return log
 
-    def _places_of(self, packs: Packs) -> dict[Ulid, str]:
+    def _locations_of(self, packs: Packs) -> dict[Ulid, str]:
         """The listed packs at other locations -> URL."""
         return {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
 
@@ -292,11 +293,6 @@ def _order_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], 
             after[parents[0]] = min(after[parents[0]], max(after[ulid] - 1, 0))
 
 
-def _relocations(view: RefTable) -> Iterator[Relocation]:
-    for pack in sorted({pack for pack, _ in view.all_relocations()}):
-        yield from view.relocations(pack)
-
-
 def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
     """The log's row for a record."""
     return SnapshotInfo(
@@ -309,8 +305,6 @@ def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
         0,
         record.time_ns,
         record.metrics,
-        "",
-        "",
         record.logical_bytes,
         record.new_bytes,
     )

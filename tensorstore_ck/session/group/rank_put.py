@@ -12,6 +12,7 @@ from tensorstore_ck.common.ids import Ulid, derived_hash
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.part_writer import PartSlot, WrittenPart, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
 from tensorstore_ck.engine.write.put import Destination, StoreDestination
@@ -232,8 +233,6 @@ class RankPut:
             take_count(outcome, "n"),
             take_count(outcome, "time_ns"),
             request.metrics,
-            "",
-            "",
             take_count(outcome, "logical_bytes"),
             take_count(outcome, "new_bytes"),
         )
@@ -268,7 +267,7 @@ class RankPut:
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
         replica_hashes = replica_drift.hash_replicas(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
-        findings = self._request.examine(engine, self._written[0], self._states.shared)
+        findings = ParentComparison(engine, self._written[0], self._states.shared, self._request.claim).examine()
         return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:

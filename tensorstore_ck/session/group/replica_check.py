@@ -26,7 +26,7 @@ DIGEST_BYTES: Final = 16
 MAX_NAMED: Final = 4
 DIFFERENT: Final = (
     "do tensors of expert, tensor or pipeline parallelism have one name on several ranks? Make them DTensors, or give them names of their "
-    "own. Or are they buffers that each rank updates, as batch norm does under DDP? Put those into rank_state=, or broadcast them first"
+    "own. Or are they buffers that each rank updates, as batch norm does under DDP? Pass those in rank_state=, or broadcast them first"
 )
 
 

@@ -2,8 +2,7 @@
 
 save_queue.py            the queue of one store handle, for saves in the background and those that are waited for
 worker.py                one thread that works through a queue in order
-put_protocol.py          what the queue asks of a save
-queued_put.py            a save in the queue; errors of saves that were not raised yet
+queued_put.py            a save in the queue, and what the queue asks of it; errors that were not raised yet
 put_status.py            how far a save is, how it ended, and who waits for that
 pending.py               what users hold of a save in the background
 drain_report.py          what became of the saves that were in progress when a job ended
@@ -14,9 +13,8 @@ context.py               what a store handle gives to its saves
 put.py                   a save of one process
 group_put.py             one rank's side of a save of many
 check.py                 finds what a save of many ranks would refuse, and writes nothing
-publish_order.py         staged saves of a ref are published in order
-publish_staged.py        uploads and publishes a staged save of one process
-publish_staged_group.py  the same for one of many ranks
+publish_staged.py        uploads and publishes staged saves, of a ref in order
+publish_staged_group.py  what the ranks of a staged save agree on
 resume_staged.py         continues what earlier processes staged
 retrying.py              `Store.retrying`
 """

@@ -15,7 +15,7 @@ from tensorstore_ck.session.group.rank_messages import in_the_job
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences
 from tensorstore_ck.state.check import StateCheck, StateProblem, build_check, inspect_state
-from tensorstore_ck.state.rank_shares import describer_of
+from tensorstore_ck.state.sharded_tensors import describer_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -3,32 +3,29 @@
 import logging
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.free_space import require_free_space
-from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
+from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
 from tensorstore_ck.session.save.put_status import PutStatus
-from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.publish import clean_up
 from tensorstore_ck.session.staging.staged_chain import StagedChain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.session.peers import Replicator
-    from tensorstore_ck.session.save.publish_order import PublishedInOrder
+    from tensorstore_ck.session.save.publish_staged import PublishStaged
 
 T = TypeVar("T")
 
@@ -49,7 +46,7 @@ class SaveContext:
     """Waits until an upload has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     chains: dict[str, StagedChain] = field(default_factory=dict)
-    unpublished: "dict[str, list[PublishedInOrder]]" = field(default_factory=dict)
+    unpublished: "dict[str, list[PublishStaged]]" = field(default_factory=dict)
     """Ref -> its staged saves that are neither published nor given up, oldest first."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """For groups whose ranks keep copies of each other's staged files."""
@@ -57,12 +54,6 @@ class SaveContext:
     def chain(self, ref: str) -> StagedChain:
         """The staged saves of a ref."""
         return self.chains.setdefault(ref, StagedChain(lambda: self.fence.current(ref)))
-
-    def published(self, ref: str, txn: Ulid, root: Digest) -> None:
-        """Notes that a staged save was published."""
-        if self.fence.knows(ref):  # else this process only finished the save of another one
-            self.fence.note_published(ref, root)
-        self.chain(ref).remove(txn)
 
     def note_speed(self, status: PutStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
@@ -96,28 +87,6 @@ class SaveContext:
                     raise
             else:
                 return
-
-    def upload(self, status: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
-        """Uploads what one rank has staged; objects that the store has are not sent again."""
-        meter, window = status.meter, tier.options.stagger_seconds
-        meter.expect("upload", manifest.size_bytes)
-        status.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
-        with meter.timed("upload"):
-            tier.uploader.upload(
-                manifest.names,
-                stop=stop,
-                on_bytes=lambda count: meter.count("upload", count),
-                on_retry=lambda exc, seconds: self.retried(status, "an upload", exc, seconds),
-            )
-
-    def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], status: PutStatus, *, published: bool) -> None:
-        """Frees the staging disk after a save was published or given up. An error of the disk does not change how the save ended."""
-        try:
-            for manifest in manifests:
-                clean_up(tier, manifest, published=published, needed=() if published else self.chain(manifest.ref).needed(manifest.txn))
-        except StoreError as exc:
-            how = "published" if published else "given up"
-            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees its files: %s", status, how, exc)
 
     def retry_until_dropped(self, status: PutStatus, what: str, action: Callable[[], T]) -> T:
         """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""

@@ -33,8 +33,6 @@ class FrozenTensors:
         Raises:
             InvalidOptionError: `globs` are invalid.
         """
-        if not globs:
-            return captured
         from tensorstore_ck.state.capture_copy import memory_key  # noqa: PLC0415 - loads torch
         from tensorstore_ck.state.select import Selection  # noqa: PLC0415 - loads torch
 

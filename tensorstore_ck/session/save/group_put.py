@@ -18,11 +18,11 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, begin_put, run_put
 from tensorstore_ck.session.ref_fence import PutOptions
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.publish_order import PublishedInOrder
+from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
 from tensorstore_ck.session.save.put import SinglePut
-from tensorstore_ck.session.save.put_protocol import Admission
 from tensorstore_ck.session.save.put_status import PutStatus
+from tensorstore_ck.session.save.queued_put import Admission
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.stage import StagingDestination
 
@@ -127,7 +127,7 @@ class GroupPut(SinglePut):
         engine, prepare = self._context.engine, self._prepared(status)
         return run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=status.meter)
 
-    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishedInOrder]:
+    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishStaged]:
         context, own, attempt, chain = self._context, self._own, self._attempt, self._context.chain(self.ref)
         links, prepare = chain.borrow(), self._prepared(status)
         there = StagingDestination(context.engine, tier, chain, links, attempt.txn, rank=own.rank, ranks=own.ranks, stop=status.check)
@@ -142,10 +142,17 @@ class GroupPut(SinglePut):
             chain.give_back(links)
         manifest = self._manifest = there.manifest
         assert manifest is not None
-        group, timeout, forget = context.groups.publishing(self._group), self._timeout_seconds, self._forget_copies
-        return info.root, PublishStagedGroup(
-            context, group, manifest.txn, manifest.ref, [manifest], step=manifest.step, timeout_seconds=timeout, on_end=forget
+        publisher = PublishStagedGroup(
+            context,
+            manifest.txn,
+            manifest.ref,
+            manifest.step,
+            [manifest],
+            group=context.groups.publishing(self._group),
+            timeout_seconds=self._timeout_seconds,
+            on_end=self._forget_copies,
         )
+        return info.root, publisher
 
     def _prepared(self, status: PutStatus) -> Callable[[], PreparedPut]:
         """What this rank saves. Called in the round, so that an error reaches all ranks at once."""

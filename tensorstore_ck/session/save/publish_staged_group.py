@@ -22,60 +22,58 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.publish_order import PublishedInOrder
+from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_status import PutStatus
-from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, decode_lead, encode_lead
-from tensorstore_ck.session.staging.publish import give_up, publish_staged
+from tensorstore_ck.session.staging.manifest import Manifest, decode_lead, encode_lead
+from tensorstore_ck.session.staging.publish import give_up
 
 TRIES: Final = 5
 
 
-class PublishStagedGroup(PublishedInOrder):
+class PublishStagedGroup(PublishStaged):
     """One rank's side of one staged put."""
+
+    is_alone = False
 
     def __init__(
         self,
         context: SaveContext,
-        group: Group,
         txn: Ulid,
         ref: str,
+        step: int | None,
         manifests: Sequence[Manifest],
         *,
-        step: int | None,
+        group: Group,
         timeout_seconds: float,
-        on_end: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object],
     ) -> None:
-        """`manifests`: what this rank uploads. `on_end` is called when the snapshot is published or given up."""
-        assert context.engine.tier is not None
-        super().__init__(context, txn, ref, step)
-        self._tier = context.engine.tier
-        self._manifests = manifests
+        """See `PublishStaged`."""
+        super().__init__(context, txn, ref, step, manifests, on_end=on_end)
+        self.rank = group.rank
         self._group = group
         self._timeout_seconds = timeout_seconds
-        self._on_end = on_end
-        self._lead: PublishingLead | None = None
 
-    def is_given_up_alone(self, status: PutStatus) -> bool:
-        """See `PublishedInOrder`. Ranks give up together, except one whose process ends."""
+    def _is_given_up_alone(self, status: PutStatus) -> bool:
+        """Ranks give up together, except one whose process ends."""
         return status.dropped == "abandoned"
 
-    def publish_one(self, status: PutStatus) -> SnapshotInfo:
-        """See `PublishedInOrder`.
+    def _publish_one(self, status: PutStatus) -> SnapshotInfo:
+        """See `PublishStaged`.
 
         Raises:
             SnapshotAbortedError: it was given up; or ranks did not come in any round, and it stays on the disks.
         """
         for tries_left in reversed(range(TRIES)):
-            outcome = self._try(status, self._upload(status), is_last=not tries_left)
+            outcome = self._try(status, self._upload_problem(status), is_last=not tries_left)
             if outcome is not None:
-                return self._end(outcome, status)
+                return self._conclude(outcome, status)
         raise AssertionError("unreachable")
 
-    def _upload(self, status: PutStatus) -> StoreError | None:
+    def _upload_problem(self, status: PutStatus) -> StoreError | None:
         """Uploads this rank's files; returns the error if it cannot, for the other ranks, which would wait for it otherwise."""
         try:
-            for manifest in self._manifests if not status.dropped else ():
-                self._context.upload(status, self._tier, manifest, lambda: _check_abandoned(status))
+            if not status.dropped:
+                self._upload(status, lambda: _check_abandoned(status))
         except StoreError as exc:
             if status.dropped == "abandoned":
                 raise
@@ -87,13 +85,13 @@ class PublishStagedGroup(PublishedInOrder):
 
         The log decides the outcome of a round, so no rank goes on to the next one before the log has answered.
         """
-        title = f"publishing what was staged for {self._ref!r}"
+        title = f"publishing what was staged for {self.ref!r}"
 
         def sleep(seconds: float) -> None:
             time.sleep(seconds)
             _check_abandoned(status)
 
-        attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds, sleep=sleep)
+        attempt = self._group.begin(title, object_id=self.ref, timeout=self._timeout_seconds, sleep=sleep)
         try:
             return attempt.run(self._participant(status, attempt.txn, problem))
         except StoreError as exc:
@@ -112,26 +110,24 @@ class PublishStagedGroup(PublishedInOrder):
                 raise problem
             if status.dropped == "abandoned":
                 status.check()
-            lead = next((each.lead for each in self._manifests if each.lead is not None), None)
-            return {"txn": self._txn, "cancelled": status.dropped, "lead": None if lead is None else encode_lead(lead)}
+            return {"txn": self._txn, "cancelled": status.dropped, "lead": None if self._lead is None else encode_lead(self._lead)}
 
         def compare(proposals: list[Body]) -> Body:
             if len({take(proposal, "txn", bytes) for proposal in proposals}) > 1:
-                raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self._ref)
+                raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self.ref)
             said = next((proposal["lead"] for proposal in proposals if proposal.get("lead") is not None), None)
             if said is None:
-                raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self._ref)
+                raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self.ref)
             self._lead = decode_lead(said)
             return {"cancelled": next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")}
 
         def commit(results: list[Body]) -> Body:
-            assert self._lead is not None
             cancelled = take(results[0], "cancelled", str)
             if cancelled:
                 return self._lost(f"it was {cancelled}")
             try:
                 with status.meter.timed("commit"):
-                    publish_staged(self._context.engine, self._lead, self._txn, txn, self._ref)
+                    self._append(txn)
             except (ConflictError, SnapshotExpiredError) as exc:
                 return self._lost(str(exc))
             return {}
@@ -157,23 +153,18 @@ class PublishStagedGroup(PublishedInOrder):
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
 
-    def _end(self, outcome: Body, status: PutStatus) -> SnapshotInfo:
+    def _conclude(self, outcome: Body, status: PutStatus) -> SnapshotInfo:
         if "lost" in outcome:
-            self.ended()
-            self._context.clean_up(self._tier, self._manifests, status, published=False)
-            self._on_end()
-            raise SnapshotAbortedError(f"the save to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
+            self._end(status, None)
+            raise SnapshotAbortedError(f"the save to {self.ref!r} was staged, but not published: {outcome['lost']}", object_id=self.ref)
         self._context.retry_until_dropped(status, "the log", self._context.engine.log.sync)
         info = self._context.engine.log.view().snapshot(self._txn)
         if info is None:
             raise BackendUnavailableError(
-                f"this rank does not see the snapshot that was published for {self._ref!r}: do all ranks open one store?",
-                object_id=self._ref,
+                f"this rank does not see the snapshot that was published for {self.ref!r}: do all ranks open one store?",
+                object_id=self.ref,
             )
-        self._context.published(self._ref, self._txn, info.root)
-        self.ended()
-        self._context.clean_up(self._tier, self._manifests, status, published=True)
-        self._on_end()
+        self._end(status, info)
         return info
 
 

@@ -5,6 +5,7 @@ A save in the background takes its state apart and copies it where it is called;
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest
@@ -20,10 +21,9 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.rank_put import RankStates
 from tensorstore_ck.session.ref_fence import PutOptions
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.publish_order import PublishedInOrder
 from tensorstore_ck.session.save.publish_staged import PublishStaged
-from tensorstore_ck.session.save.put_protocol import Admission
 from tensorstore_ck.session.save.put_status import PutStatus
+from tensorstore_ck.session.save.queued_put import Admission
 from tensorstore_ck.session.staging.stage import stage
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 
@@ -33,7 +33,6 @@ class SinglePut:
 
     rank = 0
     patience_seconds: float | None = None
-    needed_bytes = frozen_bytes = 0
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class SinglePut:
         self._capture: Callable[[], RankStates] | None = take_apart
         self._options: PutOptions | None = None
         self._states: RankStates | None = None
-        self._staged: PublishedInOrder | None = None
+        self._staged: PublishStaged | None = None
 
     def prepare(self) -> None:
         """Takes the state apart.
@@ -62,8 +61,16 @@ class SinglePut:
             StoreError: it cannot be saved.
         """
         self._take_apart()
-        self.needed_bytes = sum(slot_bytes(each, each.frozen) for each in self._captured())
-        self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
+
+    @cached_property
+    def needed_bytes(self) -> int:
+        """See `Put`; asked for only if the state is copied."""
+        return sum(slot_bytes(each, each.frozen) for each in self._captured())
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """See `Put`."""
+        return sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
 
     def check_known(self) -> None:
         """Raises if the save cannot be published, as far as this host knows the log. Only called if no other save is in progress.
@@ -121,13 +128,13 @@ class SinglePut:
 
     def _store(self, status: PutStatus) -> SnapshotInfo:
         engine = self._context.engine
-        with _freeable_said(engine):
+        with freeable_said(engine):
             options, captured = self._begin(status)
             request = self._context.fence.at_head(engine, options)
             check_expected(engine, engine.log.view(), request.ref, request.expect)
             return put(engine, captured, request, status.meter)
 
-    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishedInOrder]:
+    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishStaged]:
         """Stages the state; returns the root, and the object that publishes it."""
         engine, fence = self._context.engine, self._context.fence
 
@@ -138,18 +145,20 @@ class SinglePut:
             except BackendUnavailableError:
                 return fence.at_head(engine, options, sync=False), True
 
-        with _freeable_said(engine):
+        with freeable_said(engine):
             options, captured = self._begin(status)
             staged = stage(engine, tier, captured, request, chain=self._context.chain(self.ref), meter=status.meter)
-        publisher = PublishStaged(self._context, tier, [staged.manifest])
+        manifest = staged.manifest
+        publisher = PublishStaged(self._context, manifest.txn, manifest.ref, manifest.step, [manifest])
         publisher.announce_soon()
         return staged.info.root, publisher
 
     def _begin(self, status: PutStatus) -> tuple[PutOptions, CapturedState]:
         status.check()
         options, states = self._take_apart()
-        status.meter.expect("hash", states.shared.logical_bytes)
-        self._require_space(states.shared.logical_bytes, status)
+        needed_bytes = states.shared.logical_bytes
+        status.meter.expect("hash", needed_bytes)
+        self._require_space(needed_bytes, status)
         return options, states.shared
 
     def _require_space(self, needed_bytes: int, status: PutStatus) -> None:
@@ -165,7 +174,7 @@ class SinglePut:
 
     def _publish_left(self, status: PutStatus) -> bool:
         """Publishes a save whose publication failed before; returns whether one was published or given up."""
-        for staged in [puts[0] for puts in self._context.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
+        for staged in [puts[0] for puts in self._context.unpublished.values() if puts and puts[0].is_alone]:
             with suppress(StoreError):  # it stays on the disk; its error was raised before
                 staged.publish_before(status)
                 return True
@@ -187,7 +196,7 @@ class SinglePut:
 
 
 @contextmanager
-def _freeable_said(engine: Engine) -> Iterator[None]:
+def freeable_said(engine: Engine) -> Iterator[None]:
     """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
     try:
         yield

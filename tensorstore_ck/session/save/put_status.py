@@ -7,13 +7,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from contextlib import _GeneratorContextManager
 from enum import IntEnum
 from typing import Final
 
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.put_progress import PutMeter
-from tensorstore_ck.common.put_progress import Stage as MeterStage
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -36,7 +34,7 @@ class PutStatus:
         self.ref = ref
         self.step = step
         self.rank = rank
-        self.meter: PutMeter = _Cancellable(self)
+        self.meter = PutMeter(check=self.check)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
         self.is_raised = False
@@ -168,19 +166,6 @@ class PutStatus:
             self._changed.notify_all()
         for callback in due:
             _call(callback)
-
-
-class _Cancellable(PutMeter):
-    """A meter that raises when the save was dropped."""
-
-    def __init__(self, status: PutStatus) -> None:
-        super().__init__()
-        self._status = status
-
-    def timed(self, stage: MeterStage, done_bytes: int = 0) -> _GeneratorContextManager[None]:
-        """See `PutMeter`."""
-        self._status.check()
-        return super().timed(stage, done_bytes)
 
 
 def _nothing() -> None:

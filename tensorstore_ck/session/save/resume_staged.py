@@ -15,12 +15,11 @@ from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
-from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.publish import clean_up, give_up
 from tensorstore_ck.session.staging.staged_chain import StagedLink
@@ -32,19 +31,6 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 STALE_SECONDS: Final = 86_400
 """After this time no process is still staging the snapshot; giving it up is safe at any time."""
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
-
-
-class ResumedPut:
-    """See `StagedPut`."""
-
-    def __init__(self, put: PublishStaged | PublishStagedGroup, ref: str, step: int | None, rank: int) -> None:
-        self.number = 0
-        self.ref, self.step, self.rank = ref, step, rank
-        self._put = put
-
-    def publish(self, status: PutStatus) -> SnapshotInfo:
-        """Uploads the staged objects and publishes the snapshot."""
-        return self._put.publish(status)
 
 
 def find_manifests(folder: StagingFolder) -> list[Manifest]:
@@ -63,15 +49,15 @@ def sweep(tier: StagingTier) -> None:
         tier.uploader.drop(tier.folder.orphans({name for manifest in found for name in manifest.names}))
 
 
-def resume_alone(context: SaveContext, tier: StagingTier) -> list[ResumedPut]:
+def resume_alone(context: SaveContext, tier: StagingTier) -> list[PublishStaged]:
     """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
-    return [_resumed(context, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    return [_resumed(context, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
 
 
 def resume_here(
     context: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
-) -> list[ResumedPut]:
+) -> list[PublishStaged]:
     """The saves that lie on this disk in full, for a process that publishes what no job continues.
 
     `is_wanted` is called with the manifests of each snapshot, before anything is appended to the log.
@@ -80,26 +66,26 @@ def resume_here(
     found: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(tier.folder):
         found.setdefault(manifest.txn, []).append(manifest)
-    return [_resumed(context, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
+    return [_resumed(context, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
 
 
-def _resumed(context: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> ResumedPut:
+def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> PublishStaged:
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
     names = frozenset(name for manifest in manifests for name in manifest.names)
     context.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
-    put = PublishStaged(context, tier, manifests)
+    put = PublishStaged(context, first.txn, first.ref, first.step, manifests)
     put.announce_soon()
-    return ResumedPut(put, first.ref, first.step, 0)
+    return put
 
 
-def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedPut]:
+def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[PublishStaged]:
     """The saves that groups of ranks left; all ranks of `group` call it."""
     own, _ = context.groups.of(group)
     title = "the search for what was staged before"
     here: dict[tuple[bytes, int], Manifest] = {}
-    puts: list[ResumedPut] = []
+    puts: list[PublishStaged] = []
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
@@ -123,15 +109,15 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
                 context.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
                 put = PublishStagedGroup(
                     context,
-                    context.groups.publishing(group),
                     Ulid(txn),
                     info.ref,
+                    info.step,
                     mine,
-                    step=info.step,
+                    group=context.groups.publishing(group),
                     timeout_seconds=timeout_seconds,
                     on_end=partial(_drop_copies, tier, others),
                 )
-                puts.append(ResumedPut(put, info.ref, info.step, own.rank))
+                puts.append(put)
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)

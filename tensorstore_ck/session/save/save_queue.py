@@ -20,9 +20,8 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.put_protocol import Admission, Put, StagedPut
 from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
-from tensorstore_ck.session.save.queued_put import QueuedPut, UnraisedErrors, pop_error
+from tensorstore_ck.session.save.queued_put import Admission, Put, QueuedPut, StagedPut, UnraisedErrors, WaitedPut, pop_error
 from tensorstore_ck.session.save.worker import Worker
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ class SaveQueue:
         self._stores: Worker[QueuedPut] = Worker("tsck-save", self._changed, self._store, self._broken)
         self._copies: Worker[QueuedPut] = Worker("tsck-copy", self._changed, self._copy, self._broken)
         self._uploads: Worker[QueuedPut] = Worker("tsck-publish", self._changed, self._publish, self._broken)
+        self._workers = (self._uploads, self._copies, self._stores)
         self._memory = CaptureMemory(self._open_arena, self._changed)
         self._unraised = UnraisedErrors()
         self._safe: Snapshot | None = None
@@ -122,21 +122,28 @@ class SaveQueue:
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
         """Saves in the caller's thread, after the saves in progress; copies nothing."""
+        queued = self.begin(make)
+        self._store(queued)
+        return self.finish(queued)
+
+    def begin(self, make: Callable[[], WaitedPut]) -> QueuedPut:
+        """A save that the caller stores, after the saves in progress: then it calls `finish`. Without that, nothing remains of it."""
         self._enter()
         self.wait_idle()
         called = time.monotonic()
-        queued = QueuedPut(make(), called, is_background=False)
+        queued = QueuedPut(cast(Put, make()), called, is_background=False)
         unraised = self._first_unraised()
         if unraised is not None:
             error = pop_error(unraised)
             queued.put.fail(error)
             raise error
-        self._store(queued)
+        return queued
+
+    def finish(self, queued: QueuedPut) -> Snapshot:
+        """Publishes a stored save; raises its error."""
         if not queued.status.has_ended:
             self._publish(queued)
-        queued.status.wait(PutMilestone.PUBLISHED, None)
-        assert queued.status.snapshot is not None
-        return queued.status.snapshot
+        return PendingSnapshot(queued.status).wait()
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
@@ -160,7 +167,7 @@ class SaveQueue:
         self._enter()
         if not self._is_worker():
             with self._changed:
-                self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
+                self._changed.wait_for(self._is_idle if uploads else lambda: self._stores.thread is None)
 
     def require_no_worker(self) -> None:
         """Raises in a callback of a save: a save there might wait for itself.
@@ -302,17 +309,17 @@ class SaveQueue:
 
     def _queued(self) -> list[QueuedPut]:
         with self._changed:
-            return list(dict.fromkeys((*self._uploads.items(), *self._copies.items(), *self._stores.items())))
+            return list(dict.fromkeys(item for worker in self._workers if worker.thread is not None for item in worker.items()))
 
     def _is_idle(self) -> bool:
-        return self._stores.is_idle() and self._copies.is_idle() and self._uploads.is_idle()
+        return all(worker.thread is None for worker in self._workers)
 
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""
         return all(queued.status.dropped == "abandoned" for queued in self._queued())
 
     def _is_worker(self) -> bool:
-        return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
+        return any(worker.thread is threading.current_thread() for worker in self._workers)
 
     def _store(self, queued: QueuedPut) -> None:
         queued.begun = time.monotonic()
@@ -373,9 +380,8 @@ class SaveQueue:
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
         else:
             kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
-            self._emit(
-                status, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not queued.is_background), **self._totals(queued)
-            )
+            is_waited_for = int(not queued.is_background)
+            self._emit(status, "failed", error=str(exc), error_kind=kind, is_waited_for=is_waited_for, **self._totals(queued))
         status.fail(exc)
         with self._changed:
             if not status.is_raised and queued.is_background:

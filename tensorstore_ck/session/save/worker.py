@@ -21,7 +21,8 @@ class Worker(Generic[Item]):
         self._broken = broken
         self._waiting: deque[Item] = deque()
         self._working: Item | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """None while there is nothing to do."""
 
     def put(self, item: Item) -> None:
         """Adds work.
@@ -31,7 +32,7 @@ class Worker(Generic[Item]):
         """
         with self._changed:
             self._waiting.append(item)
-            if self._thread is None:
+            if self.thread is None:
                 # A daemon: a backend that hangs must not keep the process alive; see `process_end`.
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
@@ -39,7 +40,7 @@ class Worker(Generic[Item]):
                 except RuntimeError:
                     self._waiting.pop()
                     raise
-                self._thread = thread
+                self.thread = thread
 
     def items(self) -> list[Item]:
         """The item in progress, then the waiting ones."""
@@ -50,25 +51,18 @@ class Worker(Generic[Item]):
         """The waiting items, oldest first; under the caller's lock."""
         return iter(self._waiting)
 
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self._waiting and self._working is None
-
-    def is_mine(self) -> bool:
-        """Whether the caller runs on this worker's thread."""
-        return threading.current_thread() is self._thread
-
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                item = self._working = self._waiting.popleft()
+        while (item := self._next()) is not None:
             try:
                 self._work(item)
             except BaseException as exc:  # noqa: BLE001 - the thread must go on: later work needs it
                 self._broken(item, exc)
-            with self._changed:
-                self._working = None
-                self._changed.notify_all()
+
+    def _next(self) -> Item | None:
+        """Ends the work on one item, and begins that on the next; None: there is none, and the thread ends."""
+        with self._changed:
+            self._working = self._waiting.popleft() if self._waiting else None
+            if self._working is None:
+                self.thread = None
+            self._changed.notify_all()
+            return self._working

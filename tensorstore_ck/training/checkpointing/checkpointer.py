@@ -1,14 +1,13 @@
 """Saves a job's state when a trigger fires, and resumes from the newest intact snapshot."""
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
-from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, StoreError
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import NOTE, note_costs
@@ -17,11 +16,12 @@ from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
 from tensorstore_ck.training.checkpointing.resume import ResumeAttempt
 from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
-from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption
-from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
+from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
+from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,8 +87,7 @@ class Checkpointer:
         """
         if not isinstance(when, Trigger):
             raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
-        if isinstance(lead_steps, bool) or not isinstance(lead_steps, int) or lead_steps < 1:
-            raise InvalidOptionError(f"lead_steps must be a whole number from 1 on, not {lead_steps!r}", object_id="lead_steps")
+        require_count(lead_steps, "lead_steps")
         group = process_group(group)
         policy = None if keep is None else Policy.of(**keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
@@ -97,18 +96,12 @@ class Checkpointer:
         self._decided = list(when.decided())
         self.preempted = False
         """Whether `on_preemption` caused a save: true on all ranks after the same step, so that the loop can end there."""
-        self._flag: StepFlag | None = None
-        self._ends_at: int | None = None
-        """The step, announced by rank 0, after which all ranks check whether the training must end."""
-        self._pending: list[tuple[PendingSnapshot, float]] = []
         self._saves = self._resumes = 0
         self._before: TriggerContext | None = None
-        self._stall = self._lag = self._restart = 0.0
+        self._stall = self._restart = 0.0
         self._run_mtbf: float | None = None
         self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
         self._attempt = ResumeAttempt(store, state, ref, group, timeout_seconds)
-        self._round = 0
-        """Number of resumes and checks whether the training must end: equal on all ranks."""
 
         def begin() -> bytes:
             if policy is not None and store.policies().get(ref) != policy:
@@ -116,12 +109,16 @@ class Checkpointer:
             return new_ulid()
 
         drawn = Ulid(self._from_first("the id of a Checkpointer", begin))
-        self._id = ulid_text(drawn)
+        run_id = ulid_text(drawn)
         self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
         """The start of the run: equal on all ranks, since the metadata contains it."""
+        self._flag: StepFlag | None = None
         if group is not None:
-            run, renew, prefix = store.session.groups.runner(group), store.session.groups.of(group)[0].renew, f"tsck/{self._id}/"
+            run, renew, prefix = store.session.groups.runner(group), store.session.groups.of(group)[0].renew, f"tsck/{run_id}/"
             self._flag = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+        self._pending = PendingSaves(
+            store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +129,7 @@ class Checkpointer:
     @property
     def costs(self) -> SaveCosts:
         """What this rank has measured, for `Store.advise`; 0 if not measured yet."""
-        return SaveCosts(self._stall, self._lag, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
+        return SaveCosts(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
@@ -156,7 +153,7 @@ class Checkpointer:
             RetryableError: it cannot be restored now.
         """
         began = self._clock()
-        self._begin_round()
+        self._pending.begin_round()
         found = self._attempt.restore(drift)
         if found is not None:
             self._restart = self._clock() - began
@@ -168,7 +165,8 @@ class Checkpointer:
         note = self._attempt.note(found)
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
-        self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
+        self._stall = self._stall or costs.get("stall", 0.0)
+        self._pending.lag_seconds = self._pending.lag_seconds or costs.get("lag", 0.0)
         self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
         self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
         self._before = TriggerContext(found.step or 0, epoch if isinstance(epoch, int | float) else None)
@@ -205,7 +203,7 @@ class Checkpointer:
         """
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
-        self._check_pending()
+        self._pending.check()
         moment = TriggerContext(
             step,
             epoch,
@@ -217,7 +215,7 @@ class Checkpointer:
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
         self._before = moment
-        self._end_if_failing(step)
+        self._pending.end_if_failing(step)
         poll_triggers(self._flag, self._decided, self._saves, step)
         if not self._when.fires(moment):
             return None
@@ -235,7 +233,7 @@ class Checkpointer:
             **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,
         }
-        self._resolve_undecided()
+        self._pending.resolve_undecided()
         began = self._clock()
         self._unsaved.begin_save()
         state, store = self._state, self._store
@@ -246,16 +244,16 @@ class Checkpointer:
                 pending = (
                     state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)
                 )
-                self._pending.append((pending, began))
+                self._pending.add(pending, began)
                 found = pending
             else:
                 found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
                 self._unsaved.note_published()
         except StoreError as exc:
-            self._fail(moment.step, exc)
+            self._pending.fail(moment.step, exc)
             if not self._asynchronous and self._unsaved.refusal is not None:
-                self._end()  # all ranks know that this save failed
-            self._end_if_failing(moment.step)
+                self._pending.end()  # all ranks know that this save failed
+            self._pending.end_if_failing(moment.step)
             return None
         self._measure(self._clock() - began)
         return found
@@ -270,26 +268,7 @@ class Checkpointer:
         self._stall = stall if not self._stall else (self._stall + stall) / 2
         for each in self._decided:
             if isinstance(each, auto):
-                each.measured(self._stall, self._lag, self._restart, self._run_mtbf)
-
-    def _check_pending(self) -> None:
-        left = []
-        for pending, began in self._pending:
-            if not pending.done():
-                left.append((pending, began))
-            elif self._wait_for(pending):
-                self._lag = self._clock() - began
-        self._pending = left
-
-    def _wait_for(self, pending: PendingSnapshot) -> bool:
-        """Waits for a save; returns whether it was published. Handles its error."""
-        try:
-            pending.wait()
-        except Exception as exc:  # noqa: BLE001 - also other errors, such as a device's
-            self._fail(pending.step, exc)
-            return False
-        self._unsaved.note_published()
-        return True
+                each.measured(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf)
 
     def wait(self) -> None:
         """Waits until every begun save has ended; failures are warnings.
@@ -297,11 +276,7 @@ class Checkpointer:
         Raises:
             StoreError: a permanent failure.
         """
-        pending, self._pending = self._pending, []
-        for each, _ in pending:
-            self._wait_for(each)
-        if self._unsaved.refusal is not None:
-            self._end()
+        self._pending.wait()
 
     def close(self) -> None:
         """Waits for all begun saves. The store stays open.
@@ -309,91 +284,10 @@ class Checkpointer:
         Raises:
             StoreError: the newest save failed, and nothing will be saved after it.
         """
-        self.wait()
-        self._resolve_undecided()
+        self._pending.wait()
+        self._pending.resolve_undecided()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
-            self._end(is_over=True)
-
-    # --- failures ----------------------------------------------------------------------------------------------------
-
-    def _fail(self, step: int | None, exc: BaseException) -> None:
-        if not self._unsaved.fail(exc):
-            warnings.warn(f"the snapshot of step {step} was not saved: {exc}; the training continues", stacklevel=5)
-
-    def _resolve_undecided(self) -> None:
-        """See `UnsavedTime.resolve_undecided`. Only warns on failure, since ranks must begin the next save together."""
-        try:
-            self._unsaved.resolve_undecided(self._store)
-        except StoreError as exc:
-            warnings.warn(f"{exc}; the next save checks again", stacklevel=5)
-
-    def _begin_round(self) -> None:
-        self._round += 1
-        self._ends_at = None
-
-    def _must_end(self) -> bool:
-        """Whether a save failed permanently on this rank, or, on the first rank, saves have failed or hung for too long."""
-        is_first, unsaved = self._flag is None or self._flag.is_first, self._unsaved
-        is_failing = unsaved.failure is not None or bool(self._pending)
-        return unsaved.refusal is not None or (is_first and is_failing and unsaved.is_too_long)
-
-    def _end_if_failing(self, step: int) -> None:
-        """Ends the training if saves keep failing; all ranks do so after the step that rank 0 announces."""
-        if self._flag is None:
-            self._end(unless_sound=True) if self._must_end() else None
-            return
-        if self._ends_at is None:
-            try:
-                self._ends_at = self._flag.poll(f"end/{self._round}", step, wants=self._must_end())
-            except SnapshotAbortedError as exc:
-                if self._unsaved.is_too_long and self._flag.away_seconds > self._unsaved.max_seconds:
-                    self._unsaved.fail(exc)
-                    self._end()  # the flag did not answer for too long: this rank decides for itself
-        if self._ends_at is not None and step >= self._ends_at:
-            self._end(unless_sound=True)
-
-    def _all_continue(self) -> bool:
-        """Whether no rank has to end after the running saves have ended; equal on all ranks."""
-        if self._group is None:
-            return not self._must_end()
-        title, must_end = f"whether saves to {self._ref!r} still fail ({self._id}, {self._round})", self._must_end()
-        try:
-            ending = self._store.session.groups.all_gather(
-                self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
-            )
-        except StoreError as exc:
-            self._unsaved.failure = self._unsaved.failure or exc
-            return False
-        return not any(map(any, ending))
-
-    def _end(self, *, is_over: bool = False, unless_sound: bool = False) -> None:
-        """Waits for running saves, then raises why saves fail; on all ranks after the same step.
-
-        `is_over`: the training is over. `unless_sound`: returns instead if the running saves succeeded.
-        """
-        unsaved = self._unsaved
-        error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
-        report = self._store.drain(self._timeout_seconds)
-        self._check_pending()
-        self._resolve_undecided()
-        continues = unless_sound and self._all_continue()
-        self._begin_round()
-        if continues:
-            return
-        error = error or unsaved.refusal or unsaved.failure
-        self._pending = []
-        unsaved.begin()
-        if error is not None and will_repeat(error):
-            error.add_note(
-                f"(each save to {self._ref!r} would fail the same way: the training must not continue without snapshots; {report})"
-            )
-            raise error
-        kind = type(error) if isinstance(error, StoreError) else SnapshotAbortedError
-        limit = "" if is_over else f", and max_unsaved_seconds is {unsaved.max_seconds:.0f}"
-        why = f"the newest save failed: {error}" if error is not None else "a save does not end, or failed on another rank"
-        raise kind(
-            f"no snapshot of {self._ref!r} was published in the last {seconds:.0f} s{limit}; {why}; {report}", object_id=self._ref
-        ) from error
+            self._pending.end(is_over=True)
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         groups = self._store.session.groups

@@ -118,7 +118,8 @@ class DecidedTrigger(Trigger):
         yield self
 
 
-def _count(value: object, what: str) -> int:
+def require_count(value: object, what: str) -> int:
+    """`value`, if it is a whole number from 1 on; else an error that calls it `what`."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     raise InvalidOptionError(f"{what} must be a whole number from 1 on, not {value!r}", object_id=what)
@@ -126,7 +127,7 @@ def _count(value: object, what: str) -> int:
 
 def every_steps(steps: int) -> Trigger:
     """At each multiple of `steps`; if a call covers several steps, as soon as one is passed."""
-    count = _count(steps, "steps")
+    count = require_count(steps, "steps")
     return _Pure(lambda moment: moment.step // count > (moment.previous_step or 0) // count)
 
 

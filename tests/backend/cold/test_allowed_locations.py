@@ -1,4 +1,4 @@
-"""Which places a host uses: by kinds of URLs, and by prefixes that it allows."""
+"""Which locations a host uses: by kinds of URLs, and by prefixes that it allows."""
 
 import os
 import pickle
@@ -111,7 +111,7 @@ def test_what_cannot_be_allowed(wrong: str) -> None:
         parse_allowed([wrong])
 
 
-def test_one_place_or_a_path(tmp_path: Path) -> None:
+def test_one_location_or_a_path(tmp_path: Path) -> None:
     assert parse_allowed("s3://cold") == ("s3://cold",)
     assert parse_allowed(tmp_path) == parse_allowed([tmp_path]) == (str(tmp_path),)
 
@@ -135,7 +135,7 @@ def test_a_prefix_ends_where_a_step_of_the_path_does(one: str, two: str, inner: 
 
 
 @given(SERVICE, st.lists(STEP, min_size=1, max_size=3), st.lists(STEP, max_size=2), st.text("ab-.", min_size=1, max_size=3))
-def test_what_goes_on_without_a_slash_is_another_place(service: str, steps: list[str], more: list[str], suffix: str) -> None:
+def test_a_longer_name_without_a_slash_is_another_location(service: str, steps: list[str], more: list[str], suffix: str) -> None:
     allowed = canonical(service, steps)
     assert is_inside(canonical(service, [*steps, *more]), allowed)
     assert not is_inside(canonical(service, [*steps[:-1], steps[-1] + suffix, *more]), allowed)
@@ -159,7 +159,7 @@ def test_storage_classes_make_no_difference() -> None:
 # --- folders ------------------------------------------------------------------------------------------------------------
 
 
-def test_folders_beside_a_store_in_a_folder(tmp_path: Path) -> None:
+def test_folders_next_to_a_store_in_a_folder(tmp_path: Path) -> None:
     store = str(tmp_path / "jobs" / "ckpt")
     (tmp_path / "jobs" / "real").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -176,7 +176,7 @@ def test_folders_beside_a_store_in_a_folder(tmp_path: Path) -> None:
     assert is_allowed(f"{tmp_path}/jobs/out/x", store, [str(tmp_path / "jobs" / "out")]), "who allows a link allows what it leads to"
 
 
-def test_folders_where_everybody_can_write_are_not_beside(tmp_path: Path) -> None:
+def test_folders_where_everybody_can_write_are_not_allowed(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     assert not is_allowed(f"{tmp_path}/cold", f"{tmp_path}/ckpt", ())
     assert is_allowed(f"{tmp_path}/cold", f"{tmp_path}/ckpt", [f"{tmp_path}/cold"])

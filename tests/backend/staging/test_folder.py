@@ -83,7 +83,7 @@ def test_what_an_interrupted_process_left_is_evicted(tmp_path: Path) -> None:
     assert copies(folder) == NAMES[:1]
 
 
-def test_a_full_disk_makes_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_frees_space_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = published(tmp_path, 1)
     folder.unsent.put(PART, b"part")
     space = folder._root.space()
@@ -170,7 +170,7 @@ def test_publish_replaces_a_sparse_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["die-before", "die-after"])
 def test_an_object_has_its_journal_until_it_is_published(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else an upload would begin anew, under a name that others read."""
+    """Otherwise an upload would start over, under a name that others read."""
     for at in range(1, 20):
         folder = staging(tmp_path / str(at), {PACK: b"pack", PART: b"part"})
         for name in (PACK, PART):

@@ -226,7 +226,7 @@ def test_only_what_is_kept_can_be_distrusted(tiered: ReadThroughBackend) -> None
     assert not tiered.distrust("log/1")
 
 
-def test_no_room_is_no_reason_to_fail(tmp_path: Path, store: Any) -> None:
+def test_missing_space_is_no_failure(tmp_path: Path, store: Any) -> None:
     folder = staging(tmp_path, {SNAPSHOT: bytes(200 * KIB)}, capacity_bytes=256 * KIB)
     tiered = ReadThroughBackend(folder, store)
     for start in range(0, 900_000, 100_000):
@@ -236,7 +236,7 @@ def test_no_room_is_no_reason_to_fail(tmp_path: Path, store: Any) -> None:
     assert unsent(folder) == {SNAPSHOT}
 
 
-def test_older_copies_make_room(tmp_path: Path) -> None:
+def test_older_copies_are_removed_for_space(tmp_path: Path) -> None:
     names = [f"packs/0A/01ARZ3NDEKTSV4RRFFQ69G5F0{last}" for last in "ABCDEFGH"]
     inner = MemoryBackend()
     for name in names:

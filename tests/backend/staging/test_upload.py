@@ -148,7 +148,7 @@ def test_pieces_that_are_there_are_not_sent_again(tmp_path: Path) -> None:
     assert not store.pending
 
 
-def test_an_upload_that_the_store_let_go_of_begins_anew(tmp_path: Path) -> None:
+def test_an_upload_that_the_store_discarded_starts_over(tmp_path: Path) -> None:
     store = PieceStore()
     folder = interrupted(tmp_path, store)
     store.pending.clear()
@@ -180,7 +180,7 @@ def test_an_upload_that_goes_while_it_is_under_way(tmp_path: Path, marker: str) 
     assert told.total == sum(map(len, OBJECTS.values()))
 
 
-def test_an_upload_whose_pieces_do_not_fit_begins_anew(tmp_path: Path) -> None:
+def test_an_upload_whose_pieces_do_not_fit_starts_over(tmp_path: Path) -> None:
     store = PieceStore()
     folder = interrupted(tmp_path, store)
     original, refused = store._complete_multipart_upload, ClientError()

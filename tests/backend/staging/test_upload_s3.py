@@ -1,4 +1,4 @@
-"""Uploads to S3 servers, through a proxy that does what networks do: resumed, settled, begun anew."""
+"""Uploads to S3 servers, through a proxy that does what networks do: resumed, resolved, started over."""
 
 import random
 import uuid
@@ -106,7 +106,7 @@ def test_no_piece_is_sent_twice(tmp_path: Path, store: S3Backend, proxy: ChaosPr
     assert not list(store.list_uploads())
 
 
-def test_an_upload_that_somebody_aborted_begins_anew(tmp_path: Path, store: S3Backend) -> None:
+def test_an_upload_that_somebody_aborted_starts_over(tmp_path: Path, store: S3Backend) -> None:
     folder = staging(tmp_path, OBJECTS)
     interrupt(folder, store)
     for upload in list(store.list_uploads()):

@@ -24,7 +24,7 @@ from tests.effort import effort
 from tests.log.cache.faultytable import CacheFaults, FaultyTable
 
 STEPS = (2, 3)
-"""Of the puts under faults; step 1 is there before."""
+"""The steps that are saved under faults; step 1 exists before."""
 
 
 def make_state(step: int) -> dict[str, object]:
@@ -116,7 +116,7 @@ SCENES: dict[str, tuple[Callable[[Path], None], bool]] = {
     "copy": (copy, False),
     "forget, gc and tier": (forget_and_gc, False),
 }
-"""What is done, and whether it puts `STEPS` to the branch."""
+"""What is done, and whether it saves `STEPS` to the branch."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""At every backend call of a put, every kind of fault: the ref is old or new and nothing between, and nothing older is hurt."""
+"""At every backend call of a save, every kind of fault: the ref is old or new and nothing between, and nothing older is hurt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +54,7 @@ def make_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[],
 
 
 def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:
-    """Two good puts, then one under `faults`; returns whether it was acknowledged, the ref's root before it, and after it."""
+    """Two good saves, then one under `faults`; returns whether it was acknowledged, the ref's root before it, and after it."""
     init_store(backend)
     with open_over(backend) as good:
         good.put_snapshot(make_state(1), ref="job", step=1)
@@ -101,7 +101,7 @@ def test_every_call(make_backend: Callable[[], Backend], mode: str, persistent: 
     assert {"get", "open", "append", "close", "put", "create"} <= struck
 
 
-def test_death_is_seen(make_backend: Callable[[], Backend]) -> None:
+def test_death_is_noticed(make_backend: Callable[[], Backend]) -> None:
     """The harness itself: the log entry's creation is the one call that decides."""
     outcomes = {}
     for at in range(1, 1000):

@@ -1,4 +1,4 @@
-"""Real processes killed with SIGKILL at random moments of a put, over and over on one store, cache included."""
+"""Real processes killed with SIGKILL at random moments of a save, over and over on one store, cache included."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def check(state: dict[str, object], step: int) -> None:
 
 
 def train(url: Path, cache: Path, acknowledged_fd: int) -> None:
-    """The job: resumes where the ref is, and puts one step after another until it is killed."""
+    """The job: resumes where the ref is, and saves one step after another until it is killed."""
     store = tsck.open(url, cache_dir=cache)
     step = store.checkout("job")["step"] if "job" in store.branches() else 0
     while True:

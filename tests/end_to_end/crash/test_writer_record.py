@@ -1,4 +1,4 @@
-"""Every kind of fault at the calls that a writer record adds: no put fails by them, none is slower, and nothing older is hurt."""
+"""Every kind of fault at the calls that a writer record adds: no save fails because of them, none is slower, and nothing older is hurt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str,
         assert same(fresh.checkout("job"), make_state(step or 0))
 
 
-def test_the_record_costs_no_put_a_call_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_costs_no_save_a_call_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call a process, and one when it ends."""
     monkeypatch.setattr(object_ids, "threading", SimpleNamespace(Thread=AtOnce))
     counted = {}

@@ -102,7 +102,7 @@ def holds(state: object, step: int) -> bool:
 
 
 def record_run(work: Path, *, no_sync: bool) -> list[Record]:
-    """A job on the logged disk; each acknowledged put is a mark in the log."""
+    """A job on the logged disk; each acknowledged save is a mark in the log."""
     with logged_disk(work) as folder:
         run("mkfs.ext4", "-q", "-b", SECTOR_BYTES, "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0", folder / "disk")
         with mounted(folder / "disk", work / "mnt") as disk, (folder / "mark").open("wb", buffering=0) as mark:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-if __name__ == "__main__":  # before imports that take seconds: whoever is to be killed may be killed in them
+if __name__ == "__main__":  # before imports that take seconds: the test may kill this process during them
     os.write(1, f"{os.environ['RANK']} pid {os.getpid()}\n".encode())
 
 import numpy as np

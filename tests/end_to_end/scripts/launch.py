@@ -85,7 +85,7 @@ def launched(arguments: list[str], folder: Path, seconds: float = SECONDS, **var
 
 
 def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
-    """For `launched`: on a free port, so that tests run beside each other."""
+    """For `launched`: on a free port, so that tests can run at the same time."""
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     return ["-m", "torch.distributed.run", *options, *arguments]
 

@@ -39,7 +39,7 @@ class Script(NamedTuple):
     command: list[str]
     ref: str
     steps: range
-    """Those that it puts."""
+    """Those that it saves."""
     stop: Callable[[Program], None]
 
 
@@ -60,7 +60,7 @@ def write(name: str, folder: Path) -> None:
 
 
 def run(script: Script, folder: Path) -> list[int]:
-    """To its end; returns the steps that it told of."""
+    """To its end; returns the steps that it printed."""
     with launched(script.command, folder) as program:
         code, told = program.end()
         assert code == 0, program.errors()
@@ -68,7 +68,7 @@ def run(script: Script, folder: Path) -> list[int]:
 
 
 def run_interrupted(script: Script, folder: Path) -> list[int]:
-    """Until it has put a few times; returns the steps that it told of after it was asked to stop."""
+    """Until it has saved a few times; returns the steps that it printed after it was asked to stop."""
     with launched(script.command, folder) as program:
         program.wait_for(rf"step {script.steps[2]}\b")  # not where an epoch ends
         script.stop(program)

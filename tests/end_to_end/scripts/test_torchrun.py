@@ -93,7 +93,7 @@ class Run:
 
 
 def plan(kills: int, seed: int) -> list[Moment]:
-    """The first in the second put or later, the others anywhere but in the last steps: a life may get one snapshot further than planned."""
+    """The first in the second save or later, the others anywhere but in the last steps: a life may save one snapshot more than planned."""
     drawn = random.Random(seed)
     moments = []
     for number in range(kills):

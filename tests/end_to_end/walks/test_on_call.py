@@ -35,7 +35,7 @@ DAMAGED = 40
 
 @pytest.fixture
 def url(seaweedfs_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place in a bucket; how to reach it is in the environment, as users have it."""
+    """A location in a bucket; how to reach it is in the environment, as users have it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", seaweedfs_server.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)

@@ -33,7 +33,7 @@ def sharded(state: Full, rank: int, ranks: int) -> dict[str, dict[str, DTensor]]
 
 
 def put_steps(folder: str, steps: int, ranks: int, staged: bool) -> list[str]:
-    """The roots; every other step is put beside the training, and staged if that is wanted."""
+    """The roots; every other step is saved in the background, and staged on request."""
     rank = dist.get_rank()
     roots = []
     staging = f"{folder}/staging" if staged else None

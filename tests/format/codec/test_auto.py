@@ -1,4 +1,4 @@
-"""`auto` encodes nothing, unless puts have shown that the store is so slow that puts and restores gain; then as `fast`."""
+"""`auto` encodes nothing until saves have shown a store so slow that saves and restores gain; then it is `fast`."""
 
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ class Time:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """What the meters of puts go by, each of which stays in one thread."""
+    """The clock of the meters of saves, each of which stays in one thread."""
     time = Time()
-    monkeypatch.setattr(PutMeter.__init__, "__defaults__", (time,))
+    monkeypatch.setattr(PutMeter.__init__, "__defaults__", (time, lambda: None))
     stay_in_one_thread(monkeypatch)
     return time
 
@@ -59,7 +59,7 @@ def open_throttled(time: Time, rate: float, *, is_local: bool = False) -> tsck.S
 
 
 def codecs_of(store: tsck.Store, puts: int, **options: Any) -> list[set[str]]:
-    """The codecs of each of so many snapshots, which come back as they were put."""
+    """The codecs of each of so many snapshots, which come back as they were saved."""
     found = []
     for seed in range(puts):
         state = weights(seed)
@@ -69,7 +69,7 @@ def codecs_of(store: tsck.Store, puts: int, **options: Any) -> list[set[str]]:
     return found
 
 
-def test_a_slow_store_gets_fewer_bytes_from_the_second_put_on(time: Time) -> None:
+def test_a_slow_store_gets_fewer_bytes_from_the_second_save_on(time: Time) -> None:
     with open_throttled(time, 20e6) as store:
         assert codecs_of(store, 3) == [{"raw"}, {"planes"}, {"planes"}]
         first, *later = reversed(store.log("run"))
@@ -112,14 +112,14 @@ def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time, options: dict[st
         ([FAST, SLOW, SLOW, SLOW], "fast"),
     ],
 )
-def test_one_slow_put_does_not_outweigh_fast_ones(paces: list[float], mode: str) -> None:
+def test_one_slow_save_does_not_outweigh_fast_ones(paces: list[float], mode: str) -> None:
     codecs = CodecPolicy()
     for pace in paces:
         codecs.note_written(PUT, pace)
     assert codecs.coding("run").mode == mode
 
 
-def test_a_small_put_says_nothing(time: Time) -> None:
+def test_a_small_save_says_nothing(time: Time) -> None:
     with open_throttled(time, 20e6) as store:
         for seed in range(3):
             store.put_snapshot(weights(seed, 1 << 20), ref="run")

@@ -64,7 +64,7 @@ def test_a_base_has_no_several_bases() -> None:
     refused(extents)
 
 
-def test_extents_tell_the_places_that_they_were_made_of() -> None:
+def test_extents_have_the_locations_that_they_were_made_of() -> None:
     plain = [Location(PACK, number, 64 * number, 10, 20, Codec.RAW) for number in range(4)]
     delta = Location(PACK, 4, 500, 5, 20, Codec.DELTA, (Base(block(0), plain[0]),), 3)
     deeper = Location(PACK, 5, 600, 5, 20, Codec.DELTA, (Base(block(4), delta),), 1)

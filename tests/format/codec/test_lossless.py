@@ -37,7 +37,7 @@ def stored(encoded: Encoded) -> memoryview:
 
 
 def again(encoded: Encoded, raw: bytes, bases: Sequence[bytes] = ()) -> bytes:
-    """By both ways: into a place, and not."""
+    """In both ways: into a given buffer, and into a new one."""
     place = memoryview(bytearray(len(raw)))
     views = [memoryview(base) for base in bases]
     found = decode(encoded.codec, stored(encoded), len(raw), "a pack", place, bases=views)
@@ -134,7 +134,7 @@ def test_the_rounding_of_a_nan_is_one_and_the_same() -> None:
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_damage_is_refused_or_seen(data: st.DataObject) -> None:
+def test_damage_is_refused_or_detected(data: st.DataObject) -> None:
     """Whatever stored bytes say, decoding gives so many bytes or a `CorruptObjectError`, and allocates no more than it must."""
     elements = data.draw(st.sampled_from(ELEMENTS))
     base = data.draw(blocks(elements))

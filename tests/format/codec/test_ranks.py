@@ -1,4 +1,4 @@
-"""Codecs where several ranks put together: differences and roundings of each rank's own blocks."""
+"""Codecs when several ranks save together: differences and roundings of each rank's own blocks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Codecs from the outside: what is put comes back, costs less, and outlives gc, compaction, damage and copies."""
+"""Codecs from the outside: what is saved comes back, costs less, and outlives gc, compaction, damage and copies."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def share(snapshot: tsck.Snapshot) -> float:
 
 
 @pytest.mark.parametrize("codec", ["auto", "raw", "fast", "small"])
-def test_what_is_put_comes_back(opened: Open, codec: str) -> None:
+def test_what_is_saved_comes_back(opened: Open, codec: str) -> None:
     with opened(codec=codec) as store:
         for snapshot, state in put_steps(store, 12):
             assert same(store.checkout(snapshot.root), state)
@@ -61,7 +61,7 @@ def test_roots_do_not_depend_on_the_codec(opened: Open) -> None:
     assert roots[0] == roots[1]
 
 
-def test_a_codec_for_a_ref_and_for_a_put(opened: Open) -> None:
+def test_a_codec_for_a_ref_and_for_a_save(opened: Open) -> None:
     state = {"w": torch.zeros(SIZE)}
     with opened(codec={"cold/*": "small", "*": "raw"}) as store:
         assert share(store.put_snapshot({"w": torch.zeros(SIZE)}, ref="hot")) > 0.99
@@ -125,7 +125,7 @@ def test_a_copy_stands_for_itself(opened: Open, tmp_path: Path) -> None:
         assert other.fsck(read_data=True).ok
 
 
-def test_show_tells_what_each_group_takes(opened: Open, tmp_path: Path) -> None:
+def test_show_prints_the_size_of_each_group(opened: Open, tmp_path: Path) -> None:
     with opened(codec="small") as store:
         put_steps(store, 2)
         groups = {group.name: group for group in store.show("run").groups}
@@ -136,7 +136,7 @@ def test_show_tells_what_each_group_takes(opened: Open, tmp_path: Path) -> None:
     assert "cast 100%" in result.stdout
 
 
-def test_a_damaged_base_is_told_of_and_not_built_on(opened: Open, tmp_path: Path) -> None:
+def test_a_damaged_base_is_reported_and_not_used(opened: Open, tmp_path: Path) -> None:
     training = Training()
     with opened(codec="small") as store:
         for _ in range(2):

@@ -410,7 +410,7 @@ def test_flat_shards(folder: Path, tmp_path: Path) -> None:
     assert_same(store, "job", exported(written(contents(backend), folder), "job", tmp_path / "out.safetensors"))
 
 
-def test_a_subtree_in_the_place_of_a_hole(folder: Path, tmp_path: Path) -> None:
+def test_a_subtree_replaces_a_hole(folder: Path, tmp_path: Path) -> None:
     subtree = ["tree", ["d", ["a", "b"], [None, ["l", [None, ["d", [], []]]]]], [1, ["ui", b"\2" + bytes(7)]]]
     layout = Layout([], ["d", ["x", "y"], [None, None]])
     backend = MemoryBackend()

@@ -217,7 +217,7 @@ class _Thread:
             self.outcome = Outcome(actor.run(make_process(backend, config, number, actor.table)), None)
         except Death:
             self.outcome = Outcome(None, None)
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, the exploration judges it
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, the exploration checks it
             self.outcome = Outcome(None, exc)
         self.request = None
         self._asked.release()
@@ -238,7 +238,7 @@ class _Thread:
 
 
 class Node:
-    """A place in an actor's behaviour: what it asks next, or how it ended."""
+    """A point in an actor's behaviour: what it asks next, or how it ended."""
 
     __slots__ = ("branches", "depth", "future", "outcome", "parent", "request", "response", "thread")
 
@@ -274,7 +274,7 @@ class Tree:
         self._number = number
         self._parked: OrderedDict[Node, None] = OrderedDict()
         self.size = 0
-        """How many places of its behaviour are known."""
+        """How many points of its behaviour are known."""
         self.runs = 0
         """How often the real code was started."""
         self.root = self._park(Node(None, None, self._start([])))

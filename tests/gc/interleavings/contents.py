@@ -50,7 +50,7 @@ class Contents:
         self._next: dict[tuple[str, bytes | None], Contents] = {}
 
     def with_object(self, name: str, data: bytes) -> "Contents":
-        """With that object, in the place of any of its name."""
+        """With that object, instead of any of its name."""
         return self._changed(name, data)
 
     def without(self, name: str) -> "Contents":

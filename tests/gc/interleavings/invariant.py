@@ -1,7 +1,7 @@
-"""What must hold in every state, told from the backend's bytes alone.
+"""What must be true in every state, derived from the backend's bytes alone.
 
 The log is folded here once more, entry by entry, for every log that an exploration meets; no engine under test has a say.
-Checked are the closure of all roots (it is there, unchanged), and that what was put can be read back by a fresh reader.
+Checked are the closure of all roots (it is there, unchanged), and that what was saved can be read back by a fresh reader.
 """
 
 import uuid
@@ -17,7 +17,7 @@ from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Entry, ObjectKey, Objects, RefTable, SnapshotInfo, table_keys, table_rows
+from tensorstore_ck.log import Entry, ObjectKey, Objects, RefTable, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import decode_entry, genesis_hash
 from tensorstore_ck.log.fold import fold
@@ -182,8 +182,7 @@ def _way(view: RefTable, pack: Ulid, entry: int, read: Callable[[str], bytes]) -
 def roots(view: RefTable) -> list[SnapshotInfo]:
     """The snapshots that are kept: by histories, tags, pins and undo windows."""
     infos = [view.snapshot(move.ulid) for branch in view.branches() for move in view.moves(branch)]
-    tags = [view._reader.get(table_keys.tag_key(name)) for name in view.tags()]
-    infos += [view.snapshot(table_rows.decode_row(table_rows.TagRow, tag).ulid) for tag in tags if tag is not None]
+    infos += [view.snapshot(tag.ulid) for name in view.tags() if (tag := view.tag_row(name)) is not None]
     infos += [view.snapshot(pin.ulid) for pin in view.pins()]
     infos += [view.snapshot(move.ulid) for window in view.windows() for move in window.moves]
     found = {}
@@ -207,7 +206,7 @@ def block(label: str) -> bytes:
 
 
 def read_back(engine: Engine, info: SnapshotInfo) -> list[str]:
-    """Reads a whole snapshot, compares it with what its metadata says was put, and returns the labels of its tensors."""
+    """Reads a whole snapshot, compares it with what its metadata says was saved, and returns the labels of its tensors."""
     reader = SnapshotReader(engine, info)
     labels: list[str] = msgpack.unpackb(reader.record.metadata)["labels"]
     for number, label in enumerate(labels):

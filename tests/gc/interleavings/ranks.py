@@ -1,5 +1,5 @@
-"""A put of many ranks, from the writer's own pieces, by docs/decisions/005-rank-0-commits-by-one-create.md: each rank writes its part
-and checks it at its own head, and rank 0 commits for all, with the lowest anchor. Whoever gives up says so in the log first.
+"""A save of many ranks, from the writer's own pieces, by docs/decisions/005-rank-0-commits-by-one-create.md: each rank writes its part
+and checks it at its own head, and rank 0 commits for all, with the lowest anchor. A rank that gives up says so in the log first.
 
 What ranks tell each other goes through objects under ``channel/``, so that it is explored as well.
 """
@@ -28,7 +28,7 @@ PATIENCE: Final = 2
 
 
 def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTable | None = None, gives_up_in_log: bool = True) -> Actor:
-    """One rank of a put to branch ``ranks``; number 0 leads."""
+    """One rank of a save to branch ``ranks``; number 0 leads."""
 
     def run(process: Process) -> Verdict:
         engine = process.engine()

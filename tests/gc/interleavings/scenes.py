@@ -25,13 +25,13 @@ from tests.gc.interleavings.schedule import Case, Violation
 
 SETUP: Final = 0xFFFE
 FAILED: Final = (BackendUnavailableError, UndecidedError)
-"""What a backend's faults may come to for whoever makes a call: says nothing of what happened."""
+"""How a backend's fault appears to the caller: it says nothing of what happened."""
 REFUSED: Final = (ConflictError,)
 """What says that nothing happened."""
 
 
 class Verdict(NamedTuple):
-    """What a rank tells its caller of a put of many ranks."""
+    """What a rank returns to the caller of a save of many ranks."""
 
     txn: bytes
     published: bool
@@ -149,7 +149,7 @@ def writer(
     expect: Expected = ANY,
     may_raise: tuple[type[BaseException], ...] = (),
 ) -> Actor:
-    """Puts one snapshot."""
+    """Saves one snapshot."""
     return Actor(name, lambda process: put_labels(process.engine(), ref, labels, expect=expect), table, may_raise)
 
 

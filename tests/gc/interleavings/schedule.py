@@ -5,7 +5,7 @@ known, so a state that is reached twice is explored once, and the search is comp
 one by one. Breadth first: the schedule of a violation is a shortest one.
 
 A crash needs no step of its own. An actor that is never scheduled again is one that died or sleeps for ever, and each state
-is checked with every unfinished actor in that place: before each of its calls, and after the call's effect.
+is checked with every unfinished actor at that point: before each of its calls, and after the call's effect.
 
 Where the next calls of some actors can be neither noticed nor influenced by anything that the others may still do, only those
 actors are scheduled (a persistent set): all else commutes with them. What an actor may still do is not declared, but learned:
@@ -252,7 +252,7 @@ def explore(case: Case, *, limit: int = 2_000_000) -> Explored:
 def _explore_once(explorer: Explorer, limit: int) -> Explored:
     case = explorer.case
     level: dict[State, int] = {explorer.first: 1}
-    """States after so many steps (a state tells how many), and by how many schedules each is reached."""
+    """States after so many steps (a state says how many), and by how many schedules each is reached."""
     origins: list[tuple[int, str]] = [(-1, "")]
     """The state before each state, and the step that led from it."""
     first = states = steps = schedules = crashes = 0
@@ -325,7 +325,7 @@ def replay(case: Case, schedule: Iterable[str]) -> Contents:
 
 
 def drive(case: Case, *moves: str) -> tuple[Contents, dict[str, Outcome]]:
-    """Goes one schedule that is told in words: ``A`` (to its end), ``A until create log/`` (a call that begins so), ``A:lost`` (one call,
+    """Runs one schedule, given in words: ``A`` (to its end), ``A until create log/`` (a call that begins so), ``A:lost`` (one call,
     that goes wrong). Returns what the store holds then, and how actors ended.
     """
     with _explorer(case) as explorer:

@@ -1,4 +1,4 @@
-"""gc beside writers, readers, other gcs, and whatever moves, forgets and brings back: small cases completely.
+"""gc during writers, readers, other gcs, and all that moves, forgets and restores: small cases completely.
 
 Every crash is in it (see schedule.py), and so is an actor asleep across any other's whole run. The counts are floors, so that no
 case shrinks unnoticed.
@@ -43,7 +43,7 @@ def sparse() -> tuple[Scene, MemoryTable]:
 
 
 def saver(host: MemoryTable, labels: str, name: str = "A") -> Actor:
-    """Puts to another branch what it takes from blocks that are there."""
+    """Saves to another branch a state whose blocks are in the store."""
     return writer(name, "other", labels, table=host, expect=None, may_raise=FALLIBLE)
 
 

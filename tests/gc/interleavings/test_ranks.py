@@ -1,4 +1,4 @@
-"""Puts of many ranks, each of which checks its part at its own head: committed once or not at all, and all ranks are told the same."""
+"""Saves of many ranks, each of which checks its part at its own head: committed once or not at all, and all ranks get the same result."""
 
 import pytest
 

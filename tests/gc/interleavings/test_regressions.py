@@ -31,7 +31,7 @@ def test_two_gcs_that_know_nothing_of_each_other() -> None:
 
 
 def test_name_that_rises_again() -> None:
-    """What xet's nonce prevents: the same content is put again under the name that a late delete is on its way to."""
+    """What xet's nonce prevents: the same content is stored again under the name that a late delete will remove."""
     scene, host = dying()
     case = scene.case(collector("G", table=host), saver(host, "x y"))._replace(faults=FAULTS, max_faults=1)
     contents, ended = drive(case, "G until delete packs/", "G:again", "G", "A")
@@ -57,7 +57,7 @@ def test_commits_of_two_local_processes() -> None:
 
 @pytest.mark.parametrize("stop", ["list packs/", "create log/00000000000000000/00000000000000000006", "delete "])
 def test_tag_of_a_root_that_is_being_swept(stop: str) -> None:
-    """icechunk design 011: a branch or tag made from a snapshot that gc has judged already."""
+    """icechunk design 011: a branch or tag made from a snapshot about which gc has decided already."""
     scene = Scene()
     info = scene.put("job", "x y", step=0)
     scene.put("job", "y z", step=1)

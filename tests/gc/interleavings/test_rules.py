@@ -16,7 +16,7 @@ from tensorstore_ck.engine.write import publish
 from tensorstore_ck.gc.compact import CompactedPack
 from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.gc.plan import Planner
-from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, table_keys, table_rows
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, table_rows
 from tensorstore_ck.store import Store
 from tests.gc.interleavings import ranks as many
 from tests.gc.interleavings.actor import Actor, Process
@@ -103,7 +103,7 @@ def ranks_of_which_one_forsakes() -> Case:
 
 
 def names_that_come_again() -> Case:
-    """A put that starts anew draws the names that it drew before."""
+    """A save that starts over draws the names that it drew before."""
     scene, host = dying()
 
     def act(process: Process) -> object:
@@ -220,8 +220,8 @@ def no_tombstone_of_relocated_packs(patch: Patch) -> None:
         horizon = min(op["n"], entry.n - 1)
         for key, state in list(view.objects()):
             if state.swept and state.n <= horizon:
-                batch.delete(table_keys.object_key(*key))
-        batch.put(table_keys.HORIZON_KEY, table_rows.encode_row(table_rows.HorizonRow(max(horizon, view.horizon()))))
+                table_rows.OBJECTS.delete(batch, table_rows.object_key(key))
+        table_rows.HORIZON.put(batch, b"", table_rows.EntryRow(max(horizon, view.horizon())))
 
     module = importlib.import_module("tensorstore_ck.log.fold")
     patch.setattr(module, "_APPLY", {**module._APPLY, "settle": settle})

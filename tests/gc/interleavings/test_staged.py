@@ -1,4 +1,4 @@
-"""Staged puts beside gc, forget and each other: small cases completely, with every crash.
+"""Staged saves during gc, forget and each other: small cases completely, with every crash.
 
 The staging disk is a process's own, so it is no step that others could notice; what lies on it survives. The upload is plain: an object
 after the other.
@@ -48,7 +48,7 @@ class Disk:
 
 
 def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
-    """The first step of a put."""
+    """The first step of a save."""
     words = labels.split()
 
     def ask() -> tuple[PutRequest, bool]:
@@ -92,7 +92,7 @@ def resumer(name: str, disk: Disk, manifest: Manifest, table: MemoryTable) -> Ac
 
 
 def shared() -> tuple[Scene, MemoryTable]:
-    """A snapshot whose blocks a staged put shares, and that is not the head of its branch."""
+    """A snapshot whose blocks a staged save shares, and that is not the head of its branch."""
     scene = Scene()
     scene.put("job", "x y", step=0)
     scene.put("job", "z", step=1)
@@ -105,21 +105,21 @@ def dying() -> tuple[Scene, MemoryTable]:
     return scene, scene.host()
 
 
-def test_gc_beside_a_staged_put() -> None:
+def test_gc_during_a_staged_save() -> None:
     """What it shares is pinned before it is acknowledged; where that comes too late, it is written again."""
     scene, host = dying()
     case = scene.case(collector("G", table=host), stager("A", "job", "x z q", host))
     assert explore(case._replace(max_switches=3)).states > 1000
 
 
-def test_gc_and_faults_beside_a_staged_put() -> None:
+def test_gc_and_faults_during_a_staged_save() -> None:
     scene, host = dying()
     case = scene.case(collector("G", table=host), stager("A", "job", "x z q", host), faults=FAULTS)
     assert explore(case._replace(max_switches=1)).states > 500
 
 
-def test_two_processes_go_on_with_one_staged_put() -> None:
-    """It is published once, whoever does it."""
+def test_two_processes_go_on_with_one_staged_save() -> None:
+    """It is published once, whichever process does it."""
     scene, _ = shared()
     disk = Disk()
     manifest = stage(scene.engine, disk, "job", "z q")
@@ -128,7 +128,7 @@ def test_two_processes_go_on_with_one_staged_put() -> None:
     assert explore(case).states > 100
 
 
-def test_gc_beside_what_was_left_staged() -> None:
+def test_gc_while_something_is_left_staged() -> None:
     """The head that it shares with is forgotten with its branch, and freed if nothing pins it."""
     scene, _ = shared()
     disk = Disk()
@@ -140,7 +140,7 @@ def test_gc_beside_what_was_left_staged() -> None:
     assert explore(case).states > 100
 
 
-def test_a_staged_put_beside_one_that_is_not() -> None:
+def test_a_staged_save_during_one_that_is_not() -> None:
     scene, host = dying()
     other = user("B", lambda store: store.branch("again", "job@1"), table=host, may_raise=GONE)
     case = scene.case(collector("G", table=host, settle=True), stager("A", "job", "x z q", host), other)

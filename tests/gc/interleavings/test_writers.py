@@ -1,4 +1,4 @@
-"""Two and three writers, and what moves refs beside a writer: every interleaving, every crash, every fault, and no gc.
+"""Two and three writers, and what moves refs during a save: every interleaving, every crash, every fault, and no gc.
 
 The counts are floors, so that no case shrinks unnoticed: a change of the code may change them a little.
 """

@@ -109,7 +109,7 @@ def check(store: tsck.Store, ref: str, steps: tuple[int, ...]) -> None:
 
 
 def test_saves_of_one_writer_that_overlap(tmp_path: Path) -> None:
-    """Whichever are refused: what is published is what its step says."""
+    """No matter which are refused: what is published is what its step says."""
     writer = Writer(tmp_path / "store", "job", no_sync=True)
     futures = [
         dcp.async_save({"w": torch.full((100, 100), float(step))}, storage_writer=writer, checkpoint_id=f"step-{step}", no_dist=True)

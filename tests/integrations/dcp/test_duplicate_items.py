@@ -1,4 +1,4 @@
-"""What DCP would let pass in silence is told: ranks with different copies under one name, and ties that torch broke."""
+"""What DCP would silently accept is reported: ranks with different copies under one name, and ties that torch broke."""
 
 import warnings
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_copies_that_differ_are_named_with_their_ranks(pool: Pool, tmp_path: Pat
         winner, differ = first.split(f"'{name}': that of rank ")[1].split(", not that of ranks ", 1)
         assert differ.startswith("2-3" if winner in "01" else "0-1"), name
     assert "'lr'" in second
-    assert "'mean'" not in second  # told before
+    assert "'mean'" not in second  # reported before
     assert third == []
 
 

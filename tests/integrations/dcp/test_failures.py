@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is told to all, nothing of it is visible, and the next save works."""
+"""All ranks learn of a failure of one rank, nothing of it is visible, and the next save works."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_a_rank_that_raises(pool: Pool, folder: Path) -> None:
 
 
 def test_a_stale_writer_is_refused(pool: Pool, folder: Path) -> None:
-    """A job that was given up for dead goes on beside its successor."""
+    """A job that was given up for dead continues while its successor runs."""
     pool.run(save_plain, str(folder), "old", "fenced", 1, ranks=RANKS)
     pool.run(save_plain, str(folder), "new", "fenced", 2, ranks=RANKS)
     for error in pool.ask(save_plain, str(folder), "old", "fenced", 3, ranks=RANKS):

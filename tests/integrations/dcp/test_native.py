@@ -85,13 +85,13 @@ def test_the_same_blocks(pool: Pool, tmp_path: Path, name: str, is_native_first:
 
 
 @pytest.mark.parametrize("name", ["flat 3", "3-D 2x2x2", "strided and replicated 2x2", "sharded tensor 4"])
-def test_any_layout_of_a_put_is_read(pool: Pool, folder: Path, name: str) -> None:
+def test_any_layout_of_a_save_is_read(pool: Pool, folder: Path, name: str) -> None:
     root, _ = pool.run(put_native, str(folder), name, "native", ranks=WAYS[name][0])[0]
     for other in ("fsdp 2", "tp 3, columns"):
         pool.run(load_dcp, str(folder), root, other, ranks=WAYS[other][0])
 
 
-def test_a_put_of_one_process_is_read(tmp_path: Path) -> None:
+def test_a_save_of_one_process_is_read(tmp_path: Path) -> None:
     weight = torch.randn(40, 30)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -158,7 +158,7 @@ def test_lineage_after_going_back(tmp_path: Path) -> None:
 
 
 def put_after_dcp(folder: str) -> None:
-    """On the same handles, of which only the coordinator's sees what DCP published: the put says where the ref is."""
+    """On the same handles, of which only the coordinator's reads what DCP published: the save says where the ref is."""
     store = opened(folder, 2)
     mine = state_of(WAYS["fsdp 2"][1], dist.get_rank(), 2, SEED)
     dcp.save(mine, storage_writer=Writer(store, "mixed"), process_group=GROUPS[2])

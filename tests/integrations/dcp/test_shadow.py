@@ -1,4 +1,4 @@
-"""A snapshot beside a DCP checkpoint: compared bit for bit, and the checkpoint is there whatever happens to the snapshot."""
+"""A snapshot in addition to a DCP checkpoint: compared bit for bit, and the checkpoint is there whatever happens to the snapshot."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What DCP saves with the wrong content is told as for any other put."""
+"""A DCP save with the wrong content is reported like any other save."""
 
 import threading
 from collections.abc import Iterator

@@ -89,7 +89,7 @@ def load_own_keys(folder: str, seed: int) -> None:
 
 
 def load_strangers_keys(folder: str) -> str:
-    """A rank of another job size asks for what nobody put."""
+    """A rank of another job size asks for what nobody saved."""
     rank = dist.get_rank()
     found = {f"dp_rank_{rank}": {"rng": torch.zeros(3), "position": None}}
     planner = DefaultLoadPlanner(allow_partial_load=True)
@@ -124,7 +124,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "list and dict": ({"x": [torch.ones(2), 1]}, {"x": {"0": torch.ones(2), "k": 1}}),
     "dots and a dict": ({"a.b": 1}, {"a": {"b": 1, "c": 3}}),
 }
-"""By DCP's flat names there is room for both."""
+"""DCP's flat names allow both."""
 
 
 def save_apart(folder: str, kind: str) -> None:

@@ -123,7 +123,7 @@ def test_values(tmp_path: Path, planner: type[DefaultSavePlanner]) -> None:
 
 
 def without_grad(value: Any) -> Any:
-    """DCP makes tensors anew without it; a checkout does not."""
+    """DCP makes new tensors without it; a checkout does not."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, dict):

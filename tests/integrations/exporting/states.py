@@ -28,7 +28,7 @@ MESHES = [Mesh((2, 2), (0, 1, 2, 3)), Mesh((4,), (0, 1, 2, 3))]
 
 
 def small_blocks() -> MemoryBackend:
-    """A place of a store whose tensors have many blocks."""
+    """The location of a store whose tensors have many blocks."""
     backend = MemoryBackend()
     backend.create(CONFIG_NAME, dataclasses.replace(new_config(exclusive_create=True), block_bytes=BLOCK_BYTES).encode())
     return backend
@@ -102,7 +102,7 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     return state
 
 
-# --- put by several ranks -------------------------------------------------------------------------------------------------
+# --- saved by several ranks -------------------------------------------------------------------------------------------------
 
 
 SPREADINGS = {

@@ -32,7 +32,7 @@ def test_json(history: Tsck) -> None:
     assert document["left_out"] == {}
 
 
-def test_what_is_left_out_is_told(tsck: Tsck) -> None:
+def test_what_is_left_out_is_reported(tsck: Tsck) -> None:
     torch.save({"a": torch.ones(3), "b": list(range(3)), "c": {str(number): "x" for number in range(9)}, "d": {}}, "in.pt")
     assert tsck("init", "ck").code == 0
     assert tsck("put", "in.pt", "--ref", "x").code == 0

@@ -91,7 +91,7 @@ def test_files_are_split(export: Export, state: dict[str, Any], unsavable: list[
     assert bits(back["large"]) == bits(state["large"])
 
 
-def test_what_dcp_drops_and_changes_is_told(export: Export, unsavable: list[str], tmp_path: Path) -> None:
+def test_what_dcp_drops_and_changes_is_reported(export: Export, unsavable: list[str], tmp_path: Path) -> None:
     report = export(tmp_path / "out", "dcp", exclude=unsavable)
     assert report.left_out == {
         "values.9.k": "an empty dict, which DCP drops",

@@ -74,7 +74,7 @@ def test_a_full_disk(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: 
     assert inodes(tmp_path) == before
 
 
-def test_too_little_space_is_told_before_anything_is_written(
+def test_too_little_space_is_an_error_before_anything_is_written(
     store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))

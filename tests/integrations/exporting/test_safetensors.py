@@ -49,7 +49,7 @@ def test_round_trip(export: Export, state: dict[str, Any], tmp_path: Path) -> No
         assert torch.equal(file.get_slice("large")[10:20], state["large"][10:20])
 
 
-def test_values_are_listed_and_beside_it(export: Export, tmp_path: Path) -> None:
+def test_values_are_listed_and_next_to_it(export: Export, tmp_path: Path) -> None:
     report = export(tmp_path / "out", "safetensors", exclude=UNKNOWN)
     found = json.loads((tmp_path / "out" / "values.json").read_text())
     assert report.left_out.keys() == found["values"].keys() | found["as_text"].keys()

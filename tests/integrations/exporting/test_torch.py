@@ -88,7 +88,7 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert_same({**tensors, "text": "text", "number": 7}, back)
 
 
-def test_what_torch_does_not_load_with_weights_only_is_told(tmp_path: Path) -> None:
+def test_what_torch_does_not_load_with_weights_only_is_reported(tmp_path: Path) -> None:
     state = {"array": np.arange(1000.0), "point": Point(torch.ones(2000), 3), "tensor": torch.ones(3), "scalar": np.float32(2)}
     with open_store(small_blocks()) as store:
         store.put_snapshot(state, ref="run")

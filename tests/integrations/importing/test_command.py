@@ -1,4 +1,4 @@
-"""`tsck import`: what it prints, what it puts, and how it refuses."""
+"""`tsck import`: what it prints, what it saves, and how it refuses."""
 
 import json
 from collections.abc import Callable

@@ -56,14 +56,14 @@ def test_keys_that_were_never_flattened(bring: Bring, tmp_path: Path) -> None:
     require_same(bring(folder)[0], {"a.b": torch.ones(2), "c": {"d": 1}})
 
 
-def test_tensors_with_strides_as_newer_torch_tells(bring: Bring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_with_strides_as_newer_torch_reports_them(bring: Bring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older = TensorProperties.__getstate__
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*older(self)[:5], (1, 3)))  # type: ignore[no-untyped-call]
     folder = save({"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2)}, tmp_path / "dcp")
     require_same(bring(folder)[0], {"a": torch.arange(6.0).view(2, 3).t().contiguous(), "b": torch.ones(2)})
 
 
-def test_the_same_blocks_as_a_put(store: tsck.Store, tmp_path: Path) -> None:
+def test_the_same_blocks_as_a_save(store: tsck.Store, tmp_path: Path) -> None:
     state = {"model": {"a": torch.randn(300, 1000), "b": torch.randn(50, 50)}}
     put = store.put_snapshot(state, ref="own")
     imported = import_checkpoint(store, save(state, tmp_path / "dcp"), ref="old").snapshot

@@ -244,7 +244,7 @@ def test_the_frames_of_an_error_can_be_printed(tmp_path: Path) -> None:
     assert "tensor([7, 7, 7" in shown
 
 
-# --- again, on top, beside --------------------------------------------------------------------------------------------
+# --- again, on top, concurrently ---------------------------------------------------------------------------------------
 
 
 def test_run_again_after_more_was_saved(store: tsck.Store, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_folder_of_several_steps_is_refused_with_the_command(run: Tsck, tmp_pa
     assert len(run("log", "one", "--json", store="other").json) == 1
 
 
-def test_files_of_one_step_beside_others(run: Tsck, tmp_path: Path) -> None:
+def test_files_of_one_step_among_others(run: Tsck, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     for step in (1, 2):
         for name in ("model", "optimizer"):

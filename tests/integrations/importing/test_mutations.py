@@ -78,7 +78,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def read_torch(path: Path) -> Any:
-    """With the few types that torch needs to be told about; none that runs anything."""
+    """With the few types that torch must be allowed to load; none that runs anything."""
     return torch.load(path / "x", weights_only=True)
 
 

@@ -1,4 +1,4 @@
-"""What many ranks wrote with torch.distributed.checkpoint: pieces stay pieces, and are the blocks that the ranks' own put has."""
+"""What many ranks wrote with torch.distributed.checkpoint: pieces stay pieces, and are the blocks of the ranks' own save."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def save_and_put(folder: str, kind: str) -> int:
-    """What the put added."""
+    """What the save added."""
     state = {**side_of(*training(kind, 1)), "step": 3}
     dcp_save(state, storage_writer=FileSystemWriter(f"{folder}/{kind}", thread_count=2))
     put = opened(folder, RANKS).put_snapshot(state, ref=kind.replace(" ", "-"), group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS)
@@ -53,7 +53,7 @@ def save_large(folder: str) -> None:
     opened(folder, RANKS).put_snapshot(state, ref="large", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS)
 
 
-def test_the_same_blocks_as_the_ranks_put(pool: Pool, folder: Path) -> None:
+def test_the_same_blocks_as_the_ranks_saved(pool: Pool, folder: Path) -> None:
     pool.run(save_large, str(folder))
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
         imported = import_checkpoint(store, folder / "large", ref="large", expect=tsck.ANY).snapshot

@@ -125,7 +125,7 @@ def test_a_tensor_alone(bring: Bring, tmp_path: Path) -> None:
     require_same(bring(tmp_path / "a.pt")[0], torch.arange(3))
 
 
-def test_the_same_blocks_as_a_put(store: tsck.Store, tmp_path: Path) -> None:
+def test_the_same_blocks_as_a_save(store: tsck.Store, tmp_path: Path) -> None:
     state = {"a": torch.randn(300, 1000), "b": torch.randn(50, 50)}
     put = store.put_snapshot(state, ref="own")
     torch.save(state, tmp_path / "a.pt")
@@ -135,7 +135,7 @@ def test_the_same_blocks_as_a_put(store: tsck.Store, tmp_path: Path) -> None:
     assert imported.root == put.root
 
 
-# --- what torch.load needs to be told about -----------------------------------------------------------------------------
+# --- what torch.load must be allowed to load ----------------------------------------------------------------------------
 
 
 class AttributeDict(dict[str, Any]):
@@ -229,7 +229,7 @@ def test_objects_of_unknown_classes_are_refused_by_path_or_left_out(bring: Bring
     assert "hyper_parameters" not in found
 
 
-def test_a_glob_that_fits_nothing_is_told(refuse: Callable[..., str], tmp_path: Path) -> None:
+def test_a_glob_that_fits_nothing_is_reported(refuse: Callable[..., str], tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "a.pt")
     assert "'b.*'" in refuse(tmp_path / "a.pt", tsck.MismatchError, exclude=["a", "b.*"])
 
@@ -240,7 +240,7 @@ def test_leaving_out_of_containers(bring: Bring, tmp_path: Path) -> None:
     require_same(found, {"l": [1, None, 3], "t": (None, 2), "o": OrderedDict(b=1)})
 
 
-def test_attributes_of_tensors_are_left_out_and_told(bring: Bring, tmp_path: Path) -> None:
+def test_attributes_of_tensors_are_left_out_and_reported(bring: Bring, tmp_path: Path) -> None:
     tensor = torch.ones(2)
     tensor.note = "mine"  # type: ignore[attr-defined]
     torch.save([tensor, torch.nn.Buffer(torch.zeros(2))], tmp_path / "a.pt")

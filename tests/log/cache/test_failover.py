@@ -1,4 +1,4 @@
-"""A table in memory takes the place of one on disk that fails, filled by whoever knows what it held."""
+"""A table in memory replaces one on disk that fails; the owner of its contents fills it."""
 
 import os
 import warnings

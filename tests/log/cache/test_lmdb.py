@@ -184,7 +184,7 @@ def damage(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["garbage", "cut short", "no data", "gone", "empty lock"])
-def test_a_damaged_environment_is_made_anew_when_it_is_opened(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_environment_is_made_again_when_it_is_opened(tmp_path: Path, kind: str) -> None:
     table = open_lmdb_table(tmp_path)
     fill(table, 500)
     table.close()

@@ -109,7 +109,7 @@ def hostile_mode(base: Path) -> None:
 
 @pytest.mark.parametrize("attack", [hostile_link, hostile_mode, Path.touch])
 @pytest.mark.parametrize("inner", [False, True])
-def test_what_others_put_there_is_not_used(tmp_path: Path, attack: object, inner: bool) -> None:
+def test_files_of_others_are_not_used(tmp_path: Path, attack: object, inner: bool) -> None:
     base = tmp_path / "tmp" / f"tensorstore_ck-{os.getuid()}"
     if inner:
         base.mkdir(mode=0o700)

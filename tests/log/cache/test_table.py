@@ -35,7 +35,7 @@ def put(table: Table, **items: str) -> None:
             batch.put(key.encode(), value.encode())
 
 
-def test_a_batch_is_seen_as_a_whole_and_stays(table: Table) -> None:
+def test_a_batch_is_visible_as_a_whole_and_stays(table: Table) -> None:
     with table.batch() as batch:
         batch.put(b"a", b"1")
         batch.put(b"b", b"2")

@@ -21,7 +21,7 @@ NOW = 2_000_000_000
 
 def snapshot(number: int, **fields: Any) -> SnapshotInfo:
     root = Digest(number.to_bytes(32, "big"))
-    info = SnapshotInfo(Ulid(number.to_bytes(16, "big")), root, root, None, "run", None, number, NOW * NS, {}, "", "", 100, 10)
+    info = SnapshotInfo(Ulid(number.to_bytes(16, "big")), root, root, None, "run", None, number, NOW * NS, {}, 100, 10)
     return info._replace(**fields)
 
 
@@ -63,7 +63,7 @@ def policies(draw: st.DrawFn, *, limits: bool = True) -> Policy:
 
 
 def kept_naively(history: Sequence[KeepCandidate], policy: Policy) -> set[int]:
-    """Which places in a history the rules keep, rule by rule and place by place, without limits."""
+    """Which positions in a history the rules keep, rule by rule and position by position, without limits."""
     infos = [each.info for each in history]
     sound = [at for at, info in enumerate(infos) if not info.mark]
     newest_of_step = {at for at in sound if infos[at].step is not None and all(infos[b].step != infos[at].step for b in sound if b > at)}
@@ -153,7 +153,7 @@ def test_without_a_policy_all_stays() -> None:
     assert choose([], [Policy(keep_last=1)], NOW * NS) == []
 
 
-def test_all_reasons_are_told() -> None:
+def test_all_reasons_are_given() -> None:
     history = [KeepCandidate(snapshot(number, step=10 * number, metrics={"loss": number})) for number in range(4)]
     found = choose(history, [Policy.of(keep_last=1, keep_every=20, keep_best=(1, "loss", "min"), keep_steps=[20])], NOW * NS)
     assert [verdict.why for verdict in found] == [

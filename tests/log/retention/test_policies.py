@@ -1,4 +1,4 @@
-"""Policies from the outside: set in the store, applied with each put and by `retain`, and never to what must stay."""
+"""Policies from the outside: set in the store, applied with each save and by `retain`, and never to what must stay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def steps(store: tsck.Store, ref: str = "runs/gpt") -> list[int | None]:
     return [snapshot.step for snapshot in reversed(store.log(ref))]
 
 
-def test_each_put_applies_it_in_its_own_entry(store: tsck.Store) -> None:
+def test_each_save_applies_it_in_its_own_entry(store: tsck.Store) -> None:
     store.set_policy("runs/*", keep_last=2, keep_every=4)
     before = store.engine.log.sync().n
     put(store, *range(1, 10))
@@ -47,7 +47,7 @@ def test_each_put_applies_it_in_its_own_entry(store: tsck.Store) -> None:
     assert steps(store, "other") == [1, 2, 3, 4]
 
 
-def test_a_long_history_is_looked_at_with_some_puts(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_history_is_looked_at_with_some_saves(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorstore_ck.log.retention.expiry.LONG", 4)
     monkeypatch.setattr("tensorstore_ck.log.retention.expiry.LONG_EVERY", 10)
     put(store, *range(1, 8))
@@ -92,7 +92,7 @@ def test_what_is_tagged_pinned_or_a_fallback_stays(store: tsck.Store) -> None:
     assert steps(store) == [2, 3, 5, 7]
 
 
-def test_what_is_told_to_be_freed_is_freed(store: tsck.Store) -> None:
+def test_what_is_announced_as_freeable_is_freed(store: tsck.Store) -> None:
     backend = store.engine.backend
     store.put_snapshot(state(1, 4), ref="runs/gpt", step=1)  # which shares a tensor with what stays
     put(store, 2, 3, 4)
@@ -160,7 +160,7 @@ def test_where_a_branch_came_back_to_is_its_newest(store: tsck.Store) -> None:
     ]
 
 
-def test_staged_puts_apply_them(tmp_path: Path) -> None:
+def test_staged_saves_apply_them(tmp_path: Path) -> None:
     with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as store:
         store.set_policy("runs/*", keep_last=2)
         for step in range(1, 5):
@@ -168,7 +168,7 @@ def test_staged_puts_apply_them(tmp_path: Path) -> None:
         assert steps(store) == [3, 4]
 
 
-def test_policies_are_seen_replaced_and_removed(store: tsck.Store) -> None:
+def test_policies_are_shown_replaced_and_removed(store: tsck.Store) -> None:
     store.set_policy("runs/*", keep_last=1)
     store.set_policy("runs/gpt", keep_steps=[1])
     with open_store(store.engine.backend) as other:

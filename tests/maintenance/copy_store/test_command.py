@@ -189,7 +189,7 @@ def test_runs_hold_neighbours() -> None:
     rows["pack"] = [0, 0, 0, 1, 1]
     rows["offset"] = [64, 164, 1 << 20, 64, (4 << 20) + 60]
     rows["stored"] = [100, 200, 50, 4 << 20, 10]
-    assert [run["offset"].tolist() for run in blocks._runs(rows)] == [[64, 164], [1 << 20], [64], [(4 << 20) + 60]]
+    assert [run["offset"].tolist() for run in blocks._runs(rows, blocks.RUN_BYTES)] == [[64, 164], [1 << 20], [64], [(4 << 20) + 60]]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_it_goes_on_within_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(reopen(target_backend).checkout("job")["7"], torch.full((2000,), 7.0))
 
 
-# --- beside gc ------------------------------------------------------------------------------------------------------------
+# --- during gc ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_source_compacts_meanwhile() -> None:
@@ -206,7 +206,7 @@ def test_the_source_forgets_meanwhile() -> None:
 
 
 def test_the_target_frees_what_it_relies_on() -> None:
-    """The copy would reuse blocks of a snapshot that is forgotten and freed before the commit: it starts anew."""
+    """The copy would reuse blocks of a snapshot that is forgotten and freed before the commit: it starts over."""
     source, target_backend = reopen(build()), empty()
     table = MemoryTable()
     with open_over(target_backend, table) as store:

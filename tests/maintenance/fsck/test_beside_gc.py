@@ -112,7 +112,7 @@ def test_relocated_and_freed_objects_are_no_damage() -> None:
     assert [finding for finding in check(backend).findings if finding.kind != "old_log"] == []
 
 
-def test_what_is_missing_although_it_is_needed_is_found_beside_gc() -> None:
+def test_fsck_finds_missing_needed_objects_while_gc_runs() -> None:
     backend = Interrupted(OBJECTS)
     lost = names(backend, "packs/")[-1]
 

@@ -14,7 +14,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.store_config import StoreConfig, decode_config
-from tensorstore_ck.log import table_keys
+from tensorstore_ck.log import table_rows
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import dump
 from tensorstore_ck.log.entry import decode_entry, seal_entry
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_says_something_else_than_the_log() -> None:
     backend = copy(OBJECTS)
     log = check_log(backend, prefix="log", uuid=None)
     with log.table.batch() as batch:
-        batch.delete(table_keys.tag_key("paper"))
+        batch.delete(table_rows.TAGS.prefix + b"paper")
         forged = dump(batch, log.last, log.last_hash or Digest(bytes(32)))
     assert forged is not None
     backend.put(f"checkpoint/{log.last:020d}", forged)
@@ -264,7 +264,7 @@ def test_sealed_objects_that_were_replaced_by_others() -> None:
     assert (finding.kind, finding.object) == ("broken_log", of_kind("log/")[4])
 
 
-def test_leftovers_are_notices_and_their_damage_is_told() -> None:
+def test_leftovers_are_notices_and_their_damage_is_reported() -> None:
     backend = copy(OBJECTS)
     pack, part, record = (of_kind(kind)[0] for kind in ("packs/", "parts/", "snapshots/"))
     strays = {name: name[:-8] + "ZZZZZZ" + name[-2:] for name in (pack, part, record)}
@@ -283,7 +283,7 @@ def test_leftovers_are_notices_and_their_damage_is_told() -> None:
     assert damaged == {*strays.values(), "packs/ZZ/01M7Y7A2JN6QT6KYB17GC64DZZ"}
 
 
-def test_what_appears_after_the_start_is_not_judged() -> None:
+def test_objects_that_appear_after_the_start_are_not_checked() -> None:
     backend = copy(OBJECTS)
     engine = make_engine(backend, CONFIG, MemoryTable(), clock=lambda: 1)
     backend.put("packs/ZZ/01M7Y7A2JN6QT6KYB17GC64DZZ", b"being written")

@@ -42,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tsck(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tsck:
-    """Runs commands beside ``the store``, of which ``copy`` is a copy. Each host has a cache of its own."""
+    """Runs commands next to ``the store``, of which ``copy`` is a copy. Each host has a cache of its own."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(whole, "the store")
     shutil.copytree(whole, "copy")

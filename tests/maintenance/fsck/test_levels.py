@@ -36,7 +36,7 @@ class Clock:
 
 
 class Watched(MemoryBackend):
-    """Notes which packs' blocks are read, and tells the clock."""
+    """Notes which packs' blocks are read, and moves the clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock=clock)
@@ -105,7 +105,7 @@ def test_samples_go_round_the_store(backend: Watched) -> None:
     assert len(reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=1.0)))[1]) == PACKS
 
 
-def test_the_oldest_verification_is_told(backend: Watched) -> None:
+def test_the_oldest_verification_is_reported(backend: Watched) -> None:
     engine = engine_of(backend)
     run_fsck(engine, FsckOptions(sample_fraction=0.1))
     first = backend.clock.now

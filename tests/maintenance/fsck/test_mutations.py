@@ -1,7 +1,7 @@
-"""5,000 seeded mutations: right bytes or one of our errors, fsck finds every one that matters, and another store mends them.
+"""5,000 seeded mutations: right bytes or one of our errors, fsck finds every one that matters, and another store repairs them.
 
 Every store gets one to five at a time, so that damages meet: flipped and zeroed bytes, cut and grown objects, swaps, deletions, and objects
-that took the place of others. Three quarters of the stores are mended from a copy of the same store, the rest from one with other names.
+that replaced others. Three quarters of the stores are repaired from a copy of the same store, the rest from one with other names.
 """
 
 import os
@@ -95,7 +95,7 @@ def seeds(run: int) -> Iterator[int]:
 def assert_found(report: FsckReport, broken: Mutator) -> None:
     """Each object that is not what it was is named; of neighbouring log entries that are gone, the first.
 
-    What is gone is named by those who need it: if they are damaged, too, that is found when they are mended.
+    A missing object is named by those that need it: if they are damaged, too, fsck finds it when they are repaired.
     """
     changed = broken.changed()
     named = {finding.object for finding in report.findings}
@@ -148,7 +148,7 @@ def test_the_mutations_are_of_every_kind() -> None:
     }
 
 
-def test_gc_runs_on_a_mended_store() -> None:
+def test_gc_runs_on_a_repaired_store() -> None:
     for seed in range(FIRST_SEED, FIRST_SEED + 40):
         broken = Mutator(seed)
         if {LAST_ENTRY, CHECKPOINT} <= broken.changed():

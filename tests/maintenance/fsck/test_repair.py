@@ -1,4 +1,4 @@
-"""`fsck --repair`: what the store itself, a copy of it, or another store with the same snapshots can mend is mended; the rest is marked."""
+"""`fsck --repair` repairs from the store itself, a copy of it, or another store with the same snapshots, and marks the rest."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import SnapshotMarkedBadError, StoreError, UnreadableError
 from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log import ObjectKey, table_keys
+from tensorstore_ck.log import ObjectKey, table_rows
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, run_fsck, run_repair
@@ -87,7 +87,7 @@ def breakages(name: str) -> Iterable[Objects]:
 
 @pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
 @pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-def test_another_store_mends(kind: str, other: Objects) -> None:
+def test_another_store_repairs_it(kind: str, other: Objects) -> None:
     for name in of_kind(kind):
         for damaged in breakages(name):
             backend = backend_of(damaged)
@@ -99,7 +99,7 @@ def test_another_store_mends(kind: str, other: Objects) -> None:
 
 
 @pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
-def test_everything_but_the_log_is_mended_at_once(other: Objects) -> None:
+def test_everything_but_the_log_is_repaired_at_once(other: Objects) -> None:
     for kind in ("snapshots/", "parts/", "packs/"):
         backend = backend_of({name: data for name, data in OBJECTS.items() if not name.startswith(kind)})
         assert repair(backend, other).ok
@@ -109,7 +109,7 @@ def test_everything_but_the_log_is_mended_at_once(other: Objects) -> None:
     assert_whole(backend)
 
 
-def test_a_copy_mends_the_log_and_the_configuration() -> None:
+def test_a_copy_repairs_the_log_and_the_configuration() -> None:
     for name in [*of_kind("log/")[:-1], "store.json"]:
         for damaged in breakages(name):
             backend = backend_of(damaged)
@@ -152,7 +152,7 @@ def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
     assert lost not in names(backend)
 
 
-def test_what_cannot_be_mended_is_marked_and_unmarked_again() -> None:
+def test_what_cannot_be_repaired_is_marked_and_unmarked_again() -> None:
     pack = newest_pack("runs/a@2")
     damaged = {name: data for name, data in OBJECTS.items() if name != pack}
     backend = backend_of(damaged)
@@ -219,7 +219,7 @@ def newest_pack(address: str) -> str:
     return f"packs/{pack[-2:]}/{pack}"
 
 
-def test_a_damaged_footer_is_mended_with_what_is_in_the_pack() -> None:
+def test_a_damaged_footer_is_repaired_with_what_is_in_the_pack() -> None:
     for pack in of_kind("packs/"):
         backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})
         (finding,) = run_fsck(engine_of(backend), read_data=True).findings
@@ -250,7 +250,7 @@ def test_what_can_be_saved_of_a_pack_is_saved() -> None:
 
 
 @pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-def test_swapped_objects_are_put_right_without_another_store(kind: str) -> None:
+def test_swapped_objects_are_repaired_without_another_store(kind: str) -> None:
     """Neither is overwritten before it lies somewhere else."""
     first, second, third, *_ = of_kind(kind)
     for swapped in (
@@ -282,8 +282,8 @@ def with_moved(*, chain: bool) -> Objects:
 
 
 @pytest.mark.parametrize("chain", [False, True])
-def test_moved_objects_are_made_anew(chain: bool) -> None:
-    """Exactly as they were, from the footers of both sides; where those are gone too, the parts are told where their blocks are."""
+def test_moved_objects_are_made_again(chain: bool) -> None:
+    """Exactly as they were, from the footers of both sides; if those are gone too, the parts get the locations of their blocks."""
     objects = with_moved(chain=chain)
     exact = 0
     for moved in [name for name in objects if name.startswith("moved/")]:
@@ -300,7 +300,7 @@ def test_moved_objects_are_made_anew(chain: bool) -> None:
     assert chain or exact >= 3
 
 
-def test_checkpoints_are_made_anew() -> None:
+def test_checkpoints_are_made_again() -> None:
     backend = backend_of(OBJECTS)
     store = reopen(backend)
     while not names(backend, "checkpoint/"):
@@ -314,12 +314,12 @@ def test_checkpoints_are_made_anew() -> None:
         assert read(backend, checkpoint) == before
 
 
-def test_the_cache_of_this_host_is_made_anew() -> None:
+def test_the_cache_of_this_host_is_rebuilt() -> None:
     backend = backend_of(OBJECTS)
     engine = engine_of(backend)
     engine.log.sync()
     with engine.table.batch() as batch:
-        batch.delete(table_keys.tag_key("paper"))
+        batch.delete(table_rows.TAGS.prefix + b"paper")
     (finding,) = run_fsck(engine).findings
     assert (finding.kind, finding.repairable) == ("damaged_cache", True)
     report = run_repair(engine)
@@ -334,7 +334,7 @@ def test_an_intact_store_is_left_alone() -> None:
     assert contents(backend) == OBJECTS
 
 
-# --- beside others ----------------------------------------------------------------------------------------------------
+# --- while others run -------------------------------------------------------------------------------------------------
 
 
 class Crash(BaseException):
@@ -397,7 +397,7 @@ def test_at_every_write(kind: str, crash: bool) -> None:
     pytest.fail("more writes than expected")
 
 
-def test_a_host_that_knew_the_part_before_it_was_made_anew_frees_nothing_of_it() -> None:
+def test_a_host_that_knew_the_part_before_it_was_made_again_frees_nothing_of_it() -> None:
     backend, table = backend_of(OBJECTS), MemoryTable()
     host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
     host.gc(AT_ONCE)  # remembers what each part needs
@@ -409,7 +409,7 @@ def test_a_host_that_knew_the_part_before_it_was_made_anew_frees_nothing_of_it()
     assert_whole(backend)
 
 
-def test_gc_of_another_host_while_a_part_is_made_anew() -> None:
+def test_gc_of_another_host_while_a_part_is_made_again() -> None:
     backend, table = backend_of(OBJECTS), MemoryTable()
     host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
     host.gc(AT_ONCE)
@@ -430,7 +430,7 @@ def test_gc_of_another_host_while_a_part_is_made_anew() -> None:
     assert_whole(backend)
 
 
-def test_a_put_writes_again_what_is_known_to_be_damaged() -> None:
+def test_a_save_writes_again_what_is_known_to_be_damaged() -> None:
     store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
     frozen = torch.arange(100_000, dtype=torch.int32)
     store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1, codec="raw")
@@ -447,7 +447,7 @@ def test_a_put_writes_again_what_is_known_to_be_damaged() -> None:
     assert torch.equal(store.checkout("job@1")["frozen"], frozen)
 
 
-def test_a_put_does_not_rely_on_what_was_moved_by_an_object_that_is_lost() -> None:
+def test_a_save_does_not_rely_on_what_was_moved_by_an_object_that_is_lost() -> None:
     store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
     state = {"frozen": torch.arange(100_000, dtype=torch.int32)}
     store.put_snapshot(state, ref="job", step=1)

@@ -70,7 +70,7 @@ def test_one_entry(position: int, how: str) -> None:
     assert [found.step for found in report.recovered] == ([PUTS[position]] if position in PUTS else [])
     store = reopen(backend)
     assert_whole(store)
-    if position not in {3, 4}:  # the branch and the first put to it
+    if position not in {3, 4}:  # the branch and the first save to it
         assert [snapshot.step for snapshot in store.log("runs/b")] == [4, 1]
     if position not in {5}:
         assert store.tags()["paper"].step == 2

@@ -341,7 +341,7 @@ def test_a_branch_that_was_undone_in_part() -> None:
     assert steps_of(retold(change), "runs/a") == [3, 2]
 
 
-def test_a_branch_that_began_anew() -> None:
+def test_a_branch_that_started_over() -> None:
     def change(store: Store) -> None:
         store.tag("kept", "runs/a@3")
         store.forget("runs/a")

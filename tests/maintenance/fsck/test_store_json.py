@@ -1,4 +1,4 @@
-"""A store.json that is damaged, gone or another store's: fsck says so, checks the rest, and mends it from a copy that the log confirms."""
+"""A store.json that is damaged, gone or another store's: fsck reports it, checks the rest, repairs it from a copy that the log confirms."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fsck(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fsck:
-    """Checks ``store``, of which ``copy`` is a copy, beside a ``stranger``."""
+    """Checks ``store``, of which ``copy`` is a copy, next to a ``stranger``."""
     for name, source in (("store", "store"), ("copy", "store"), ("stranger", "stranger")):
         shutil.copytree(made / source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_fsck_names_it_and_checks_the_rest(fsck: Fsck, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", [*SOUND, *CUT])
-def test_a_copy_mends_it(fsck: Fsck, how: str) -> None:
+def test_a_copy_repairs_it(fsck: Fsck, how: str) -> None:
     before = damage({**SOUND, **CUT}[how])
     damaged = files()
     if how in SOUND:

@@ -16,7 +16,7 @@ Ints = tuple[int, ...]
 
 
 class _ToldToOlderTorch(torch.Tensor):
-    """Tells DCP of torch before 2.15, in the protocol that it knows, what a newer one reads off the four attributes."""
+    """Gives DCP of torch before 2.15, in the protocol that it knows, what a newer one reads from the four attributes."""
 
     global_shape: Ints
     global_offsets: tuple[Ints, ...]

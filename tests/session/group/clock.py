@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """A clock that only `sleep` moves; tells who wants to know."""
+    """A clock that only `sleep` moves; it notifies its listeners."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Run by test_gloo: a process that forks the ranks of process groups, one of which dies or stops at a given point of a put.
+"""Run by test_gloo: a process that forks the ranks of process groups, one of which dies or stops at a given point of a save.
 
 A nursery, because imports take longer than most of these processes live. What a rank found out it says in a file, a line each, in one
 write, which SIGKILL cannot tear. The store of a process group is served by a process of its own, as torchrun's agent does, or by rank 0.
@@ -73,7 +73,7 @@ POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
 
 @dataclass(frozen=True)
 class Play:
-    """Three puts by one group of ranks; in the second a rank is struck, and the third is by a new group of all others."""
+    """Three saves by one group of ranks; in the second a rank is struck, and the third is by a new group of all others."""
 
     point: str
     victim: int
@@ -88,7 +88,7 @@ class Play:
     dead_after_seconds: float = 60.0
 
 
-# --- what is put --------------------------------------------------------------------------------------------------------
+# --- what is saved --------------------------------------------------------------------------------------------------------
 
 
 def full_tensors(step: int) -> dict[str, torch.Tensor]:

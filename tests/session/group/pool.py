@@ -1,4 +1,4 @@
-"""Real processes, eight unless told otherwise, that are the ranks of a gloo group, and do what a test asks: each calls the same function.
+"""Real processes, eight by default, that are the ranks of a gloo group, and do what a test asks: each calls the same function.
 
 They are forked once from a server that has imported torch, so a call costs milliseconds. Each also is in a group of the first n ranks,
 for several n.
@@ -29,7 +29,7 @@ from tests.session.group.boxed import boxes_of
 RANKS: Final = 8
 SIZES: Final = (1, 2, 3, 4, 8)
 TIMEOUT_SECONDS: Final = PATIENCE_SECONDS / 2
-"""Of puts and restores, which say why before the test gives up."""
+"""Of saves and restores, which say why before the test gives up."""
 BLOCK_BYTES: Final = 4096
 IMPORTED: Final = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "tensorstore_ck.state", "lmdb"]
 

@@ -1,6 +1,6 @@
 """Ranks of a simulation that save with the real code, over one backend in memory: every call to it or to the channel is a step.
 
-A rank opens its store once and puts one thing after the other, as a training process does; each save follows what this rank knows.
+A rank opens its store once and saves one thing after the other, as a training process does; each save follows what this rank knows.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -43,7 +43,7 @@ BEFORE: Final = -(1 << 60)
 
 @dataclass(frozen=True)
 class Put:
-    """What one rank puts."""
+    """What one rank saves."""
 
     step: int
     take_apart: Callable[[], RankStates]
@@ -195,7 +195,7 @@ def putting_ranks(
     only: Collection[int] | None = None,
     **options: Any,
 ) -> list[PutRank]:
-    """All ranks of a group, or `only` some, which put when the simulation runs. Faults belong to put number `faulty`."""
+    """All ranks of a group, or `only` some, which save when the simulation runs. Faults belong to save number `faulty`."""
     tellers = {step: teller(step, ranks, **options) for step in steps}
     return [
         PutRank(

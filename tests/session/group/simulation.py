@@ -91,7 +91,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.store = FakeStore()
         self.log: dict[bytes, Body | None] = {}
-        """By transaction: the record that was put, or None for an abort."""
+        """By transaction: the record that was saved, or None for an abort."""
         self.faults = {(fault.rank, fault.step): fault.kind for fault in faults}
         self.max_delay = max_delay
         self.duplicates = duplicates

@@ -45,7 +45,7 @@ def captured(
     *,
     named: bool = False,
 ) -> CapturedState:
-    """What a rank puts: a list, or a dict."""
+    """What a rank saves: a list, or a dict."""
     specs = [TensorSpec(name, "np:<i4", 4, each.whole.shape) for name, each in tensors.items()]
     nodes = [*range(len(specs)), *[None] * len(values)]
     tree = ["d", [*tensors, *(f"value {number}" for number in range(len(values)))], nodes] if named else ["l", nodes]

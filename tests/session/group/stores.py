@@ -1,4 +1,4 @@
-"""Stores with snapshots of several ranks, put by threads over a c10d store."""
+"""Stores with snapshots of several ranks, saved by threads over a c10d store."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ def put_all(
     ref: str = "job",
     step: int = 1,
 ) -> SnapshotInfo:
-    """Puts what each rank captured, each by a host of its own."""
+    """Saves what each rank captured, each by a host of its own."""
     pairs: Any = dist.HashStore()  # type: ignore[attr-defined]
     lock = threading.Lock()
     done: dict[int, SnapshotInfo | BaseException] = {}

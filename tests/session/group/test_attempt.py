@@ -1,4 +1,4 @@
-"""All ranks learn one outcome, the one in the log, by the deadline: whoever dies, stalls or fails, and wherever."""
+"""All ranks learn one outcome, the one in the log, by the deadline: whichever rank dies, stalls or fails, and wherever."""
 
 from typing import Any
 
@@ -174,7 +174,7 @@ def test_rank_0_cannot_reach_the_log_and_the_others_ask_it_at_once() -> None:
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
-def test_a_rank_that_is_told_to_stop_stops_and_the_others_learn_it_at_once(stopped: int) -> None:
+def test_a_rank_that_is_asked_to_stop_stops_and_the_others_learn_it_at_once(stopped: int) -> None:
     simulation = Simulation()
     group = group_of(simulation, 4)
     group[stopped].work_error = KeyboardInterrupt()
@@ -319,14 +319,14 @@ def test_all_ranks_raise_the_same_class(errors: dict[int, Exception], expected: 
     assert all(rank.endings[0].error.__cause__ is rank.work_error for rank in group)  # type: ignore[union-attr]
 
 
-def test_what_a_put_relied_on_and_gc_freed_is_no_damage() -> None:
+def test_what_a_save_relied_on_and_gc_freed_is_no_damage() -> None:
     """The next save relies on something else; a restore finds nothing where that was."""
     for with_log, expected in ((True, SnapshotAbortedError), (False, SnapshotExpiredError)):
         group = with_errors({2: SnapshotExpiredError("gone")}, with_log=with_log)
         assert {type(rank.endings[0].error) for rank in group} == {expected}
 
 
-def test_the_object_of_an_error_is_told_too() -> None:
+def test_the_object_of_an_error_is_reported_too() -> None:
     group = with_errors({2: MismatchError("no", object_id="model.w")})
     assert {rank.endings[0].error.object_id for rank in group} == {"model.w"}  # type: ignore[union-attr]
 
@@ -348,7 +348,7 @@ def test_long_texts_keep_their_beginning_and_end_and_the_whole_stays_short() -> 
 
 
 def test_a_rank_that_cannot_ask_the_log_does_not_say_that_nothing_happened() -> None:
-    """Its put may have been published: others may know."""
+    """Its save may have been published: others may know."""
     simulation = Simulation()
     group = group_of(simulation, 4)
     group[0].log_error = BackendUnavailableError("gone")

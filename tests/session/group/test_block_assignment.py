@@ -1,4 +1,4 @@
-"""Who holds and who writes what, for any layout: every element is written once, and a part's regions come back as they were told."""
+"""Who holds and who writes what, for any layout: every element is written once, and a part's regions come back as given."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -191,7 +191,7 @@ def test_small_replicated_states_are_written_by_one_rank() -> None:
 
 
 @given(spreadings())
-def test_regions_come_back_as_they_were_told(found: Spreadings) -> None:
+def test_regions_come_back_as_given(found: Spreadings) -> None:
     for rank in found.alike:
         assert decode_regions(found.layout, encode_regions(found.explicit[rank]), "a part") == found.explicit[rank]
 
@@ -260,7 +260,7 @@ class Remembering:
 
 @given(st.lists(st.integers(1, 7), max_size=4).map(tuple), st.booleans(), st.data())
 def test_any_region_fills_any_box(shape: tuple[int, ...], is_flat: bool, data: st.DataObject) -> None:
-    """What of the box lies in the region arrives, in its place and once, however the region is cut into blocks."""
+    """What of the box lies in the region arrives, at its offset and once, however the region is cut into blocks."""
     spec = TensorSpec("t", "int16", 2, shape)
     whole = np.arange(1, prod(shape) + 1, dtype="<i2").reshape(shape)
     stored = data.draw(boxes_in((prod(shape),) if is_flat else shape))
@@ -295,7 +295,7 @@ def test_overlap(shape: tuple[int, ...], data: st.DataObject) -> None:
         assert (common == (left & right)).all()
 
 
-def test_a_tensor_whose_regions_nobody_told_is_refused() -> None:
+def test_a_tensor_without_given_regions_is_refused() -> None:
     layout = Layout([TensorSpec("t", "x", 1, (4,))], None, (), (), ["boxes"])
     with pytest.raises(CorruptObjectError, match="rank 1 does not list its regions of tensor 't'"):
         regions_of_rank(layout, 1, (0, 1), [])

@@ -51,7 +51,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_what_is_put_is_got(store: Any, clock: Clock) -> None:
+def test_what_is_saved_is_restored(store: Any, clock: Clock) -> None:
     channel = channel_of(store, clock)
     assert channel.try_get("key", 1.0) is None
     channel.put("key", {"bytes": b"\x00\xff\x00", "n": 1 << 40, "list": [None, 1.5, "ü"]}, 1.0)
@@ -149,7 +149,7 @@ def test_what_is_no_record_is_refused(value: bytes, clock: Clock) -> None:
         channel_of(fake, clock).try_get("key", 1.0)
 
 
-def test_what_is_too_large_or_no_plain_value_is_not_put(clock: Clock) -> None:
+def test_values_that_are_too_large_or_not_plain_are_not_saved(clock: Clock) -> None:
     fake = FakeStore()
     for value in (b"x" * MAX_RECORD_BYTES, object()):
         with pytest.raises(UnsupportedValueError):
@@ -234,8 +234,8 @@ class BrokenOnce(FakeStore):
         return self._store.check(keys)
 
 
-def test_a_connection_that_broke_is_made_anew_when_the_next_attempt_begins() -> None:
-    """Not before, since that may take long: whoever is in an attempt had better ask the log."""
+def test_a_connection_that_broke_is_made_again_when_the_next_attempt_begins() -> None:
+    """Not before, since that may take long: a rank in an attempt should read the log."""
     breaking = BreakingStore()
     run = StoreThread(breaking)
     run.renew()

@@ -1,4 +1,4 @@
-"""The same state put by other numbers of ranks, each on a host of its own, is stored once: no host knows what the others have."""
+"""The same state saved by other numbers of ranks, each on a host of its own, is stored once: no host knows what the others have."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_each_part_is_read_about_once() -> None:
 
 
 def put_to_a_new_ref(folder: str, staged: bool) -> tuple[str | None, int]:
-    """What was restored together is put to a new ref, after one rank has looked at something else; by handles that know no blocks."""
+    """A state that was restored together is saved to a new ref, after one rank has read something else; by handles that know no blocks."""
     rank, group, half = dist.get_rank(), GROUPS[2], 20_000
     full = torch.rand(2 * half, generator=torch.Generator().manual_seed(1))
 

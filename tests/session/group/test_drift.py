@@ -34,7 +34,7 @@ HSDP = Mesh((2, 2), (0, 1, 2, 3))
 
 
 class Job:
-    """Ranks that put together again and again, each on a host of its own."""
+    """Ranks that save together again and again, each on a host of its own."""
 
     def __init__(self, backend: MemoryBackend) -> None:
         self._pairs: Any = dist.HashStore()  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def kept(store: Store) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("element", [0, 19_999])
-def test_every_replica_is_seen_in_turn(job: Job, rank: int, element: int) -> None:
+def test_every_replica_is_compared_in_turn(job: Job, rank: int, element: int) -> None:
     """Of each block, each rank is the one that writes it, or is looked at in one of the saves that follow."""
     first = job.put(replicated)
     found = []

@@ -1,4 +1,4 @@
-"""An error of one rank is an error of the same class on all of them, by real ranks; and what is refused is told before a put."""
+"""An error of one rank is an error of the same class on all of them, by real ranks; and what is refused is reported before a save."""
 
 import os
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def put_generator(folder: str) -> str:
     return put(folder, "generator", data={"loader": (number for number in range(3))})
 
 
-def test_metrics_and_metadata_that_differ_are_told_by_key(pool: Pool, folder: Path) -> None:
+def test_metrics_and_metadata_that_differ_are_reported_by_key(pool: Pool, folder: Path) -> None:
     errors = pool.ask(put_told, str(folder), ranks=SIZE)
     said = "the ranks differ in metadata.optim.lr: ranks 0, 2: 0.1; rank 1: 0.2; metrics.loss: rank 0: 0.0; rank 1: 1.0; rank 2: 2.0: pass"
     require_all(errors, tsck.InvalidOptionError, said)
@@ -128,7 +128,7 @@ def test_what_is_not_there(pool: Pool, folder: Path) -> None:
 
 
 def in_a_group_of_the_last(folder: str) -> str:
-    """Ranks 5 to 7 put; the middle one cannot."""
+    """Ranks 5 to 7 save; the middle one cannot."""
     group: Any = dist.new_group([5, 6, 7])
     rank = dist.get_rank()
     if rank < 5:
@@ -233,7 +233,7 @@ def check(folder: str, odd: str) -> tuple[bool, list[str], int, str]:
         ("own", "loader"),
     ],
 )
-def test_check_foresees_what_a_put_refuses(pool: Pool, folder: Path, odd: str, said: str) -> None:
+def test_check_foresees_what_a_save_refuses(pool: Pool, folder: Path, odd: str, said: str) -> None:
     told = pool.run(check, str(folder), odd, ranks=SIZE)
     for ok, problems, _, ending in told:
         assert not ok
@@ -244,7 +244,7 @@ def test_check_foresees_what_a_put_refuses(pool: Pool, folder: Path, odd: str, s
         assert all("rank 1: " in problems[0] for _, problems, _, _ in (told[0], told[2]))
 
 
-def test_check_of_what_can_be_put(pool: Pool, folder: Path) -> None:
+def test_check_of_what_can_be_saved(pool: Pool, folder: Path) -> None:
     names = set(os.listdir(folder / "store" / "snapshots")) if (folder / "store" / "snapshots").exists() else set()
     told = pool.run(check, str(folder), "", ranks=SIZE)
     size = whole().nbytes + 2000 * 4

@@ -1,4 +1,4 @@
-"""Eight real processes over gloo put together, and one of them is killed or stopped at each point of the protocol.
+"""Eight real processes over gloo save together, and one of them is killed or stopped at each point of the protocol.
 
 Nothing of the save becomes visible, or all others return the same root; they go on as a new group at once, without cleaning up; and what
 was left behind is gc's. A rank that was stopped and goes on long after learns what the others know, and harms nothing.
@@ -185,7 +185,7 @@ def test_local_files(nursery: Nursery, tmp_path: Path, point: str) -> None:
     )
 
 
-def test_a_rank_that_is_gone_before_its_put_is_noticed_long_before_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_before_its_save_is_noticed_long_before_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
     """Nothing but its silence can end the second save within the test's time."""
     plays = [
         Play("before its put", victim, strike, "agent", f"{tmp_path}/store-{n}", {}, f"{tmp_path}/play-{n}", 600.0, 6.0)

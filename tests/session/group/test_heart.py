@@ -56,7 +56,7 @@ def test_a_counter_rises_in_each_kind_of_store(kind: str, tmp_path: Path) -> Non
 
 
 class Beaten(FakeStore):
-    """Tells what is set; each clone breaks after its first call."""
+    """Records what is set; each clone breaks after its first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def opened(folder: str) -> tsck.Store:
 
 
 def put(folder: str, step: int, slow: int = -1, wakes: int = 0) -> str:
-    """The root, or why there is none; rank 0 then wakes a process. A slow rank computes for longer than the patience before it puts."""
+    """The root, or why there is none; rank 0 then wakes a process. A slow rank computes for longer than the patience before it saves."""
     ends = time.monotonic() + (2 * DEAD_AFTER if dist.get_rank() == slow else 0.0)
     while time.monotonic() < ends:
         torch.ones(100, 100) @ torch.ones(100, 100)
@@ -179,7 +179,7 @@ def put(folder: str, step: int, slow: int = -1, wakes: int = 0) -> str:
 
 @pytest.mark.slow
 def test_slow_ranks_are_waited_for_and_suspended_ones_are_not_and_train_on(folder: Path, pool: Pool) -> None:
-    """Nothing but their silence can end the second put in time."""
+    """Nothing but their silence can end the second save in time."""
     (root,) = set(pool.run(put, str(folder), 1, ranks=3))
     (root,) = set(pool.run(put, str(folder), 2, 2, ranks=3))
     assert len(root) == 64

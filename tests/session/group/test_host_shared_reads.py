@@ -200,7 +200,7 @@ def test_no_folder_to_share(tmp_path: Path, backend: Reads) -> None:
 
 
 def test_damage_is_found_by_all_who_need_it(tmp_path: Path, backend: Reads) -> None:
-    """Whoever fetches it does not pass it on."""
+    """The rank that fetches it does not pass it on."""
     (pack,) = [name for name in contents(backend._backend) if name.startswith("packs/")][-1:]
     data = bytearray(backend.get(pack, max_bytes=1 << 30))
     data[len(data) // 2] ^= 1

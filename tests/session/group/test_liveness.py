@@ -30,7 +30,7 @@ def reasons(group: list[Rank], attempt: int) -> set[str]:
 @pytest.mark.parametrize("kind", ["die", "stall"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_dies_or_is_suspended_at_any_step_is_given_up_and_named(rank: int, kind: str) -> None:
-    """Also one that goes on later: it learns what the others know, and takes part in the next put."""
+    """Also one that goes on later: it learns what the others know, and takes part in the next save."""
     given_up = 0
     for step in range(MAX_STEPS):
         simulation = Simulation(step, faults=(Fault(rank, step, kind),), stall=50.0)
@@ -97,7 +97,7 @@ def test_one_that_is_suspended_for_less_than_that_is_waited_for(rank: int, start
     assert all(each.endings[0].put is not None for each in group)
 
 
-def test_a_rank_that_dies_when_it_has_done_its_part_does_not_cost_the_put() -> None:
+def test_a_rank_that_dies_when_it_has_done_its_part_does_not_cost_the_save() -> None:
     """Rank 2 is slow; rank 1 is gone meanwhile."""
     simulation = Simulation()
     group = group_of(simulation, RANKS, timeout=TIMEOUT, dead_after=DEAD_AFTER)
@@ -192,7 +192,7 @@ def questions(ranks: int, missing: Sequence[int], seconds: float, watch: Livenes
 
 @pytest.mark.parametrize(("missing", "batches"), [([4095], 1), ([1, 4000], 16), (range(4096), 16)])
 def test_looking_at_thousands_of_ranks_costs_two_questions_for_each_batch(missing: Sequence[int], batches: int) -> None:
-    """Beside the polls that there always are; and who waits for rank 0 asks about that one."""
+    """In addition to the regular polls; and a rank that waits for rank 0 asks about that one."""
     seconds = 100.0
     without = questions(4096, missing, seconds, None)
     with_looks = questions(4096, missing, seconds, LivenessWatch("alive/", every=10.0, limit=60.0))

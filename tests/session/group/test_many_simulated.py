@@ -1,4 +1,4 @@
-"""Thousands of ranks: they agree whoever dies, stalls or is slow, and what rank 0 does for each of them is the same for any number."""
+"""Thousands of ranks: they agree whichever rank dies, stalls or is slow, and rank 0's work for each of them is the same for any number."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def small_stacks() -> Iterator[None]:
 
 
 def outcomes(group: list[Rank], attempt: int) -> set[bool]:
-    """Whether it was put, in the words of all who know."""
+    """Whether it was saved, in the words of all who know."""
     known = [rank.endings[attempt] for rank in group if len(rank.endings) > attempt]
     return {ending.put is not None for ending in known if ending.put is not None or isinstance(ending.error, SnapshotAbortedError)}
 

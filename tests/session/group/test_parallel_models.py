@@ -1,4 +1,4 @@
-"""Models and optimizers under FSDP2, HSDP, FSDP2 over tensor parallelism, FSDP1 and DDP: what one puts the others restore."""
+"""Models and optimizers under FSDP2, HSDP, FSDP2 over tensor parallelism, FSDP1 and DDP: what one saves the others restore."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +131,7 @@ def require_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_one_puts_the_others_restore(pool: Pool, folder: Path, kind: str) -> None:
+def test_what_one_saves_the_others_restore(pool: Pool, folder: Path, kind: str) -> None:
     root, expected = pool.run(put, str(folder), kind)[0]
     assert expected["optim"]["state"]["0.weight"]["exp_avg"].any()
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:

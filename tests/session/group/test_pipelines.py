@@ -1,6 +1,6 @@
-"""Ranks with several layouts, such as the stages of a pipeline, put one snapshot: it comes back as one, or in other stages.
+"""Ranks with several layouts, such as the stages of a pipeline, save one snapshot: it comes back as one, or in other stages.
 
-What would make it ambiguous is refused when it is put.
+What would make it ambiguous is refused when it is saved.
 """
 
 from collections.abc import Iterator
@@ -215,6 +215,7 @@ def test_one_tensor_cut_in_different_ways(pool: Pool, folder: Path, is_same: boo
             assert torch.equal(store.checkout(answers[0])["w"], numbers(5, 60, 40))
     for error in () if is_same else answers:
         assert "'w' is not the same on all of ranks 0-2, which hold it in different ways, each in full" in str(error)
+        assert "Pass those in rank_state=, or broadcast them first" in str(error)
 
 
 def put_cut(folder: str, is_same: bool) -> str:
@@ -235,7 +236,7 @@ def put_unchecked(folder: str, ref: str, parts: list[Any], step: int) -> str:
         return put_each(folder, ref, parts, step)
 
 
-def test_values_that_differ_later_are_told_when_they_are_asked_for(pool: Pool, folder: Path) -> None:
+def test_values_that_differ_later_are_reported_when_they_are_asked_for(pool: Pool, folder: Path) -> None:
     """No value of one stage is ever taken for another's, also in snapshots of builds that let them differ."""
     for step, times in ((1, (0.5, 0.5)), (2, (0.5, 0.7))):
         parts = [with_state(name, {"time": time, "step": step}) for name, time in zip(("first", "second"), times, strict=True)]
@@ -297,7 +298,7 @@ def restore_stage(folder: str) -> None:
 
 
 def test_numbers_of_parameters_are_those_of_one_layout(pool: Pool, folder: Path) -> None:
-    """All ranks mean the same by them, unless they are stages: then what no stage takes tells it."""
+    """All ranks mean the same by them, unless they are stages: then the names that no stage takes show it."""
     pool.run(put_optimizer, str(folder), ranks=3)
     pool.run(restore_optimizer, str(folder), ranks=2)
     for error in pool.ask(restore_stage, str(folder), ranks=2):

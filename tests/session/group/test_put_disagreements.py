@@ -1,4 +1,4 @@
-"""Ranks that come with something else than the others: all are told at once who came with what, and the next save works."""
+"""Ranks whose arguments differ from the others': all learn at once which rank has what, and the next save works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -140,7 +140,7 @@ def test_a_rank_with_another_state(tell: Callable[[int, int], RankStates], said:
 
 
 @pytest.mark.parametrize("odd", range(RANKS))
-def test_a_replica_that_differs_on_the_first_put(odd: int) -> None:
+def test_a_replica_that_differs_on_the_first_save(odd: int) -> None:
     world = World()
     world.group[odd].puts[0] = world.group[odd].puts[0].but(take_apart=lambda: with_another_replica(1, odd))
     world.run()

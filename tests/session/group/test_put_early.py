@@ -1,4 +1,4 @@
-"""A rank that fails before it has anything to put, as with options of its own that are wrong, or when it cannot read the log."""
+"""A rank that fails before it has anything to save, because of its own wrong options, or when it cannot read the log."""
 
 import threading
 from typing import Any
@@ -12,7 +12,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.state import rank_shares
+from tensorstore_ck.state import sharded_tensors
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
@@ -41,7 +41,7 @@ class FakeProcessGroup:
 )
 def test_it_is_with_the_others_again(wrong: dict[str, Any], odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins the round as the others do, or ranks would count differently from then on. Without `wrong` it cannot read the log."""
-    monkeypatch.setattr(rank_shares, "describer_of", lambda group: None)
+    monkeypatch.setattr(sharded_tensors, "describer_of", lambda group: None)
     dist: Any = torch.distributed
     store, backend = dist.HashStore(), MemoryBackend()
     init_store(backend)

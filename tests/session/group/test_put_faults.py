@@ -136,7 +136,7 @@ def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["unavailable", "lost-reply", "unknown-lands-later"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_a_fault_at_every_call_to_the_backend(rank: int, mode: str, persistent: bool) -> None:
-    """A rank without a backend may be unable to find out; it says so, and whoever can says what the log says."""
+    """A rank without a backend may be unable to find out; it says so, and a rank that can read the log reports what it says."""
     struck: set[str] = set()
     for at in range(1, MAX_CALLS):
         world = World(seed=at)
@@ -176,7 +176,7 @@ def require_agreement_or_doubt(rank: PutRank, world: World) -> None:
 def test_a_fault_at_every_step(rank: int, kind: str, are_alike: bool) -> None:
     """Steps are before and after each call to the channel or the backend; a rank that stalls comes back when all others have ended.
 
-    Ranks that are not alike tell rank 0 of their states, and are told the plan, in that put.
+    Ranks that are not alike send rank 0 a description of their states, and get the plan, in that save.
     """
     for step in range(3 * MAX_CALLS):
         world = World(faults=(Fault(rank, step, kind),), seed=step)
@@ -217,12 +217,12 @@ def restart(world: World, ranks: int) -> list[PutRank]:
     return group
 
 
-# --- beside others ------------------------------------------------------------------------------------------------------
+# --- while others run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
-def test_gc_at_every_call_frees_what_the_put_relies_on(rank: int) -> None:
-    """The parent is forgotten, and freed at once, while the ranks write: the save is right, or starts anew, or is aborted."""
+def test_gc_at_every_call_frees_what_the_save_relies_on(rank: int) -> None:
+    """The parent is forgotten, and freed at once, while the ranks write: the save is right, or starts over, or is aborted."""
     outcomes = set()
     for at in range(1, MAX_CALLS):
         world = World(seed=at)
@@ -306,7 +306,7 @@ def test_step_1000_again_after_an_abort_and_a_rollback() -> None:
             assert returned <= {info.root for info in engine.log.view().snapshots()}
 
 
-def test_a_put_leaves_no_more_than_its_objects() -> None:
+def test_a_save_leaves_no_more_than_its_objects() -> None:
     world = World()
     world.run()
     before = contents(world.backend)

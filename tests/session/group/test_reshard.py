@@ -1,4 +1,4 @@
-"""A snapshot put by ranks of one parallelism is restored by those of any other, bit by bit as the full tensors have it."""
+"""Ranks of any parallelism restore a snapshot that ranks of another one saved, bit by bit as the full tensors have it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -240,7 +240,7 @@ def test_partial_is_refused(pool: Pool, folder: Path) -> None:
         assert "redistribute it first" in str(error)
 
 
-def test_tensors_are_stored_once_however_many_ranks_put_them(pool: Pool, tmp_path: Path) -> None:
+def test_tensors_are_stored_once_however_many_ranks_save_them(pool: Pool, tmp_path: Path) -> None:
     """On one host, and where the borders of shares fall on the grid."""
     make_store(tmp_path)
     new = [pool.run(put_on_the_grid, str(tmp_path), ranks, ranks=ranks)[0] for ranks in (2, 4, 8)]

@@ -1,4 +1,4 @@
-"""Rank states for the ranks that put them, and for other numbers of ranks: whose each takes, and the seeds of new random streams."""
+"""Rank states for the ranks that save them, and for other numbers of ranks: whose each takes, and the seeds of new random streams."""
 
 import itertools
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_a_rank_may_say_whose(pool: Pool, folder: Path) -> None:
     assert [ranks_of(own) for own in pool.run(own_state, str(folder), "own", 2, None, 1, ranks=2)] == [1, 1]
 
 
-def test_another_number_without_a_map_is_told_what_to_do(pool: Pool, folder: Path) -> None:
+def test_another_number_without_a_map_gets_an_error_with_advice(pool: Pool, folder: Path) -> None:
     """The error is the mismatch itself on all ranks: an aborted attempt would look as if trying again helped."""
     for error in pool.ask(own_state, str(folder), "own", 2, ranks=2):
         assert isinstance(error, tsck.MismatchError)
@@ -95,7 +95,7 @@ def test_another_number_without_a_map_is_told_what_to_do(pool: Pool, folder: Pat
             assert words in str(error)
 
 
-def test_none_were_put(pool: Pool, folder: Path) -> None:
+def test_none_were_saved(pool: Pool, folder: Path) -> None:
     for error in pool.ask(own_state, str(folder), "shared", 2, "round", ranks=2):
         assert isinstance(error, tsck.NotFoundError)
 

@@ -1,4 +1,4 @@
-"""fsck and repair on snapshots of many ranks: what they find, what it hits, and what they mend."""
+"""fsck and repair on snapshots of many ranks: what they find, what it hits, and what they repair."""
 
 import json
 import re
@@ -177,7 +177,7 @@ def test_parts_and_records_from_another_store(is_copy: bool) -> None:
 
 
 def test_parts_of_the_same_content_in_this_store() -> None:
-    """The layouts and most of the tensors are the same; what a part says is made anew from another save of the same."""
+    """The layouts and most of the tensors are the same; what a part says is rebuilt from another save of the same."""
     backend = copy(OBJECTS)
     put_all(backend, RANKS, shared(1), rank_state, ref="again", step=1)
     for name in PARTS:
@@ -190,7 +190,7 @@ def test_parts_of_the_same_content_in_this_store() -> None:
         assert_whole(damaged)
 
 
-def test_a_part_that_holds_nothing_is_made_anew_from_those_beside_it() -> None:
+def test_a_part_without_content_is_rebuilt_from_the_other_parts() -> None:
     backend = MemoryBackend()
     open_store(backend)
     tensors = {"same": Spreading(whole((10, 1000)), None)}
@@ -253,7 +253,7 @@ def test_damage_is_marked_on_what_drifted() -> None:
     assert open_store(backend).log("job")[-1].mark == "damaged"
 
 
-def test_what_cannot_be_mended_is_marked() -> None:
+def test_what_cannot_be_repaired_is_marked() -> None:
     backend = copy({name: data for name, data in OBJECTS.items() if name != PARTS[2]})
     report = run_repair(open_store(backend).engine)
     assert report.marked == (INFOS[0].root.hex(),)

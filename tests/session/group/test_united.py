@@ -1,4 +1,4 @@
-"""Ranks whose states differ put one snapshot, in one layout: restored by one process, and by ranks that are spread in other ways."""
+"""Ranks whose states differ save one snapshot, in one layout: restored by one process, and by ranks that are spread in other ways."""
 
 import warnings
 from collections.abc import Callable
@@ -104,12 +104,12 @@ def flat_tied_in_another_order(rank: int) -> dict[str, Any]:
 
 
 def paths_alike(rank: int) -> dict[str, Any]:
-    """One text for two places."""
+    """One text for two positions."""
     return {"a.b": NORM + 0} if rank else {"a": {"b": NORM + 1}}
 
 
 def a_view_before_its_tensor(rank: int) -> dict[str, Any]:
-    """On one rank: what version 1 has always put in layouts of their own."""
+    """On one rank: what version 1 has always stored in separate layouts."""
     norm = NORM + 0
     return {"row": norm[10:20], "norm": norm} if rank == 0 else {"norm": norm}
 
@@ -336,7 +336,7 @@ def put_frozen(folder: str) -> str:
     options: dict[str, Any] = {"ref": "frozen", "group": GROUPS[2], "timeout_seconds": TIMEOUT_SECONDS, "frozen": ["w"], "unchanged": "ok"}
     state: dict[str, Any] = {"w": tsck.Boxes(parts)}
     opened(folder, 2).put_snapshot(state, step=1, **options)
-    more = NORM[:500] + 0 if rank == 0 else NORM[:0]  # smaller than one of the boxes: the ranks change places
+    more = NORM[:500] + 0 if rank == 0 else NORM[:0]  # smaller than one of the boxes: the ranks swap
     state["more"] = tsck.FlatShard(more, (500,), 0 if rank == 0 else 500)
     return opened(folder, 2).put_snapshot(state, step=2, **options).root
 
@@ -356,7 +356,7 @@ def put_after_a_refusal(folder: str) -> str:
     return put({"w": NORM + 0, "lr": 0.5}, **options).root
 
 
-def test_a_put_after_a_refusal(pool: Pool, folder: Path) -> None:
+def test_a_save_after_a_refusal(pool: Pool, folder: Path) -> None:
     assert len(set(pool.run(put_after_a_refusal, str(folder), ranks=2))) == 1
 
 
@@ -368,7 +368,7 @@ def put_unchecked(folder: str) -> str:
         return opened(folder, RANKS).put_snapshot(state, ref="unchecked", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS).root
 
 
-def test_what_no_rank_has_put_is_never_restored_as_if_it_had(pool: Pool, folder: Path) -> None:
+def test_what_no_rank_has_saved_is_never_restored(pool: Pool, folder: Path) -> None:
     (root,) = set(pool.run(put_unchecked, str(folder), ranks=RANKS))
     with (
         tsck.open(folder / "store", cache_dir=folder / "cache") as store,

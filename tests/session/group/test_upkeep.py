@@ -243,7 +243,7 @@ def test_salvage_does_not_publish_what_was_aborted() -> None:
 
 
 class Notified:
-    """A backend that tells of every save, after it."""
+    """A backend that reports every save, after it."""
 
     def __init__(self, inner: Backend, tell: Callable[[str], None]) -> None:
         self._inner = inner

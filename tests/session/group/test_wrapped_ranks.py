@@ -1,4 +1,4 @@
-"""DTensors over quantised tensors: what one layout puts every other one restores, bit by bit, and so does one process."""
+"""DTensors over quantised tensors: what one layout saves every other one restores, bit by bit, and so does one process."""
 
 from collections.abc import Iterator
 from pathlib import Path

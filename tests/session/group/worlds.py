@@ -25,7 +25,7 @@ STEPS: Final = (1, 2, 3)
 SECOND: Final = 1
 """The save that goes wrong: what it relies on is there, and one more comes after it."""
 AGAIN: Final = 10
-"""The step that those who are left put as a new group."""
+"""The step that the remaining ranks save as a new group."""
 ROWS: Final = 4 * RANKS - 1
 
 
@@ -53,7 +53,7 @@ class World:
         return {str(error) for error in self.errors(SnapshotAbortedError, number)}
 
     def refusals(self, kind: type[StoreError], number: int = SECOND) -> set[str]:
-        """Likewise, of a save that one class of error ended on all ranks."""
+        """The same for a save that one class of error ended on all ranks."""
         return {str(error) for error in self.errors(kind, number)}
 
     def errors(self, kind: type[StoreError], number: int = SECOND) -> list[BaseException | None]:
@@ -76,7 +76,7 @@ def tensors_at(step: int) -> dict[str, Spreading]:
 
 
 def require_restorable(engine: Engine, steps: list[int]) -> None:
-    """What is visible is what was put, and fsck finds nothing wrong with it."""
+    """What is visible is what was saved, and fsck finds nothing wrong with it."""
     infos = list(engine.log.view().snapshots())
     assert sorted(info.step or 0 for info in infos) == sorted(steps)
     for info in infos:

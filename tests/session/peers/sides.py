@@ -24,7 +24,7 @@ Hook = Callable[[], object]
 
 
 def put_id(number: int) -> Ulid:
-    """The transaction of the test's n-th put."""
+    """The transaction of the test's n-th save."""
     return Ulid(number.to_bytes(16, "big"))
 
 

@@ -77,7 +77,7 @@ def test_on_one_host_there_is_nobody_to_copy_to(pool: Pool, tmp_path: Path) -> N
 
 
 def _chain(base: str) -> list[tuple[int, list[str], list[str]]]:
-    """Two puts, the second of which names objects of the first; then the first is forgotten, and the second."""
+    """Two saves, the second of which names objects of the first; then the first is forgotten, and the second."""
     own = side(base, (0, 1, 2), 1)
     seen = []
 
@@ -97,7 +97,7 @@ def _chain(base: str) -> list[tuple[int, list[str], list[str]]]:
     return seen
 
 
-def test_an_object_travels_once_and_stays_until_no_put_names_it(pool: Pool, tmp_path: Path) -> None:
+def test_an_object_travels_once_and_stays_until_no_save_names_it(pool: Pool, tmp_path: Path) -> None:
     for rank, seen in enumerate(pool.run(_chain, str(tmp_path), ranks=3)):
         source = (rank - 1) % 3
         own = [name_of(rank, number) for number in range(3)]
@@ -133,7 +133,7 @@ def _forgetting(base: str) -> tuple[list[str], list[str]]:
     return keys, [*objects, *manifests]
 
 
-def test_a_put_that_is_forgotten_while_it_travels_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_a_save_that_is_forgotten_while_it_travels_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
     for rank, (keys, left) in enumerate(pool.run(_forgetting, str(tmp_path), ranks=2)):
         assert keys == []
         assert sorted(left) == sorted([*(name_of(rank, number) for number in range(len(SIZES))), *_keys([rank])])

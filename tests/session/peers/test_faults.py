@@ -54,7 +54,7 @@ def _crowded(base: str) -> tuple[list[str], list[str], list[str]]:
     return first, said, own.exchange(2, own.stage((100,), first=1))
 
 
-def test_a_host_without_room_keeps_no_copy_and_the_others_do(pool: Pool, tmp_path: Path) -> None:
+def test_a_host_without_space_keeps_no_copy_and_the_others_do(pool: Pool, tmp_path: Path) -> None:
     (keys_0, said_0, later_0), (keys_1, said_1, later_1), (keys_2, said_2, later_2) = pool.run(_crowded, str(tmp_path), ranks=3)
     assert (keys_0, keys_1, keys_2) == ([_key(2)], [], [_key(1)])
     assert len(said_0) == 1
@@ -143,7 +143,7 @@ def _stopped(base: str, rank: int, after: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
-def test_a_rank_whose_put_is_dropped_leaves_and_comes_to_the_next(pool: Pool, tmp_path: Path, after: int) -> None:
+def test_a_rank_whose_save_is_dropped_leaves_and_comes_to_the_next(pool: Pool, tmp_path: Path, after: int) -> None:
     answers = pool.run(_stopped, str(tmp_path), 1, after, ranks=3)
     assert answers[1][0] == "it was cancelled"
     assert answers[0][0] == str([_key(2)])
@@ -245,7 +245,7 @@ def _mixed_up(base: str) -> None:
         own.exchange(1 + own.rank, own.stage())
 
 
-def test_ranks_that_are_at_different_puts_end_it(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_that_are_at_different_saves_end_it(pool: Pool, tmp_path: Path) -> None:
     pool.run(_mixed_up, str(tmp_path), ranks=2)
     for rank in (0, 1):
         assert _kept_from(tmp_path, rank, 1 - rank) == ([], [])

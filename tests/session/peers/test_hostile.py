@@ -29,7 +29,7 @@ Attack = Callable[[PeerLink], None]
 
 
 class _Recorded:
-    """A gloo group of which each message that is sent is kept, as whoever listens on the wire has it."""
+    """A gloo group that keeps each message that is sent, as a listener on the network gets it."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""A store in memory whose backend a test stops, lets go and breaks; and what is put there."""
+"""A store in memory whose backend a test stops, lets go and breaks; and what is saved there."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -86,7 +86,7 @@ class Gate(Faults):
 
 
 class Scene:
-    """A store handle, the gate of its backend, and the events that it told."""
+    """A store handle, the gate of its backend, and the events that it emitted."""
 
     def __init__(self, inner: MemoryBackend | None = None, *, host_memory_bytes: int | None = 64 * MIB) -> None:
         self.gate = Gate()
@@ -149,7 +149,7 @@ def spoil(state: dict[str, Any]) -> None:
 
 
 def put_beside(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job", **options: Any) -> PendingSnapshot:
-    """Puts the state of a step, and spoils it at once."""
+    """Saves the state of a step, and spoils it at once."""
     state = state_of(step, size_bytes)
     pending = store.put_snapshot_async(state, ref=ref, step=step, **options)
     spoil(state)
@@ -157,7 +157,7 @@ def put_beside(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "j
 
 
 def check(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job") -> None:
-    """What is stored of a step is what was put."""
+    """What is stored of a step is what was saved."""
     found, expected = store.checkout(f"{ref}@{step}"), state_of(step, size_bytes)
     assert found["step"] == step
     assert torch.equal(found["w"], expected["w"]), f"step {step} is torn"

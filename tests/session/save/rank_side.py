@@ -1,4 +1,4 @@
-"""What each rank of the pool does when a test of many ranks asks it to. Puts stay under way between two requests."""
+"""What each rank of the pool does when a test of many ranks asks it to. Saves stay under way between two requests."""
 
 import threading
 import warnings
@@ -110,7 +110,7 @@ def fail(prefix: str, only: int) -> None:
 
 
 def hold_after(step: int, only: int) -> None:
-    """This rank's worker stays at the event that tells that a step is published."""
+    """This rank's worker stays at the event that reports that a step is published."""
     side = SIDES[-1]
 
     def hold(event: Event) -> None:
@@ -127,7 +127,7 @@ def await_hold(only: int) -> None:
 
 
 def put(step: int, odd: int | None = None, **options: Any) -> Ending:
-    """Puts beside the training, and spoils what was put."""
+    """Saves in the background, and spoils what was saved."""
     side = SIDES[-1]
     rank = dist.get_rank()
     state, own = state_of(step, rank, side.ranks), {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
@@ -151,7 +151,7 @@ def put(step: int, odd: int | None = None, **options: Any) -> Ending:
 
 
 def keep(step: int, changes: bool) -> Ending:
-    """Puts a state that has the large tensor of step 1, frozen; where it `changes`, on rank 1."""
+    """Saves a state that has the large tensor of step 1, frozen; where it `changes`, on rank 1."""
     side, rank = SIDES[-1], dist.get_rank()
     state, options = state_of(step, rank, side.ranks), {"group": GROUPS[side.ranks], "timeout_seconds": TIMEOUT_SECONDS}
     side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
@@ -166,7 +166,7 @@ def keep(step: int, changes: bool) -> Ending:
 
 
 def put_moved(step: int, moves: list[int], options: dict[str, Any]) -> tuple[Ending, list[str]]:
-    """Puts, and waits: a tensor of which each rank has a share has moved on these ranks. Also what was warned of."""
+    """Saves, and waits: a tensor of which each rank has a share has moved on these ranks. Also what was warned of."""
     side, rank = SIDES[-1], dist.get_rank()
     side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
     if rank in moves:
@@ -180,7 +180,7 @@ def put_moved(step: int, moves: list[int], options: dict[str, Any]) -> tuple[End
 
 
 def put_torn(step: int, on: int | None) -> Ending:
-    """Puts, and waits; on one rank a tensor changes before its packs are durable."""
+    """Saves, and waits; on one rank a tensor changes before its packs are durable."""
     side, rank = SIDES[-1], dist.get_rank()
     state, real = state_of(step, rank, side.ranks), side.gate.call
 
@@ -198,7 +198,7 @@ def put_torn(step: int, on: int | None) -> Ending:
 
 
 def put_torn_beside(step: int, on: int) -> Ending:
-    """Likewise, beside the training: before its copy is compared."""
+    """In the same way, in the background: before its copy is compared."""
     side, rank = SIDES[-1], dist.get_rank()
     state, real = state_of(step, rank, side.ranks), capture_copy._OtherSources.copy_strided
 
@@ -216,7 +216,7 @@ def put_torn_beside(step: int, on: int) -> Ending:
 
 
 def put_now(step: int) -> Ending:
-    """Puts, and waits."""
+    """Saves, and waits."""
     side = SIDES[-1]
     rank = dist.get_rank()
     own = {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
@@ -233,7 +233,7 @@ def wait(step: int, only: int | None = None) -> Ending | None:
 
 
 def settle() -> None:
-    """Until nothing is under way; nobody is told anything."""
+    """Until no save is in progress; reports no error."""
     SIDES[-1].store.session.queue.wait_idle()
 
 
@@ -247,7 +247,7 @@ def await_work_on(step: int, only: int) -> None:
 
 
 def restore(address: str) -> tuple[bool, int]:
-    """Whether this rank's side is what was put, and the step of its own state."""
+    """Whether this rank's side is what was saved, and the step of its own state."""
     side = SIDES[-1]
     rank, group = dist.get_rank(), GROUPS[side.ranks]
     found = state_of(0, rank, side.ranks)

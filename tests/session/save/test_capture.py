@@ -29,7 +29,7 @@ Losses = namedtuple("Losses", "train valid")
 
 @contextmanager
 def held(place: Scene) -> Iterator[None]:
-    """What is put inside is not looked at before the end."""
+    """What it contains is not inspected before the end."""
     stop = place.gate.stop("put parts/")
     put_beside(place.store, 0, ref="blocker", expect=tsck.ANY, size_bytes=100)
     stop.await_reached()
@@ -182,7 +182,7 @@ def require_chain(place: Scene, snapshots: list[tsck.Snapshot]) -> None:
 
 
 def test_memory_for_one_is_reused_by_the_next_only_when_it_is_stored() -> None:
-    """Nobody is held here: captures run beside the worker, all into the same memory."""
+    """Nothing blocks here: captures run while the worker runs, all into the same memory."""
     with scene(host_memory_bytes=4 * MIB) as place:
         pendings = [put_beside(place.store, step, size_bytes=4 * MIB) for step in range(6)]
         snapshots = [pending.wait() for pending in pendings]
@@ -191,7 +191,7 @@ def test_memory_for_one_is_reused_by_the_next_only_when_it_is_stored() -> None:
         require_chain(place, snapshots)
 
 
-def test_puts_beside_and_puts_that_are_waited_for_keep_their_order() -> None:
+def test_asynchronous_and_synchronous_saves_keep_their_order() -> None:
     with scene() as place:
         snapshots = []
         for step in range(0, 8, 2):
@@ -231,7 +231,7 @@ def test_many_refs_in_flight() -> None:
         assert [place.steps(f"run-{run}") for run in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 
-def test_a_restore_waits_for_what_was_put_before_it() -> None:
+def test_a_restore_waits_for_earlier_saves() -> None:
     with scene() as place:
         put_beside(place.store, 1)
         state = state_of(2)

@@ -59,7 +59,7 @@ def during_put(place: Scene, monkeypatch: pytest.MonkeyPatch) -> Callable[[Calla
 
 @pytest.fixture
 def during_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Likewise, while the next put beside the training copies its state."""
+    """The same while the next asynchronous save copies its state."""
 
     def arrange(work: Callable[[], object]) -> None:
         real = capture_copy._OtherSources.copy_strided
@@ -82,7 +82,7 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_while_it_is_put(place: Scene, during_put: Any, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+def test_while_it_is_saved(place: Scene, during_put: Any, name: str, change: Callable[[dict[str, Any]], object]) -> None:
     state = state_of(1)
     place.store.put_snapshot(state, ref="job", step=1)
     state["model"]["w"].add_(1)
@@ -193,7 +193,7 @@ def test_a_sample_is_a_piece_of_each_stride_however_a_tensor_is_cut(share: float
 
 
 def test_each_byte_has_its_turn() -> None:
-    """The odds that README tells: one change of a few bytes is found in one of 256 puts, one of a whole tensor by its size."""
+    """The probabilities in README.md: one change of a few bytes is found in one of 256 saves, one of a whole tensor by its size."""
     one, whole, puts = 0, 0, 20_000
     for turn in range(puts):
         drawn = sampled_checks.turn_of(bytes(32), turn)

@@ -120,7 +120,7 @@ def test_what_gives_up_in_time_is_reported_as_dropped(monkeypatch: pytest.Monkey
                 pending.wait(0)
 
 
-def test_what_was_in_the_log_already_is_told_as_under_way_and_then_as_what_it_is() -> None:
+def test_an_outcome_in_the_log_is_first_reported_as_running_and_then_as_it_is() -> None:
     """Nobody may say that it is dropped: it is not."""
     with hanging("create log/") as (place, stop, (second, third)):
         report = place.store.drain(0.05)
@@ -134,7 +134,7 @@ def test_what_was_in_the_log_already_is_told_as_under_way_and_then_as_what_it_is
         assert place.store.drain().safe == second.snapshot
 
 
-def test_puts_after_a_drain_that_gave_up_wait_for_their_turn() -> None:
+def test_saves_after_a_drain_that_gave_up_wait_for_their_turn() -> None:
     with hanging() as (place, stop, _):
         place.store.drain(0)
         later = put_beside(place.store, 4)
@@ -145,7 +145,7 @@ def test_puts_after_a_drain_that_gave_up_wait_for_their_turn() -> None:
 
 
 def test_what_was_given_up_is_not_waited_for_again() -> None:
-    """Neither by another drain nor by the end of a `with` block: a job that was told to end must come to its end."""
+    """Neither by another drain nor by the end of a `with` block: a job that got the signal to end must end."""
     with hanging() as (place, stop, _):
         place.store.drain(0)
         assert [pending.step for pending in place.store.drain().under_way] == [2, 3]
@@ -153,7 +153,7 @@ def test_what_was_given_up_is_not_waited_for_again() -> None:
         stop.let_go()
 
 
-def test_a_put_that_failed_before_is_not_lost_by_a_drain() -> None:
+def test_a_save_that_failed_before_is_not_lost_by_a_drain() -> None:
     with scene() as place:
         stop = place.gate.stop("put parts/")
         failed = put_beside(place.store, 1)
@@ -164,7 +164,7 @@ def test_a_put_that_failed_before_is_not_lost_by_a_drain() -> None:
             place.store.close()
 
 
-def test_puts_that_are_waited_for_count_as_safe() -> None:
+def test_synchronous_saves_count_as_safe() -> None:
     with scene() as place:
         snapshot = place.store.put_snapshot(state_of(1), ref="job", step=1)
         assert place.store.drain().safe == snapshot
@@ -244,7 +244,7 @@ def test_a_job_that_has_finished_is_left_to_end_itself(former: list[int]) -> Non
         assert report.safe is not None
         assert report.safe.step == 1
         assert not former
-        signal_myself()  # whoever sends it again does not want to wait any longer
+        signal_myself()  # a user who sends it again does not want to wait any longer
         assert former == [signal.SIGUSR2]
 
 

@@ -1,4 +1,4 @@
-"""An error is told once: by the next wait, or else by the next save, or else by close. It never kills what comes after it."""
+"""An error is raised once: by the next wait, or else by the next save, or else by close. It never kills what comes after it."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def broken() -> BackendUnavailableError:
 
 
 def fail(place: Scene, step: int, error: BaseException | None = None) -> tsck.PendingSnapshot:
-    """A save that fails beside the training, before anybody waits for it."""
+    """A save that fails in the background, before anybody waits for it."""
     place.gate.fail("put parts/", error or broken())
     pending = put_beside(place.store, step)
     settle(place)
@@ -30,7 +30,7 @@ def fail(place: Scene, step: int, error: BaseException | None = None) -> tsck.Pe
 
 
 def settle(place: Scene) -> None:
-    """Until nothing is under way, and nobody was told anything."""
+    """Until no save is in progress, and no error was reported."""
     place.store.session.queue.wait_idle()
 
 
@@ -42,7 +42,7 @@ def require_silence(place: Scene, step: int) -> None:
     place.store.close()
 
 
-# --- who is told ------------------------------------------------------------------------------------------------------
+# --- which call raises it ---------------------------------------------------------------------------------------------
 
 
 def test_by_the_wait_and_then_by_nobody_else() -> None:
@@ -81,7 +81,7 @@ def put_again(store: tsck.Store) -> None:
 
 
 @pytest.mark.parametrize("again", [lambda store: put_beside(store, 2), put_again], ids=["beside", "waited for"])
-def test_by_the_next_put_which_then_does_not_take_place(again: Callable[[tsck.Store], object]) -> None:
+def test_the_next_save_reports_it_and_does_not_start(again: Callable[[tsck.Store], object]) -> None:
     with scene() as place:
         pending = fail(place, 1)
         with pytest.raises(BackendUnavailableError, match="injected") as raised:
@@ -96,7 +96,7 @@ def test_by_the_next_put_which_then_does_not_take_place(again: Callable[[tsck.St
             pending.wait()  # who asks is answered
 
 
-def test_each_of_several_by_one_put_in_their_order() -> None:
+def test_each_of_several_by_one_save_in_their_order() -> None:
     with scene() as place:
         stop = place.gate.stop("put parts/")
         put_beside(place.store, 1)
@@ -125,7 +125,7 @@ def test_by_close() -> None:
         place.store.close()
 
 
-def test_by_close_though_others_were_told_by_a_wait() -> None:
+def test_close_reports_it_although_a_wait_reported_others() -> None:
     with scene() as place:
         stop = place.gate.stop("put parts/")
         first = put_beside(place.store, 1)
@@ -152,7 +152,7 @@ def test_by_the_end_of_a_block() -> None:
         require_silence(place, 2)
 
 
-def test_a_block_that_fails_itself_says_so_and_leaves_the_rest_to_the_next_put() -> None:
+def test_a_block_that_fails_itself_says_so_and_leaves_the_rest_to_the_next_save() -> None:
     with scene() as place:
         stop = place.gate.stop("put parts/")
         with pytest.raises(ZeroDivisionError), put_beside(place.store, 1) as pending:
@@ -186,7 +186,7 @@ ERRORS = [NoSpaceError, OddError, MemoryError, KeyboardInterrupt, SystemExit]
 
 
 @pytest.mark.parametrize(("at", "error"), [*((at, BackendUnavailableError) for at in AT), *(("put parts/", error) for error in ERRORS)])
-def test_later_puts_are_not_hurt(at: str, error: type[BaseException]) -> None:
+def test_later_saves_are_not_hurt(at: str, error: type[BaseException]) -> None:
     """Also by what no store should raise: the worker lives."""
     with scene() as place:
         put_beside(place.store, 0).wait()
@@ -203,7 +203,7 @@ def test_later_puts_are_not_hurt(at: str, error: type[BaseException]) -> None:
         require_silence(place, 3)
 
 
-def test_a_failed_put_is_told_by_an_event_and_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_is_reported_by_an_event_and_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with scene() as place:
         pending = fail(place, 1, OddError("odd"))
         (event,) = place.told("failed")
@@ -342,7 +342,7 @@ def test_a_callback_may_use_the_store() -> None:
 
 
 def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the limit of processes: told where it happens, and the next save tries again."""
+    """As at the limit of processes: raised where it happens, and the next save tries again."""
     with scene() as place:
         with monkeypatch.context() as patch:
             plain = threading.Thread.start

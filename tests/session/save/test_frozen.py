@@ -67,7 +67,7 @@ def test_a_state_that_fits_only_because_of_them() -> None:
             put(place, state, 3, frozen=[])
 
 
-def test_they_are_read_at_the_first_put_and_each_tenth_after() -> None:
+def test_they_are_read_at_the_first_save_and_each_tenth_after() -> None:
     with scene() as place:
         state = new_state()
         read = [step for step in range(25) if is_read(place, put(place, state, step))]
@@ -89,7 +89,7 @@ def test_with_several_in_flight_too() -> None:
             assert torch.equal(check_root["head"], torch.full((HEAD,), pending.step or 0, dtype=torch.uint8))
 
 
-def test_with_puts_that_are_waited_for() -> None:
+def test_with_synchronous_saves() -> None:
     with scene() as place:
         state = new_state()
         read = []
@@ -124,7 +124,7 @@ def test_a_change_is_found_and_nothing_is_published() -> None:
         check(place, state, 12)
 
 
-def test_a_change_that_nobody_waits_for_is_raised_by_the_next_put() -> None:
+def test_a_change_that_nobody_waits_for_is_raised_by_the_next_save() -> None:
     with scene() as place:
         state = new_state()
         for step in range(VERIFY_EVERY):
@@ -196,7 +196,7 @@ def test_another_ref_and_another_shape() -> None:
         check(place, state, 3)
 
 
-def test_a_put_that_fails_learns_nothing_wrong() -> None:
+def test_a_save_that_fails_learns_nothing_wrong() -> None:
     with scene() as place:
         state = new_state()
         place.gate.fail("put parts/", BackendUnavailableError("injected"))

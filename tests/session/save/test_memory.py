@@ -1,4 +1,4 @@
-"""The memory of captures is a hard budget; what happens when it is used up is said before, and what was dropped is told."""
+"""The memory of captures is a hard budget; an option says what happens when it is used up, and every dropped save is reported."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
 from tensorstore_ck.session.save.put import SinglePut
-from tensorstore_ck.session.save.put_protocol import Admission
+from tensorstore_ck.session.save.queued_put import Admission
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 COPY = 2 * MIB
@@ -62,7 +62,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def require_dropped(place: Scene, pending: tsck.PendingSnapshot, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Told by the wait, an event and the log; and nothing of it is visible."""
+    """The wait, an event and the log report it; and nothing of it is visible."""
     assert pending.done()
     for _ in range(2):
         with pytest.raises(SnapshotDroppedError, match=rf"job@{pending.step} was {reason}"):
@@ -121,7 +121,7 @@ def test_replace_drops_the_oldest_that_waits_and_never_the_one_in_work(caplog: p
         assert place.steps() == [1, 4, 5]
         for step in (1, 4, 5):
             check(place.store, step, size_bytes=COPY)
-        put_beside(place.store, 6).wait()  # nothing is left to be told
+        put_beside(place.store, 6).wait()  # nothing is left to be reported
 
 
 def test_replace_drops_as_many_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +149,7 @@ def test_replace_waits_where_only_the_one_in_work_is_left(waits: threading.Event
         assert place.steps() == [1, 2]
 
 
-def test_what_was_replaced_is_told_to_its_callbacks() -> None:
+def test_callbacks_learn_that_a_save_was_replaced() -> None:
     with stalled_backend(2) as (place, stop, _):
         replaced, told = put_beside(place.store, 2, size_bytes=COPY), threading.Event()
         replaced.published.on_settled(lambda pending: told.set() if isinstance(pending.error, SnapshotDroppedError) else None)
@@ -158,7 +158,7 @@ def test_what_was_replaced_is_told_to_its_callbacks() -> None:
         assert told.wait(SECONDS)
 
 
-def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_put() -> None:
+def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_save() -> None:
     """Though nobody waited for it."""
     with stalled_backend(3) as (place, stop, _):
         for step in (2, 3):
@@ -216,7 +216,7 @@ def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event)
         assert answers == [True]
 
 
-def test_memory_is_free_before_anybody_is_told(waits: threading.Event) -> None:
+def test_memory_is_free_before_callbacks_run(waits: threading.Event) -> None:
     """Who waits for it does not wait for the callbacks of the save that had it."""
     with scene(host_memory_bytes=COPY) as place:
         holds, goes = threading.Event(), threading.Event()
@@ -310,8 +310,8 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
         assert place.steps() == [2]
 
 
-def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the other ranks cannot be told, or by Ctrl-C."""
+def test_a_save_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the other ranks cannot be reached, or by Ctrl-C."""
     with scene(host_memory_bytes=COPY) as place:
         with monkeypatch.context() as patch:
 
@@ -326,7 +326,7 @@ def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch:
         put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
 
 
-def test_the_memory_of_a_cancelled_put_that_waits_is_taken() -> None:
+def test_the_memory_of_a_cancelled_save_that_waits_is_taken() -> None:
     """It needs it no more than one that was replaced."""
     with stalled_backend(2) as (place, stop, _):
         cancelled = put_beside(place.store, 2, size_bytes=COPY)

@@ -1,5 +1,5 @@
-"""Any order of calls on one handle, beside a simple model of it: what is acknowledged is there, in order and byte-equal; what was dropped
-is not; each error is told once.
+"""Any order of calls on one handle, compared with a simple model: what is acknowledged is there, in order and byte-equal; what was dropped
+is not; each error is reported once.
 
 The worker is either idle, or held in the middle of one save: so it is known at each step what is under way.
 """
@@ -26,7 +26,7 @@ COPIES = 3
 
 @dataclass
 class Put:
-    """What is known of a put."""
+    """What is known of a save."""
 
     step: int
     pending: tsck.PendingSnapshot
@@ -82,7 +82,7 @@ class Machine(RuleBasedStateMachine):
             self.untold.append(put)
 
     def let_go(self, error: str = "") -> None:
-        """The held put and all that wait."""
+        """The save that is held and all that wait."""
         if self.held is not None:
             assert self.stop is not None
             self.stop.let_go(BackendUnavailableError(error) if error else None)
@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         return self.step
 
     def expect_untold(self, call: Any) -> bool:
-        """Whether the call raised what nobody was told yet, as it must."""
+        """Whether the call raised the error that was not reported yet, as it must."""
         if not self.untold:
             return False
         first = self.untold.pop(0)
@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
         assert any(f"job@{first.step}" in note for note in raised.value.__notes__)
         return True
 
-    # --- puts -----------------------------------------------------------------------------------------------------------
+    # --- saves -----------------------------------------------------------------------------------------------------------
 
     @rule(target=puts, on_full=st.sampled_from(["block", "skip", "replace"]))
     def put_async(self, on_full: Any) -> Any:
@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
             is_full = False
         if self.expect_untold(lambda: put_beside(self.place.store, step, size_bytes=SIZE, on_full=on_full)):
             return multiple()
-        if self.is_known:  # refused at once, which tells the caller
+        if self.is_known:  # refused at once, by an error to the caller
             with pytest.raises(ConflictError):
                 put_beside(self.place.store, step, size_bytes=SIZE, on_full=on_full)
             return multiple()
@@ -216,7 +216,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(put=consumes(puts))
     def let_fall(self, put: Put) -> None:
-        """What nobody holds any more is told all the same."""
+        """Errors of saves that no code refers to any more are reported too."""
 
     # --- the handle -----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
 
 
 def require_cancelled(place: Scene, pending: tsck.PendingSnapshot) -> None:
-    """Told by its wait alone, and nothing is left of it."""
+    """Only its wait reports it, and nothing is left of it."""
     with pytest.raises(SnapshotDroppedError, match=rf"job@{pending.step} was cancelled; nothing of it is visible"):
         pending.wait(SECONDS)
     assert [event.fields["reason"] for event in place.told("dropped") if event.put == pending.id] == ["cancelled"]
@@ -240,8 +240,8 @@ def test_a_callback_sees_the_end() -> None:
         assert seen == [(pending.snapshot, pending.snapshot, True)]
 
 
-def test_what_is_held_of_a_put_does_not_hold_its_state() -> None:
-    """Nor do the tracebacks of errors that were told: what a loop collects costs no memory."""
+def test_what_is_held_of_a_save_does_not_hold_its_state() -> None:
+    """Nor do the tracebacks of reported errors: what a loop collects costs no memory."""
     with scene() as place:
         before = jobs()
         stop = place.gate.stop("put parts/")
@@ -317,7 +317,7 @@ def test_pending_is_what_is_under_way_oldest_first() -> None:
         assert place.steps() == [1, 3]
 
 
-def test_events_tell_a_put_from_its_capture_to_its_end() -> None:
+def test_events_show_a_save_from_its_capture_to_its_end() -> None:
     with scene() as place:
         puts = [put_beside(place.store, step, size_bytes=1000) for step in range(30)]
         place.store.drain()

@@ -1,4 +1,4 @@
-"""Real processes that end in every way with puts in flight, are told to end, fork, and use no more than they may."""
+"""Real processes that end in every way with saves in flight, get signals to end, fork, and use no more than they may."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def await_heard(folder: Path, key: str) -> None:
         time.sleep(0.005)
 
 
-# --- the end of a process with puts in flight ---------------------------------------------------------------------------
+# --- the end of a process with saves in flight ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
@@ -86,7 +86,7 @@ POINTS = [
 
 
 def test_killed_at_each_point_and_gone_on_with(nursery: Nursery, tmp_path: Path) -> None:
-    """One job that is killed again and again: it never loses what it was told is saved, and always goes on."""
+    """One job that is killed again and again: it never loses an acknowledged save, and always continues."""
     acknowledged, head = 0, 0
     for number, (prefix, after) in enumerate(POINTS):
         calls = (3 if prefix != "append" else 9) + number % 2
@@ -110,7 +110,7 @@ def test_killed_at_each_point_and_gone_on_with(nursery: Nursery, tmp_path: Path)
 # --- preemption ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_asks_puts_once_more_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_loop_that_asks_saves_once_more_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
     pid = nursery.begin(worker.preempted, tmp_path, DEADLINE_SECONDS)
     await_heard(tmp_path, "ready")
     os.kill(pid, signal.SIGTERM)
@@ -149,8 +149,8 @@ def test_a_helper_process_is_ended_by_the_signal_at_once(nursery: Nursery, tmp_p
 
 
 @pytest.mark.parametrize("at", ["append", "put parts/", "create log/"])
-def test_a_child_that_is_forked_in_the_middle_of_a_put(nursery: Nursery, tmp_path: Path, at: str) -> None:
-    """It has a store to work with, the parent's puts are the parent's, and neither hangs."""
+def test_a_child_that_is_forked_in_the_middle_of_a_save(nursery: Nursery, tmp_path: Path, at: str) -> None:
+    """It has a store to work with, the parent's saves are the parent's, and neither hangs."""
     assert nursery.run(worker.forked, tmp_path, at) == 0, stderr(tmp_path)
     waited, child, parent = heard(tmp_path)
     assert waited["waited"] != "WaitTimeoutError"
@@ -166,7 +166,7 @@ def test_a_child_that_is_forked_in_the_middle_of_a_put(nursery: Nursery, tmp_pat
         check(store, 10, ref="child")
 
 
-def test_data_loader_workers_that_are_forked_while_puts_are_in_flight(nursery: Nursery, tmp_path: Path) -> None:
+def test_data_loader_workers_that_are_forked_while_saves_are_in_flight(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(worker.loading, tmp_path) == 0, stderr(tmp_path)
     (said,) = heard(tmp_path)
     assert said["total"] == 3 * sum(range(24))
@@ -177,8 +177,8 @@ def test_data_loader_workers_that_are_forked_while_puts_are_in_flight(nursery: N
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_with_puts_in_flight(nursery: Nursery, tmp_path: Path, victim: int) -> None:
-    """The others are told which rank is gone, in bounded time, and go on with the handles that they have."""
+def test_a_rank_that_dies_with_saves_in_flight(nursery: Nursery, tmp_path: Path, victim: int) -> None:
+    """The others learn which rank is gone, in bounded time, and continue with their handles."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "next").close()
     pids = [nursery.begin(worker.one_of_ranks, tmp_path, rank, 3, victim, server.port) for rank in range(3)]
@@ -208,7 +208,7 @@ def test_resident_memory_stays_within_the_budget(nursery: Nursery, tmp_path: Pat
         assert said["peak"] <= said["budget"] + 24 * MIB + (cpu_threads() + 1) * ENCODED_BYTES, said
 
 
-def test_many_small_puts_leave_nothing_behind(nursery: Nursery, tmp_path: Path) -> None:
+def test_many_small_saves_leave_nothing_behind(nursery: Nursery, tmp_path: Path) -> None:
     shared = Path("/dev/shm")
     folder = tmp_path if not shared.is_dir() else shared / f"tsck-{os.getpid()}"
     puts = 1000

@@ -1,4 +1,4 @@
-"""Many ranks put beside the training: none is ever torn, ranks never drop different snapshots, and errors are told alike."""
+"""Many ranks save in the background: no save is ever torn, ranks never drop different snapshots, and all get the same errors."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ def require_published(ask: Ask, *steps: int) -> None:
 
 
 def require_visible(folder: Path, ranks: int, *steps: int) -> None:
-    """These and no others, each what was put, and on top of the one before."""
+    """These and no others, each what was saved, and on top of the one before."""
     with tsck.open(folder / "store", cache_dir=folder / "look") as store:
         snapshots = store.log("job")
         assert [snapshot.step for snapshot in reversed(snapshots)] == list(steps)
@@ -85,7 +85,7 @@ def test_several_in_flight_each_as_it_was_at_its_call(begin: Callable[..., Ask],
     assert [in_use for in_use, _ in ask(rank_side.memory)] == [0] * 4
 
 
-def test_puts_beside_puts_that_are_waited_for_and_restores(begin: Callable[..., Ask], tmp_path: Path) -> None:
+def test_asynchronous_saves_with_synchronous_ones_and_restores(begin: Callable[..., Ask], tmp_path: Path) -> None:
     ask = begin(2, 2)
     put(ask, 1)
     put(ask, 2)
@@ -110,7 +110,7 @@ def test_memory_that_nobody_sized_is_shared_by_the_ranks_of_the_host(begin: Call
 
 
 def test_frozen_tensors_of_many_ranks(begin: Callable[..., Ask], tmp_path: Path) -> None:
-    """A state that fits only because of them; and a change on one rank is told on all."""
+    """A state that fits only because of them; and all ranks raise for a change on one."""
     ask = begin(4, 4)
     for step in range(1, 12):
         ask(rank_side.keep, step, step == 11)
@@ -157,7 +157,7 @@ def test_skip_is_decided_by_rank_0_for_all(begin: Callable[..., Ask], tmp_path: 
 
 
 def test_a_rank_that_has_less_memory_than_rank_0_does_not_skip_alone(begin: Callable[..., Ask], tmp_path: Path) -> None:
-    """It waits: the others put."""
+    """It waits: the others save."""
     ask = begin(8, 1, 8)
     for step in range(1, 6):
         put(ask, step, on_full="skip")
@@ -207,7 +207,7 @@ def test_a_state_that_does_not_fit_on_one_rank(begin: Callable[..., Ask], tmp_pa
     assert kinds(endings)[1] == "NoSpaceError"
     assert "rank 1" in endings[1][1]
     assert "host_memory_bytes" in endings[1][1]
-    for rank in (0, 2):  # one that comes late is told at once
+    for rank in (0, 2):  # one that comes late gets the error at once
         told = ask(rank_side.wait, 2, rank)[rank] if kinds(endings)[rank] == "published" else endings[rank]
         assert "rank 1" in told[1]
     ask(grow, 1)
@@ -237,7 +237,7 @@ def limit(rank: int, limit_bytes: int) -> None:
 
 
 def test_what_one_rank_cannot_store(begin: Callable[..., Ask], tmp_path: Path) -> None:
-    """That rank is told at once, the others by the wait; puts before and after are not hurt."""
+    """That rank gets the error at once, the others by the wait; saves before and after are not hurt."""
     ask = begin(4, 4, 4)
     ask(rank_side.stop, "put parts/", 0)
     put(ask, 1)
@@ -263,7 +263,7 @@ def let_go_soon() -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "waited for"])
-def test_an_error_that_nobody_waited_for_is_raised_on_all_ranks_by_the_next_put(
+def test_an_error_that_nobody_waited_for_is_raised_on_all_ranks_by_the_next_save(
     begin: Callable[..., Ask], tmp_path: Path, beside: bool
 ) -> None:
     ask = begin(4, 4, 4)
@@ -283,8 +283,10 @@ def test_an_error_that_nobody_waited_for_is_raised_on_all_ranks_by_the_next_put(
 
 @pytest.mark.parametrize("told", [0, 1], ids=lambda rank: f"rank {rank} knows")
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "waited for"])
-def test_ranks_of_which_one_was_told_already_stay_together(begin: Callable[..., Ask], tmp_path: Path, told: int, beside: bool) -> None:
-    """Whoever raises, all ranks take the same step: the next save but one takes place at the latest."""
+def test_ranks_of_which_one_has_its_result_already_stay_together(
+    begin: Callable[..., Ask], tmp_path: Path, told: int, beside: bool
+) -> None:
+    """Whichever rank raises, all take the same step: the next save but one takes place at the latest."""
     ask = begin(4, 4)
     again = (lambda step: put(ask, step)) if beside else (lambda step: ask(rank_side.put_now, step))
     put(ask, 1)

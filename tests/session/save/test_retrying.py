@@ -57,7 +57,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lands", ["at once", "never"])
-def test_a_put_that_may_have_happened_is_there_once(backend: Flaky, lands: str) -> None:
+def test_a_save_that_may_have_happened_is_there_once(backend: Flaky, lands: str) -> None:
     with opened(backend) as store:
         store.put_snapshot(state(1), ref="job", step=1)
         calls = 0
@@ -78,7 +78,7 @@ def test_a_put_that_may_have_happened_is_there_once(backend: Flaky, lands: str) 
         assert store.put_snapshot(state(3), ref="job", step=3).parent == snapshot.root, "the handle goes on from there"
 
 
-def test_a_put_of_which_the_log_cannot_be_asked_stays_undecided(backend: Flaky) -> None:
+def test_a_save_of_which_the_log_cannot_be_asked_stays_undecided(backend: Flaky) -> None:
     with opened(backend) as store:
         store.put_snapshot(state(1), ref="job", step=1)
         calls: list[int] = []
@@ -131,7 +131,7 @@ def test_attempts_that_make_no_sense(backend: Flaky, attempts: Any) -> None:
         store.retrying(lambda: 1, attempts=attempts)
 
 
-def test_a_wait_that_ends_too_early_does_not_put_twice(backend: Flaky) -> None:
+def test_a_wait_that_ends_too_early_does_not_save_twice(backend: Flaky) -> None:
     with opened(backend) as store:
         puts: list[tsck.PendingSnapshot] = []
         gate, write = threading.Event(), backend.put

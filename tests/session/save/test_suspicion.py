@@ -205,7 +205,7 @@ def put_job(store: tsck.Store, job: Job, step: int, optimizer: object = None, **
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_an_optimizer_of_another_step_than_the_weights(place: Scene, is_ahead: bool) -> None:
-    """As reported: an optimizer at step 2 beside weights of step 1."""
+    """As reported: an optimizer at step 2 with weights of step 1."""
     job = Job()
     job.train()
     with no_warning():
@@ -235,7 +235,7 @@ def test_counters_that_disagree_among_themselves(place: Scene) -> None:
         place.store.put_snapshot(state, ref="job", step=3, unchanged="error")
 
 
-def test_parameters_that_are_not_used_at_each_step_are_told_of_once(place: Scene) -> None:
+def test_parameters_that_are_not_used_at_each_step_are_reported_once(place: Scene) -> None:
     job = Job()
     expert = nn.Parameter(torch.ones(10))
     job.optimizer.add_param_group({"params": [expert]})
@@ -402,7 +402,7 @@ def test_the_key_is_the_stores_own(place: Scene) -> None:
 # --- many ranks -----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_judge_together(pool: Pool, tmp_path: Path) -> None:
+def test_the_check_covers_all_ranks_together(pool: Pool, tmp_path: Path) -> None:
     def put(step: int, moves: list[int], **options: Any) -> tuple[set[str], list[str]]:
         """How it ended, and what was warned of on any rank."""
         ends = pool.run(rank_side.put_moved, step, moves, options, ranks=2)
@@ -434,7 +434,7 @@ def test_ranks_judge_together(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_files_are_what_they_are(tmp_path: Path) -> None:
-    """Whoever brings in files of the same weights means to; and what the store said of them elsewhere is no metadata of theirs."""
+    """A user who imports files of the same weights intends to; and what the store said of them elsewhere is no metadata of theirs."""
     for number, seed in enumerate((1, 2, 2), start=1):
         save_file(
             {"w": weights(seed), "n": torch.arange(5)}, tmp_path / f"{number}.safetensors", {"tsck": '{"non_finite": 0.5}', "by": "me"}

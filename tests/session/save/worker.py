@@ -67,7 +67,7 @@ def tell_end(folder: str, pending: tsck.PendingSnapshot) -> None:
 
 
 def in_flight(folder: str, how: str) -> None:
-    """Three puts, of which none is stored before the interpreter has begun to end."""
+    """Three saves, of which none is stored before the interpreter has begun to end."""
     ends = threading.Event()
 
     def hold() -> None:
@@ -92,7 +92,7 @@ def in_flight(folder: str, how: str) -> None:
 
 
 def killed(folder: str, prefix: str, number: int, after: bool) -> None:
-    """Puts without end, until it is killed at a call of the backend."""
+    """Saves without end, until it is killed at a call of the backend."""
     trap = Trap(prefix, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after)
     store = open_store(folder, trap, host_memory_bytes=6 * MIB)
     step = store.checkout("job")["step"] if "job" in store.branches() else 0
@@ -105,7 +105,7 @@ def killed(folder: str, prefix: str, number: int, after: bool) -> None:
 
 
 def preempted(folder: str, deadline_seconds: float) -> None:
-    """A loop that asks, puts once more, and leaves."""
+    """A loop that asks, saves once more, and leaves."""
     store = open_store(folder)
     preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=deadline_seconds)
     step = 0
@@ -196,7 +196,7 @@ def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None
 
 
 class Reading(Dataset[int]):
-    """Its workers are forked while puts are in flight; each looks at the store."""
+    """Its workers are forked while saves are in flight; each looks at the store."""
 
     def __init__(self, store: tsck.Store) -> None:
         self._store = store
@@ -231,8 +231,13 @@ def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> 
     trap = Trap("put parts/", 2, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None
     store = open_store(folder, trap, cache=f"cache-{rank}")
     put_beside(store, 1, group=dist.group.WORLD).wait()
-    pendings = [put_beside(store, step, group=dist.group.WORLD, timeout_seconds=1.5) for step in (2, 3)]
     said: dict[str, Any] = {}
+    pendings = []
+    for step in (2, 3):
+        try:
+            pendings.append(put_beside(store, step, group=dist.group.WORLD, timeout_seconds=1.5))
+        except tsck.StoreError as exc:  # rank 0 was killed before it decided about this save
+            said[str(step)] = [type(exc).__name__, str(exc)]
     for pending in pendings:
         try:
             pending.wait(DEADLINE_SECONDS / 2)

@@ -100,7 +100,7 @@ def leave_while_one_publishes(folder: str, ranks: int, disks: tuple[str, ...], e
 
 
 def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> tuple[int, int, int | None, list[int | None]]:
-    """What is staged, restored before it is published; then what is published, and a put on top."""
+    """What is staged, restored before it is published; then what is published, and a save on top."""
     with Job(folder, ranks, disks, stagger_seconds=1.0) as job:
         kinds: list[str] = []
         job.store.on_event(lambda event: kinds.append(event.kind))
@@ -252,15 +252,15 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
 
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 does not find in the log what rank 0 published: what that save raises."""
-    real = publish_staged_group.PublishStagedGroup._end
+    real = publish_staged_group.PublishStagedGroup._conclude
 
-    def end(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:
+    def conclude(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RefTable, "snapshot", lambda *_: None)
             return real(self, *args)
 
     if dist.get_rank() == 1:
-        publish_staged_group.PublishStagedGroup._end = end  # type: ignore[method-assign, assignment]
+        publish_staged_group.PublishStagedGroup._conclude = conclude  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks) as job:
             job.restore("job")
@@ -270,4 +270,4 @@ def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> 
                 return type(exc).__name__
             return ""
     finally:
-        publish_staged_group.PublishStagedGroup._end = real  # type: ignore[method-assign]
+        publish_staged_group.PublishStagedGroup._conclude = real  # type: ignore[method-assign]

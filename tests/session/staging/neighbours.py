@@ -1,4 +1,4 @@
-"""Another user of this host: what is theirs, and what they put into a staging folder.
+"""Another user of this host: their files, and what they create in a staging folder.
 
 As root the kernel is asked; else this process is taken for root, and what files were given away is remembered.
 """
@@ -89,7 +89,7 @@ def make_tree(root: Path) -> None:
 
 
 def link(path: Path, precious: Path, users: Users) -> None:
-    """In its place there is a link to what the victim has elsewhere."""
+    """A link to another folder of the victim replaces it."""
     target = precious if path.is_dir() else precious / "notes"
     _remove(path)
     path.symlink_to(target)
@@ -102,7 +102,7 @@ def hard_link(path: Path, precious: Path, users: Users) -> None:
 
 
 def fifo(path: Path, precious: Path, users: Users) -> None:
-    """Whoever opens it waits."""
+    """A process that opens it waits."""
     _remove(path)
     os.mkfifo(path)
 

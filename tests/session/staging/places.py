@@ -82,7 +82,7 @@ UPLOADS: Final = ("put_object", "create_multipart_upload", "upload_part")
 
 
 class Server(Faults):
-    """Answers no call that begins with one of `refused`, until it is told otherwise; `seen` has what it did."""
+    """Answers no call that begins with one of `refused`, until a test changes that; `seen` has what it did."""
 
     def __init__(self, *refused: str) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Process:
         return self.store.put_snapshot_async(state_of(step), ref=ref, step=step, **options)
 
     def error_of_put(self, step: int) -> BaseException | None:
-        """Puts and waits; the error, be it told at once or later."""
+        """Saves and waits; the error, raised at once or later."""
         try:
             return ended(self.put(step))
         except Exception as exc:  # noqa: BLE001 - tests look at it
@@ -240,7 +240,7 @@ def ended(pending: PendingSnapshot) -> BaseException | None:
 
 
 def check(store: Store, step: int, address: str | None = None) -> None:
-    """What is stored of a step is what was put."""
+    """What is stored of a step is what was saved."""
     found, expected = store.checkout(address or f"job@{step}"), state_of(step)
     assert found["step"] == step
     for name in ("frozen", "moving"):
@@ -254,7 +254,7 @@ def leftovers(folder: StagingFolder) -> list[str]:
 
 
 def require_all_well(server: PieceStore, path: Path, steps: list[int | None]) -> None:
-    """Another process, on another host, sees just these steps, each as it was put; and this host's disk has nothing left."""
+    """Another process, on another host, sees just these steps, each as it was saved; and this host's disk has nothing left."""
     with process(server, path.with_name("elsewhere")) as other:
         assert [snapshot.step for snapshot in reversed(other.store.log("job"))] == steps
         for step in steps:

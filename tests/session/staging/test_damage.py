@@ -41,7 +41,7 @@ def one_of(job: Process, pattern: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["packs", "parts", "snapshots"])
 def test_before_publication(tmp_path: Path, kind: str) -> None:
-    """The only bytes that there are: an error, whoever reads them, and whenever."""
+    """The only bytes that there are: an error for every reader, at any time."""
     server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
     with process(server, path, store_faults=connection) as job:
         pending = job.put(0)
@@ -94,7 +94,7 @@ def test_uploaded_but_not_published(tmp_path: Path) -> None:
 
 
 def test_a_damaged_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Told, and left where it is with all that it may name, for somebody who knows more."""
+    """Reported, and left where it is with all that it may name, for a person to decide."""
     server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
     with process(server, tmp_path / "elsewhere") as other:
@@ -110,7 +110,7 @@ def test_a_damaged_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert leftovers(folder_of(server, path)) == before
 
 
-def test_no_room_until_an_upload_has_ended(tmp_path: Path) -> None:
+def test_no_space_until_an_upload_has_ended(tmp_path: Path) -> None:
     server, path, connection = PieceStore(), tmp_path / "stage", Server()
     with process(server, path, store_faults=connection, capacity_bytes=600 * KIB) as job:
         connection.refuse(*UPLOADS)
@@ -126,7 +126,7 @@ def test_no_room_until_an_upload_has_ended(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2])
 
 
-def test_no_room_at_all(tmp_path: Path) -> None:
+def test_no_space_at_all(tmp_path: Path) -> None:
     server, path = PieceStore(), tmp_path / "stage"
     with process(server, path, capacity_bytes=200 * KIB) as job:
         error = ended(job.put(0))

@@ -12,7 +12,7 @@ from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 
 
 def put_staged(folder: str) -> Any:
-    """Rank 1 has another element after the first put."""
+    """Rank 1 has another element after the first save."""
     rank = dist.get_rank()
     state = {"w": torch.arange(40_000.0)}
     with (

@@ -1,4 +1,4 @@
-"""At every call of the store and of the staging disk, while two puts are staged, uploaded and published: faults, and deaths.
+"""At every call of the store and of the staging disk, while two saves are staged, uploaded and published: faults, and deaths.
 
 Whatever was acknowledged is there afterwards, once: what was published at once, what was staged when the next process has opened the store
 with that disk. Nothing stays in the folder, nothing is pinned.
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 
 class Full(Faults):
-    """Counts what takes room alone."""
+    """Counts only what uses space."""
 
     def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
         if what.split(maxsplit=1)[0] in ("open", "append", "close", "put", "replace", "rename", "makedirs"):
@@ -29,7 +29,7 @@ class Full(Faults):
 
 
 class Acknowledged:
-    """What a process was told before it died."""
+    """What a process learned before it died."""
 
     def __init__(self) -> None:
         self.staged: set[int] = set()
@@ -38,7 +38,7 @@ class Acknowledged:
 
 
 def run_once(server: PieceStore, path: Path, which: str, faults: Faults) -> Acknowledged:
-    """Two puts on top of a published one, by a process that meets the faults; then another process."""
+    """Two saves on top of a published one, by a process that meets the faults; then another process."""
     told = Acknowledged()
     with process(server, path) as first:
         first.put(0).wait()

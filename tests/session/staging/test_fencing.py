@@ -38,7 +38,7 @@ def test_two_processes_resume_at_once(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_a_zombie_learns_what_became_of_its_put(tmp_path: Path) -> None:
+def test_a_zombie_learns_what_became_of_its_save(tmp_path: Path) -> None:
     server, path, connection = PieceStore(), tmp_path / "stage", Server()
     with process(server, path, store_faults=connection) as zombie:
         zombie.put(0).wait(SECONDS)
@@ -76,8 +76,8 @@ def test_the_ref_moved_meanwhile(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 9, 10])
 
 
-def test_an_unseen_ref_is_not_taken_for_what_was_left_there(tmp_path: Path) -> None:
-    """A job that forgot to restore must not put on top of what its predecessor staged."""
+def test_an_unread_ref_is_not_taken_for_what_was_left_there(tmp_path: Path) -> None:
+    """A job that forgot to restore must not save on top of what its predecessor staged."""
     server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
     with process(server, path) as job:
@@ -165,7 +165,7 @@ def test_what_was_condemned_meanwhile_is_rescued(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1])
 
 
-def test_what_was_freed_meanwhile_is_told(tmp_path: Path) -> None:
+def test_what_was_freed_meanwhile_is_reported(tmp_path: Path) -> None:
     server, path, connection = PieceStore(), tmp_path / "stage", Server()
     with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
         job.put(0).wait(SECONDS)

@@ -1,7 +1,8 @@
-"""The staging disk has no room, for one write or from one write on: what was acknowledged as staged is published, in order, by somebody."""
+"""The staging disk has no space, for one write or from one write on: what was acknowledged as staged is published, in order."""
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 class Acknowledged:
-    """What the processes on one disk were told."""
+    """What the processes on one disk learned."""
 
     def __init__(self) -> None:
         self.staged: set[int] = set()
@@ -27,10 +28,10 @@ class Acknowledged:
     def put(self, job: Process, *steps: int) -> None:
         pendings = []
         for step in steps:
-            try:
-                pendings.append((step, job.put(step)))
-            except StoreError:  # what an earlier one failed with
-                pendings.append((step, job.put(step)))
+            for _ in steps:
+                with suppress(StoreError):  # what an earlier one failed with
+                    pendings.append((step, job.put(step)))
+                    break
         for step, pending in pendings:
             ended(pending)
             self.staged |= {step} if pending.staged.reached() else set()
@@ -47,7 +48,7 @@ def require_nothing_lost(server: PieceStore, path: Path, told: Acknowledged) -> 
 
 
 def test_full_from_each_write_on(tmp_path: Path) -> None:
-    """The disk is full for the rest of one process, and for all of the next one, which puts as well; then it has room."""
+    """The disk is full for the rest of one process, and for all of the next one, which saves as well; then it has space."""
     for at in range(1, 1000):
         server, path, told, full = PieceStore(), tmp_path / str(at) / "stage", Acknowledged(), Full("no-space", persistent=True)
         with process(server, path) as job:
@@ -99,7 +100,7 @@ def refused_put(job: Process, step: int, monkeypatch: pytest.MonkeyPatch) -> tsc
     return pending
 
 
-def test_a_put_waits_behind_one_that_still_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_behind_one_that_still_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, path = PieceStore(), tmp_path / "stage"
     with process(server, path) as job:
         job.put(0).wait(SECONDS)
@@ -111,7 +112,7 @@ def test_a_put_waits_behind_one_that_still_fails(tmp_path: Path, monkeypatch: py
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_a_put_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, path, connection = PieceStore(), tmp_path / "stage", Server()
     with process(server, path, store_faults=connection) as job:
         job.put(0).wait(SECONDS)
@@ -128,8 +129,8 @@ def test_a_put_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.M
     require_all_well(server, path, [0, 1, 3])
 
 
-def test_room_that_a_failed_put_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save does not fit beside it, so it is published first."""
+def test_space_that_a_failed_save_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save does not fit in addition, so it is published first."""
     server, path = PieceStore(), tmp_path / "stage"
     with process(server, path, capacity_bytes=450 * KIB) as job:
         refused_put(job, 0, monkeypatch)

@@ -82,7 +82,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_another_user_put_there_is_refused(url: Path, shared: Path, precious: Path, users: Users, case: tuple[str, Attack]) -> None:
+def test_files_of_another_user_are_refused(url: Path, shared: Path, precious: Path, users: Users, case: tuple[str, Attack]) -> None:
     name, attack = case
     root = root_of(url, shared)
     neighbours.make_tree(root)
@@ -147,7 +147,7 @@ def test_a_folder_that_is_exchanged_while_it_is_used(url: Path, shared: Path, pr
     assert len(list((shared / "away" / "staged").iterdir())) == 1
 
 
-def test_a_folder_that_was_deleted_is_made_anew(url: Path, shared: Path) -> None:
+def test_a_folder_that_was_deleted_is_made_again(url: Path, shared: Path) -> None:
     root = root_of(url, shared)
     with opened(url, shared) as store:
         root.rename(shared / "away")

@@ -98,7 +98,7 @@ def test_a_rank_that_fails_during_its_upload(pool: Pool, folder: Path, failing: 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_no_put_overtakes_one_that_failed_at_each_try(pool: Pool, folder: Path, failing: int) -> None:
+def test_no_save_overtakes_one_that_failed_at_each_try(pool: Pool, folder: Path, failing: int) -> None:
     pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     for error, steps in pool.run(jobs.fail_all_tries, str(folder), 2, OWN, failing, ranks=2):
         assert error == "PermissionDeniedError"

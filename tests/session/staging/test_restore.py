@@ -1,4 +1,4 @@
-"""Restores beside a staging disk: of what is staged, here and elsewhere; and what they leave on the disk for the next one."""
+"""Restores with a staging disk: of what is staged, here and elsewhere; and what they leave on the disk for the next one."""
 
 from itertools import pairwise
 from pathlib import Path

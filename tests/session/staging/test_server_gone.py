@@ -32,7 +32,7 @@ def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
     require_all_well(server, tmp_path / "stage", [0, 1, 2, 3, 4])
 
 
-def test_it_goes_away_while_a_put_is_staged(tmp_path: Path) -> None:
+def test_it_goes_away_while_a_save_is_staged(tmp_path: Path) -> None:
     """What is shared with the store cannot be pinned then, so it is staged as well."""
     server, connection = PieceStore(), Server()
     with process(server, tmp_path / "stage", store_faults=connection) as job:
@@ -96,7 +96,7 @@ def test_close_leaves_what_others_staged(tmp_path: Path) -> None:
 
 
 def test_a_refusal_costs_nothing_that_was_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials that ran out: told, and the next process goes on."""
+    """Expired credentials: reported, and the next process continues."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionDeniedError("the token has expired")

@@ -63,7 +63,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> None:
-    """Puts through faults; then another host looks, past the proxy."""
+    """Saves through faults; then another host looks, past the proxy."""
     url = f"s3://{BUCKET}/{uuid.uuid4()}"
     opened(path, url, proxy.url).close()
     plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in faults for step in STEPS]

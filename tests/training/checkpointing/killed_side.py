@@ -87,7 +87,7 @@ def train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[
     except tsck.StoreError as exc:
         code = ENDED
         _note(rank, f"ended by {_line(exc)}", 0)
-    except BaseException as exc:  # noqa: BLE001 - the test tells it
+    except BaseException as exc:  # noqa: BLE001 - the test reports it
         frames = traceback.extract_tb(exc.__traceback__)[-3:]
         _note(rank, f"raised {_line(exc)} ({', '.join(f'{Path(each.filename).name}:{each.lineno}' for each in frames)})", 0)
     os._exit(code)

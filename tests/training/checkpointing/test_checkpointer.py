@@ -134,7 +134,7 @@ def test_damaged_and_marked_snapshots_are_passed_over(store: tsck.Store, tmp_pat
     assert store.log("run")[0].parent == found.root
 
 
-def test_where_nothing_is_sound_it_does_not_begin_anew(store: tsck.Store, tmp_path: Path) -> None:
+def test_it_does_not_start_over_if_no_snapshot_is_undamaged(store: tsck.Store, tmp_path: Path) -> None:
     state = fresh()
     with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
         train(ckpt, state, 1, 1)
@@ -148,7 +148,7 @@ def test_where_nothing_is_sound_it_does_not_begin_anew(store: tsck.Store, tmp_pa
         ckpt.resume()
 
 
-def test_where_all_is_marked_it_does_not_begin_anew(store: tsck.Store) -> None:
+def test_it_does_not_start_over_if_all_snapshots_are_marked(store: tsck.Store) -> None:
     state = fresh()
     with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
         train(ckpt, state, 1, 2)

@@ -79,7 +79,7 @@ def drifted(pool: Pool, tmp_path: Path) -> str:
 
 
 def test_drift_stops_a_resume_and_is_named(pool: Pool, drifted: str) -> None:
-    """Also where a later put of the same run, which looks at a share of the replicas only, has found nothing."""
+    """Also where a later save of the same run, which looks at a share of the replicas only, has found nothing."""
     for error in pool.ask(resume_side.resume, drifted, "plain", 2, "", ranks=2):
         assert isinstance(error, tsck.SnapshotMarkedBadError)
         said = str(error)

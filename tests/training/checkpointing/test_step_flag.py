@@ -28,7 +28,7 @@ class Connection(FakeStore):
             raise RuntimeError("connection reset")
 
 
-def test_a_connection_that_broke_is_made_anew() -> None:
+def test_a_connection_that_broke_is_made_again() -> None:
     server = Server()
     thread = StoreThread(server)
     board = StepFlag(thread, thread.renew, rank=0, prefix="", lead_steps=3, clock=lambda: 0.0)

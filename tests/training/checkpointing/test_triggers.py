@@ -119,7 +119,7 @@ def test_a_signal_is_answered_once() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_joined_triggers_tell_what_one_rank_decides() -> None:
+def test_joined_triggers_announce_what_one_rank_decides() -> None:
     when = (tsck.every_steps(5) & tsck.every_seconds(60)) | tsck.auto()
     assert [type(each).__name__ for each in when.decided()] == ["every_seconds", "auto"]
     assert all(isinstance(each, DecidedTrigger) for each in when.decided())

@@ -92,7 +92,7 @@ def test_what_will_repeat_ends_the_training_at_the_first_save(tmp_path: Path, as
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_ref_that_another_job_took_over_ends_the_training(tmp_path: Path, asynchronous: bool) -> None:
-    """Each later put would meet the same conflict."""
+    """Each later save would meet the same conflict."""
     job = Job(tmp_path, asynchronous=asynchronous)
     job.save()
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as other:
@@ -103,7 +103,7 @@ def test_a_ref_that_another_job_took_over_ends_the_training(tmp_path: Path, asyn
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("mode", ["unavailable", "no-space"])
-def test_what_may_pass_is_told_until_it_has_lasted_too_long(tmp_path: Path, asynchronous: bool, mode: str) -> None:
+def test_a_transient_failure_is_a_warning_until_it_has_lasted_too_long(tmp_path: Path, asynchronous: bool, mode: str) -> None:
     job = Job(tmp_path, asynchronous=asynchronous, max_unsaved_seconds=100)
     job.save()
     job.save(10)
@@ -123,7 +123,7 @@ def test_what_may_pass_is_told_until_it_has_lasted_too_long(tmp_path: Path, asyn
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_one_that_is_put_ends_the_count(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_published_save_ends_the_count(tmp_path: Path, asynchronous: bool) -> None:
     job = Job(tmp_path, asynchronous=asynchronous, max_unsaved_seconds=100)
     for _ in range(3):
         job.away()
@@ -215,7 +215,7 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, asynchron
         assert (steps, ended[0] < 40) == ([4], True)
 
 
-def test_an_end_that_was_told_counts_no_more_once_the_save_is_published(pool: Pool, tmp_path: Path) -> None:
+def test_a_reported_end_is_void_when_the_save_is_published(pool: Pool, tmp_path: Path) -> None:
     """Rank 0 says at step 9 that all end at step 12; the save of step 8 is published at step 10."""
     make_store(tmp_path)
     found = pool.run(unsaved_side.run, str(tmp_path), "two saves are slow", True, 3, ranks=3)

@@ -17,7 +17,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(scope="session")
 def recipes_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a store in it: each recipe puts to a ref of its own."""
+    """With a store in it: each recipe saves to a ref of its own."""
     folder = tmp_path_factory.mktemp("recipes")
     make_store(folder)
     return folder

@@ -37,7 +37,7 @@ def numbers_of(mesh: DeviceMesh) -> range:
 
 @recipe(at(4), [at(2), at(8)])
 def plain_experts_of_each_rank() -> Job:
-    """Plain tensors under names that only this rank has, beside FSDP2 over all ranks."""
+    """Plain tensors under names that only this rank has, in addition to FSDP2 over all ranks."""
     mesh = mesh_of(ep=torch.distributed.get_world_size())
     model = Mixture(numbers_of(mesh))
     fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))

@@ -73,7 +73,7 @@ class Recipe:
     dcp: str
     """Why DCP's own files do not do it; empty: they do."""
     imports: tuple[str, ...]
-    """What defines the classes of its tensors, and whoever restores it imports."""
+    """The module that defines the classes of its tensors, which a restoring process imports."""
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer, **extra: Any)
 
 
 def step(model: nn.Module, *optimizers: torch.optim.Optimizer, batch: torch.Tensor | None = None) -> None:
-    """Forward, backward, step: with the same batch on all ranks unless told otherwise."""
+    """Forward, backward, step: with the same batch on all ranks by default."""
     model(torch.randn(4, 8) if batch is None else batch).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -226,7 +226,7 @@ def _tried(action: Callable[[], object]) -> str:
     """What went wrong, with where it did."""
     try:
         action()
-    except (Exception, CheckpointException) as raised:  # noqa: BLE001 - the test tells it
+    except (Exception, CheckpointException) as raised:  # noqa: BLE001 - the test reports it
         exc = next(iter(raised.failures.values()))[0] if isinstance(raised, CheckpointException) else raised
         where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in traceback.extract_tb(exc.__traceback__)[-1:])
         return f"{type(exc).__name__}: {exc}{where}"

@@ -1,4 +1,4 @@
-"""Recipes of optimizers and of what trains beside them, on a model under FSDP2 and HSDP."""
+"""Recipes of optimizers and of what trains with them, on a model under FSDP2 and HSDP."""
 
 from collections.abc import Callable
 from typing import Any

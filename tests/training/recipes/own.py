@@ -79,7 +79,7 @@ def a_subset_of_the_ranks(ranks: tuple[int, ...]) -> Job:
 
 @recipe(at(4), [at(2), at(8)])
 def a_value_and_a_tensor_of_rank_0() -> Job:
-    """Beside shards on all ranks."""
+    """In addition to shards on all ranks."""
     model = Block()
     fully_shard(model, mesh=hybrid(dist.get_world_size()))
     job = stepped(model, adamw(model))

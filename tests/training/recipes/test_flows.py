@@ -1,4 +1,4 @@
-"""Runs that go on: on other numbers of ranks, after a kill, and with saves beside the training while ranks are apart."""
+"""Runs that go on: on other numbers of ranks, after a kill, and with asynchronous saves while ranks are apart."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def options() -> dict[str, Any]:
 
 
 def put(store: tsck.Store, ref: str, model: Model, number: int) -> dict[str, Any]:
-    """What was put."""
+    """What was saved."""
     state = state_of(*model, step=number)
     expected = gathered(state)
     store.put_snapshot(state, ref=ref, step=number, **options())
@@ -64,7 +64,7 @@ def begin(folder: str, ref: str) -> dict[str, Any]:
 
 
 def go_on(folder: str, ref: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was restored, and what was put after another step."""
+    """What was restored, and what was saved after another step."""
     model, restored = resume(opened(folder), ref)
     step(*model)
     return restored, put(opened(folder), ref, model, number)
@@ -84,11 +84,11 @@ def test_4_then_2_then_8_then_1(worlds: Worlds, recipes_folder: Path) -> None:
         assert set(gathered(store.checkout("chain"))) == set(expected)
 
 
-# --- beside the training ------------------------------------------------------------------------------------------------
+# --- in the background ------------------------------------------------------------------------------------------------
 
 
 def put_at_unequal_pace(folder: str) -> list[dict[str, Any]]:
-    """Rank 3 is still at the first put when rank 0 has gone on: each mutates its state as soon as it may."""
+    """Rank 3 is still at the first save when rank 0 has gone on: each mutates its state as soon as it may."""
     model, optimizer = built(2)
     store, pending, copies = opened(folder), [], []
     for number in range(1, 5):
@@ -115,7 +115,7 @@ def restored_at(folder: str, address: str) -> dict[str, Any]:
     return resume(opened(folder), address)[1]
 
 
-def test_saves_beside_the_training_at_unequal_pace(worlds: Worlds, recipes_folder: Path) -> None:
+def test_asynchronous_saves_at_unequal_pace(worlds: Worlds, recipes_folder: Path) -> None:
     sides = worlds.run(4, put_at_unequal_pace, str(recipes_folder))
     with tsck.open(recipes_folder / "store", cache_dir=recipes_folder / "cache") as store:
         for number in range(1, 5):
@@ -132,7 +132,7 @@ def test_saves_beside_the_training_at_unequal_pace(worlds: Worlds, recipes_folde
 
 
 def put_and_die(folder: str, victim: int) -> None:
-    """With a put under way."""
+    """With a save in progress."""
     model, optimizer = built(3)
     store = opened(folder)
     put(store, "elastic", (model, optimizer), 1)
@@ -148,7 +148,7 @@ def put_and_die(folder: str, victim: int) -> None:
 
 
 def test_elastic_restart(worlds: Worlds, recipes_folder: Path) -> None:
-    """Whatever the put came to: fewer ranks go on from the newest snapshot, which is whole, then again as many as there were."""
+    """Whatever the save came to: fewer ranks go on from the newest snapshot, which is whole, then again as many as there were."""
     with pytest.raises(AssertionError, match="crashed"):
         worlds.run(4, put_and_die, str(recipes_folder), 0)
     with tsck.open(recipes_folder / "store", cache_dir=recipes_folder / "cache") as store:

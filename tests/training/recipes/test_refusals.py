@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "boxes that overlap": (lambda: flat(0, 5, 8, 15, size=5), ["ranks 1-2"]),
     "a gap between boxes": (lambda: flat(0, 5, 10, 15, size=4), ["4 of 20"]),
 }
-"""Name -> what lies at ``model.w`` on each rank (nothing: it is left out), and what all ranks are told beside that path."""
+"""Name -> what lies at ``model.w`` on each rank (nothing: it is left out), and what the error says on all ranks, besides that path."""
 
 GOOD: dict[str, Callable[[], Any]] = {"alone": dict, "beside shards": lambda: {"other": spread(), "same": torch.ones(3), "epoch": 1}}
 

@@ -1,16 +1,15 @@
-"""The command that makes old snapshots smaller: recode."""
+"""The commands that write the packs of old snapshots again: recode and tier."""
 
 from collections.abc import Iterator
 
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, rate_option, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, printable, table
+from tensorstore_ck.cli.output import counted, emit, printable, shortened_table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.recode import RecodeReport
-
-MAX_SHOWN = 40
+from tensorstore_ck.gc.tiering import TierReport
 
 
 @command(
@@ -43,20 +42,51 @@ def recode(
         raise click.UsageError("Give branches or snapshots, or --all.")
     with choice.open(read_only=dry_run) as store, Bar() as bar:
         report = store.recode(*addresses, codec=codec, older_than=older_than, dry_run=dry_run, rate_limit=rate_limit, progress=bar.phase)
-    emit(report, map(choice.complete, _lines(report)), as_json=as_json)
+    emit(report, map(choice.complete, _recode_lines(report)), as_json=as_json)
 
 
-def _lines(report: RecodeReport) -> Iterator[str]:
+def _recode_lines(report: RecodeReport) -> Iterator[str]:
     would = "would be " if report.dry_run else ""
     yield f"looked at {counted(report.snapshots, 'snapshot')}: {counted(report.kept, 'pack')} would not become smaller"
     yield from (f"note: {printable(note)}" for note in report.notes)
     if report.rewritten:
         rows = [[pack.name, human_bytes(pack.bytes), human_bytes(pack.live_bytes)] for pack in report.rewritten]
         yield f"{counted(len(rows), 'pack')} {would}rewritten"
-        yield from indented(table(["PACK", "SIZE", "LIVE"], rows[:MAX_SHOWN], right={"SIZE", "LIVE"}))
-        if len(rows) > MAX_SHOWN:
-            yield f"  ... and {len(rows) - MAX_SHOWN:,} more"
+        yield from shortened_table(["PACK", "SIZE", "LIVE"], rows, right={"SIZE", "LIVE"})
         about = "about " if report.dry_run else ""
         share = report.after_bytes / max(1, report.before_bytes)
         size = f"{human_bytes(report.before_bytes)}, {would}{about}{human_bytes(report.after_bytes)} ({share:.0%})"
+        yield f"blocks took {size}" + ("" if report.dry_run else "; `tsck gc` frees what was replaced")
+
+
+@command("Move and encode old snapshots, as policies say.", "tsck tier --dry-run", "tsck tier --rate-limit 200MB")
+@click.option("--dry-run", is_flag=True, help="Only print what would be done.")
+@click.option("--claim-locations", is_flag=True, help="This store was moved, and no copy of it is in use: its moved packs are its own.")
+@rate_option
+@store_options(writes=True)
+def tier(choice: StoreChoice, *, dry_run: bool, claim_locations: bool, rate_limit: float | None, as_json: bool) -> None:
+    """Re-encode and move old packs as policies say (recode_after=7d move_after=30d:URL), to colder locations or back.
+
+    A pack moves only when every snapshot that uses it is old enough; packs of pinned snapshots move back. The store reads moved packs as
+    before. The next `tsck gc` frees the replaced packs. Jobs may run meanwhile; may be killed at any time and run again.
+    """
+    with choice.open(read_only=dry_run) as store, Bar() as bar:
+        report = store.migrate_tiers(dry_run=dry_run, claim_locations=claim_locations, rate_limit=rate_limit, progress=bar.phase)
+    emit(report, map(choice.complete, _tier_lines(report)), as_json=as_json)
+
+
+def _tier_lines(report: TierReport) -> Iterator[str]:
+    if not report.snapshots:
+        yield "no policy has an age rule: `tsck policy set 'runs/*' recode_after=7d move_after=30d:s3://cold/ckpt` makes one"
+        return
+    would, now = ("would be ", "would be about ") if report.dry_run else ("", "now ")
+    yield f"looked at {counted(report.snapshots, 'snapshot')}: {counted(len(report.packs), 'pack')} {would}moved or re-encoded"
+    yield from (f"note: {printable(note)}" for note in report.notes)
+    if report.packs:
+        rows = [
+            [pack.name, human_bytes(pack.live_bytes), "moved" if pack.is_moved else "encoded", printable(pack.place or "the store")]
+            for pack in report.packs
+        ]
+        yield from shortened_table(["PACK", "LIVE", "", "TO"], rows, right={"LIVE"})
+        size = f"{human_bytes(report.before_bytes)}, {now}{human_bytes(report.written_bytes)}"
         yield f"blocks took {size}" + ("" if report.dry_run else "; `tsck gc` frees what was replaced")

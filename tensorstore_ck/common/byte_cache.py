@@ -1,0 +1,36 @@
+"""Decoded objects in memory, up to a number of bytes."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ByteCache(Generic[K, V]):
+    """Keeps what was put last, and at least one object. Thread-safe."""
+
+    def __init__(self, max_bytes: int, size_bytes: Callable[[V], int]) -> None:
+        """`size_bytes` returns about how much memory an object takes."""
+        self._max_bytes = max_bytes
+        self._size_bytes = size_bytes
+        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """The object, if it is kept."""
+        with self._lock:
+            return self._kept.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Keeps an object, and drops the oldest ones that exceed the limit. Objects never change, so one that is kept stays."""
+        with self._lock:
+            if key in self._kept:
+                return
+            self._kept[key] = value
+            self._kept_bytes += self._size_bytes(value)
+            while self._kept_bytes > self._max_bytes and len(self._kept) > 1:
+                self._kept_bytes -= self._size_bytes(self._kept.popitem(last=False)[1])

@@ -1,0 +1,172 @@
+"""`DcpPut`: one rank's side of one save. It writes the rank's part; the coordinator's then publishes the parts of all ranks.
+
+Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tensorstore_ck.common.free_space import require_free_space
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.pack_writer import PackWriter
+from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
+from tensorstore_ck.engine.write.publish import retry_expired
+from tensorstore_ck.engine.write.put import StoreDestination
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
+from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
+from tensorstore_ck.format.layout import layout_id
+from tensorstore_ck.integrations.dcp.plans import Role
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.put import freeable_said
+from tensorstore_ck.session.save.put_status import PutStatus
+
+
+class WriterReport(NamedTuple):
+    """A rank's report on its part, for the coordinator."""
+
+    part: int
+    layout: Digest
+    parts: dict[str, Any]
+    findings: dict[str, Any]
+
+
+class Begun(NamedTuple):
+    """A part whose tensors are durable."""
+
+    role: Role
+    captured: CapturedState
+    """Without values."""
+    packs: PackWriter
+    tensors: TensorBlocks
+    block_bytes: int
+    anchor: int
+
+
+class Gathered(NamedTuple):
+    """What the coordinator publishes."""
+
+    captured: CapturedState
+    """Its own state, with the values of all ranks."""
+    others: Sequence[WriterReport]
+    """By the number of the part."""
+
+
+class DcpPut:
+    """See `WaitedPut`: the save queue has it between the calls of DCP."""
+
+    number = 0
+
+    def __init__(self, context: SaveContext, request: PutRequest, rank: int) -> None:
+        self.ref, self.step, self.rank = request.ref, request.step, rank
+        self.begun: Begun | None = None
+        """This rank's part, until its values are known."""
+        self.gather: Callable[[], Gathered]
+        """On the coordinator: set before `publish`."""
+        self._request = request
+        self._context, self._engine = context, context.engine
+        self._destination = StoreDestination(context.engine)
+        self._error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """`publish` raises it; DCP informs the other ranks."""
+        self._error = error
+
+    # --- every rank ---------------------------------------------------------------------------------------------------
+
+    def write_tensors(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
+        """The coordinator's call: the values of all ranks, which belong into its part, are not known yet.
+
+        Raises:
+            NoSpaceError: there is not enough space for this rank's tensors.
+        """
+        self._prepare(role, captured, meter)
+        self.begun = self._begin(role, captured, meter)
+        return self.begun
+
+    def write_part(self, role: Role, captured: CapturedState, meter: PutMeter) -> tuple[Begun, WriterReport]:
+        """The call of the other ranks.
+
+        Raises:
+            NoSpaceError: there is not enough space for this rank's tensors.
+        """
+        self._prepare(role, captured, meter)
+
+        def attempt() -> tuple[Begun, WrittenPart, RankParts, SaveFindings]:
+            begun = self._begin(role, captured, meter)
+            return begun, *self._complete(begun, captured, meter)
+
+        begun, written, parts, findings = retry_expired(attempt)
+        self._engine.keep_part(written.ulid, written.part)
+        self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn the outcome
+        return begun, WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
+
+    def _prepare(self, role: Role, captured: CapturedState, meter: PutMeter) -> None:
+        """What every save does before it writes: its share of the job's write rate, and enough space for a ref's first save."""
+        engine, size = self._engine, sum(source.size_bytes for source in captured.sources)
+        meter.expect("hash", size)
+        if engine.limit is not None:
+            engine.limit.share(role.parts)
+        is_first = engine.log.view().branch(self.ref) is None
+        with freeable_said(engine):
+            require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
+
+    def _begin(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
+        anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
+        sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
+        known, coding = self._destination.known(self._request, role.part, role.parts), self._request.coding
+        with open_packs(self._engine, known, meter) as packs:
+            tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
+        tensors.sample.verify(tensors.inlined, tensors.inline)
+        return Begun(role, captured, packs, tensors, block_bytes, anchor)
+
+    def _complete(self, begun: Begun, captured: CapturedState, meter: PutMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
+        """Writes the part, with the values in `captured`, if any."""
+        engine, slot = self._engine, begun.role.slot
+        with open_packs(engine, self._destination.known(self._request, slot.rank, slot.world_size), meter) as packs:
+            blobs = write_blobs(captured, packs, slot, self._request.coding)
+        inlined, inline = inline_of(captured, slot, begun.block_bytes)
+        tensors = begun.tensors._replace(inline=inline, inlined=inlined)
+        written = store_part(engine, captured, blobs, tensors, [begun.packs, packs], anchor=begun.anchor, slot=slot)
+        return (
+            written,
+            checked_parts(engine, [written], begun.anchor),
+            ParentComparison(engine, written, captured, self._request.claim).examine(),
+        )
+
+    # --- the coordinator ----------------------------------------------------------------------------------------------
+
+    def publish(self, status: PutStatus) -> SnapshotInfo:
+        """Writes the coordinator's part, and publishes what all ranks have written."""
+        if self._error is not None:
+            raise self._error
+        with freeable_said(self._engine):
+            info = self._commit(status.meter)
+        self._context.note_speed(status)
+        self._context.fence.note(self.ref, info.root, info.root)
+        return info
+
+    def _commit(self, meter: PutMeter) -> SnapshotInfo:
+        engine, (captured, others) = self._engine, self.gather()
+
+        def attempt() -> SnapshotInfo:
+            assert self.begun is not None
+            written, own, findings = self._complete(self.begun, captured, meter)
+            parts = [own, *(RankParts.of_record(each.parts) for each in others)]
+            request = self._request.judged(engine, merged([findings, *(SaveFindings.of_record(each.findings) for each in others)]))
+            with meter.timed("commit"):
+                record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
+                info = self._destination.commit(request, record, parts, engine.put_id())
+            self._destination.keep(info, [written])
+            return info
+
+        def begin_again() -> None:
+            assert self.begun is not None
+            self.begun = self._begin(self.begun.role, captured, meter)
+
+        return retry_expired(attempt, begin_again)

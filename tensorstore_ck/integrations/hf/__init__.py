@@ -1,0 +1,21 @@
+"""transformers' Trainer over a store: ``tensorstore_ck.hf.Trainer(..., store="./ckpt", ref="runs/x")``.
+
+trainer.py         Trainer, SnapshotMixin and attach: saves and resumes where transformers does
+trainer_values.py  what transformers loses at a resume: losses that are not logged yet
+light_folder.py    the folder `checkpoint-N`, which names a snapshot
+compatibility.py   versions of transformers, and the private methods that are replaced
+
+A Trainer saves into the store whenever it would have written a checkpoint folder, and its own arguments keep their meaning. The folder
+`checkpoint-N` stays, without tensors, for code that looks for it.
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+
+try:
+    import transformers  # noqa: F401
+except ImportError as exc:
+    raise missing_extra("hf", "the Trainer of transformers over a store") from exc
+
+from tensorstore_ck.integrations.hf.trainer import SnapshotMixin, Trainer, attach
+
+__all__ = ["SnapshotMixin", "Trainer", "attach"]

@@ -1,0 +1,351 @@
+"""`Trainer`: transformers' own, which saves into a store. `SnapshotMixin` does the same for subclasses, `attach` for an existing object.
+
+transformers restores in several places of its loop. Here it restores in three: the counters before the loop (they go through the light
+folder, which transformers reads), weights and optimizer after both exist, and the generators after the first batches were skipped.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+import transformers
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
+
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    DamageError,
+    InvalidOptionError,
+    MismatchError,
+    NotFoundError,
+    SnapshotMarkedBadError,
+    StoreError,
+)
+from tensorstore_ck.integrations.hf import trainer_values
+from tensorstore_ck.integrations.hf.compatibility import require_supported
+from tensorstore_ck.integrations.hf.light_folder import SnapshotPointer, read_pointer, write_folder, write_pointer
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
+from tensorstore_ck.training.checkpointing.resume_candidates import choose
+from tensorstore_ck.training.checkpointing.triggers import TriggerContext
+from tensorstore_ck.training.rank_own_state import VALUES
+
+WEIGHTS: Final = ("model",)
+NOT_GENERATORS: Final = ("model", "optimizer", "scheduler", "scaler", "rank_values")
+
+
+class _Always(Trigger):
+    """transformers decides when to save."""
+
+    def fires(self, moment: TriggerContext) -> bool:
+        return True
+
+
+class SnapshotMixin:
+    """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
+
+    def __init__(self, *args: Any, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True, **options: Any) -> None:
+        """All arguments but these go to the Trainer, and keep their meaning.
+
+        `save_total_limit` becomes a policy of the ref: the newest snapshots, and the best one if there is a metric for it.
+
+        Args:
+            args: For the Trainer.
+            store: The store; or its URL or path, where it is created if there is none.
+            ref: The branch; each trial of a hyperparameter search has one below it.
+            asynchronous: Save in the background.
+            options: For the Trainer.
+
+        Raises:
+            MissingExtraError: transformers has another version than those that are supported.
+            InvalidOptionError: DeepSpeed or FSDP1 is on.
+        """
+        super().__init__(*args, **options)
+        self._use_store(store, ref, asynchronous=asynchronous)
+
+    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool) -> None:
+        require_supported()
+        if self._native.is_deepspeed_enabled:
+            raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
+        self._store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._ref, self._asynchronous = ref, asynchronous
+        self._checkpointer: Checkpointer | None = None
+        self._values: dict[str, Any] = {}
+        self._is_resuming = False
+        self._unfinished: list[tuple[PendingSnapshot, Path]] = []
+
+    @property
+    def _native(self) -> Any:
+        """This object, with the private names of transformers' Trainer."""
+        return self
+
+    @property
+    def _group(self) -> "dist.ProcessGroup | None":
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+
+    # --- resume -------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
+        """As transformers' Trainer.
+
+        Args:
+            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``; or a
+                folder, of this Trainer or of transformers.
+            trial: See transformers.
+            ignore_keys_for_eval: See transformers.
+
+        Returns:
+            See transformers.
+
+        Raises:
+            ConflictError: the ref has snapshots of another run, and `resume_from_checkpoint` is not given.
+            StoreError: a save failed permanently; see `Checkpointer`.
+        """
+        self._checkpointer, skipped = None, list[str]()
+        output: TrainOutput | None = None
+        while output is None:
+            address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
+            self._is_resuming = address is not None
+            try:
+                given = self._native_folder(resume_from_checkpoint) if address is None else self._write_folder_of(address)
+                output = super().train(given, trial, ignore_keys_for_eval)  # type: ignore[misc]
+            except DamageError as exc:
+                if resume_from_checkpoint is not True or address is None or not self._is_resuming:
+                    raise
+                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
+                skipped.append(address)
+        self._finish_saves()
+        return output
+
+    def _address_of(self, given: str | bool | None, ref: str, skipped: Collection[str]) -> str | None:
+        """The snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
+        if given is None or given is False:
+            self._require_own(ref)
+            return None
+        if given is True:
+            return self._newest(ref, skipped)
+        if not os.path.isdir(given):
+            return given
+        pointer = read_pointer(given)
+        if pointer is not None and pointer.store != self._store.url and "@" in pointer.address:  # a root is the same snapshot anywhere
+            raise MismatchError(
+                f"{given} names a snapshot of {pointer.store}, and this Trainer's store is {self._store.url}: pass ref@step of this store",
+                object_id=given,
+            )
+        return None if pointer is None else pointer.address
+
+    def _native_folder(self, given: str | bool | None) -> str | bool | None:
+        """True: the newest folder that transformers wrote, not a light one, whose save may never have been published."""
+        if given is not True:
+            return given
+        for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
+            if read_pointer(folder) is None:
+                return str(folder)
+        raise ValueError(f"No valid checkpoint found: {self._ref!r} has no snapshot, and {self._native.args.output_dir} no checkpoint")
+
+    def _write_folder_of(self, address: str) -> str:
+        """Writes the light folder from which transformers resumes."""
+        values = trainer_values.target()
+        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        if found is None:
+            raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
+        folder = self._folder(found.step)
+        if self._native.args.local_process_index == 0:
+            write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
+        if self._group is not None:
+            dist.barrier(self._group)
+        return str(folder)
+
+    def _newest(self, ref: str, skipped: Collection[str]) -> str | None:
+        """The address of the newest snapshot to resume from; None if there are none, so that transformers looks for its own folders."""
+        self._store.finish_staged(ref, self._group)
+
+        def choose_here() -> bytes:
+            chosen = choose(self._store, ref, skipped, None)
+            if chosen.drift:
+                raise SnapshotMarkedBadError(
+                    f"{chosen.drift}. A rank may be corrupted: compare the copies, then pass an earlier step, or "
+                    f"resume_from_checkpoint={chosen.address!r} to accept it",
+                    object_id=chosen.address,
+                )
+            if not chosen.address and not chosen.is_new:
+                raise CorruptObjectError(f"none of the snapshots of {ref!r} can be restored: run `tsck fsck --read-data`", object_id=ref)
+            return chosen.address.encode()
+
+        group = self._group
+        title = f"the resume of {ref!r}, {len(skipped)} skipped"
+        found = (
+            choose_here()
+            if group is None
+            else self._store.session.groups.broadcast(group, title, choose_here, timeout_seconds=TIMEOUT_SECONDS)
+        )
+        return found.decode() or None
+
+    def _require_own(self, ref: str) -> None:
+        """A run that starts from the beginning must not take over the ref of another, which may still be running."""
+        if self._store.session.fence.knows(ref) or ref not in self._store.branches():
+            return
+        newest = self._store.resolve(ref)
+        raise ConflictError(
+            f"{ref!r} has snapshots of an earlier run (step {newest.step}): pass resume_from_checkpoint=True to continue it, or "
+            f"another ref to keep both, or delete it first with `tsck forget {ref}`",
+            object_id=ref,
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if read_pointer(resume_from_checkpoint) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or read_pointer(checkpoint) is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        pointer = None if checkpoint is None else read_pointer(checkpoint)
+        if pointer is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self._values = trainer_values.target()
+        self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_GENERATORS)
+        self._is_resuming = False
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        pointer = None if checkpoint is None else read_pointer(checkpoint)
+        if pointer is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            return
+        TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
+        trainer_values.restore(self._native, self._values)
+
+    def _load_best_model(self) -> None:
+        native = self._native
+        pointer = read_pointer(native.state.best_model_checkpoint)
+        if pointer is None:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        if self._checkpointer is not None:  # else this run has saved nothing
+            self._checkpointer.wait()
+        TrainingState(model=native.model).restore(self._store, pointer.address, group=self._group, parts=WEIGHTS)
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        native, state = self._native, self._native.state
+        if native.hp_search_backend is None and trial is None:
+            native.store_flos()
+        folder = self._folder(state.global_step, trial)
+        if native.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
+            best = self._folder(state.best_global_step, trial)
+            if best == folder or best.exists():
+                state.best_model_checkpoint = str(best)
+        if native.args.should_save:
+            trainer_values.note_callbacks(native)
+        self._values.update(trainer_values.capture(native))
+        if self._checkpointer is None:
+            self._checkpointer = self._new_checkpointer(self._ref_of(trial))
+        saved = self._checkpointer.step(state.global_step, trainer_values.step_metrics(state), epoch=state.epoch)
+        self._finish_folders()
+        if saved is None:
+            return  # the Checkpointer warned, and will raise if it goes on
+        if native.args.should_save:
+            address = f"{self._ref_of(trial)}@{state.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
+            write_folder(folder, SnapshotPointer(self._store.url, address), self._values[trainer_values.STATE])
+            if isinstance(saved, PendingSnapshot):
+                self._unfinished.append((saved, folder))
+        if native.args.push_to_hub:
+            native.save_model(str(folder), _internal_call=True)
+            native._push_from_checkpoint(str(folder))
+        if native.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder.parent),
+                save_total_limit=native.args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _new_checkpointer(self, ref: str) -> Checkpointer:
+        args = self._native.args
+        keep: dict[str, object] | None = None
+        if args.save_total_limit is not None and args.save_total_limit > 0:
+            keep = {"keep_last": args.save_total_limit}
+            if args.metric_for_best_model is not None:
+                metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+                keep["keep_best"] = (1, metric, "max" if args.greater_is_better else "min")
+        training = self._training(self._values)
+        return Checkpointer(self._store, training, ref=ref, when=_Always(), keep=keep, asynchronous=self._asynchronous, group=self._group)
+
+    def _training(self, values: dict[str, Any]) -> TrainingState:
+        native = self._native
+        optimizer, scaler = native.optimizer, getattr(native.accelerator, "scaler", None)
+        saves_all = not native.args.save_only_model
+        return TrainingState(
+            model=native.model,
+            optimizer=getattr(optimizer, "optimizer", optimizer) if saves_all else None,
+            scheduler=native.lr_scheduler if saves_all else None,
+            scaler=scaler if saves_all else None,
+            rank_values=values,
+        )
+
+    def _finish_saves(self) -> None:
+        """Waits for the saves of this run.
+
+        Raises:
+            StoreError: the newest failed.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._finish_folders()
+
+    def _finish_folders(self) -> None:
+        """Writes the root into light folders whose saves have ended; deletes those whose saves failed."""
+        left = []
+        for pending, folder in self._unfinished:
+            if not pending.done():
+                left.append((pending, folder))
+            elif folder.exists():
+                try:
+                    pointer = SnapshotPointer(self._store.url, pending.wait().root)
+                except StoreError:
+                    shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
+                else:
+                    write_pointer(folder, pointer)
+        self._unfinished = left
+
+    def _folder(self, step: int | None, trial: Any = None) -> Path:
+        return Path(self._native._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    def _ref_of(self, trial: Any) -> str:
+        """The branch; that of a trial is named after its folder."""
+        return self._ref if trial is None else f"{self._ref}/{Path(self._native._get_output_dir(trial=trial)).name}"
+
+
+class Trainer(SnapshotMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers' Trainer, which saves into a store: see `SnapshotMixin`."""
+
+
+def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
+    """Makes an existing Trainer, of any subclass, save into a store.
+
+    Args:
+        trainer: The Trainer.
+        store: See `SnapshotMixin`.
+        ref: See `SnapshotMixin`.
+        asynchronous: See `SnapshotMixin`.
+
+    Raises:
+        InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
+    """
+    if isinstance(trainer, SnapshotMixin):
+        raise InvalidOptionError("this Trainer saves into a store already", object_id="trainer")
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
+    SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous)

@@ -1,0 +1,62 @@
+"""What transformers keeps in memory only, or in a checkpoint folder's small files, and a resume needs.
+
+transformers does not save the losses since the last log: the first loss that it logs after a resume is of fewer steps.
+"""
+
+import dataclasses
+import json
+from typing import Any, Final
+
+from transformers import Trainer as NativeTrainer
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+STATE: Final = "trainer_state"
+_TR_LOSS: Final = "loss_since_log"
+_LOGGED: Final = "logged_step"
+
+
+def capture(trainer: NativeTrainer) -> dict[str, Any]:
+    """The values of this rank, which differ by rank: only some ranks are the first of their host, and each measures its own time."""
+    native: Any = trainer
+    return {
+        STATE: json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n",  # as TrainerState.save_to_json
+        _TR_LOSS: native._tr_loss,
+        _LOGGED: native._globalstep_last_logged,
+    }
+
+
+def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
+    """Restores the losses since the last log. transformers has restored the `TrainerState` from the light folder."""
+    native: Any = trainer
+    loss = values[_TR_LOSS].to(native._tr_loss.device)
+    native._tr_loss.copy_(loss)
+    native._globalstep_last_logged = values[_LOGGED]
+    # `train_loss` is the mean over the steps of this call of train(): it must not count losses of steps before the resume
+    native._total_loss_scalar = -loss.item()
+
+
+def target() -> dict[str, Any]:
+    """What `capture` returned is restored into a dict with these keys."""
+    return dict.fromkeys((STATE, _TR_LOSS, _LOGGED))
+
+
+def note_callbacks(trainer: NativeTrainer) -> None:
+    """Notes the states of callbacks in the `TrainerState`, as transformers does when it saves."""
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name, state = type(callback).__name__, callback.state()
+            noted = trainer.state.stateful_callbacks[name]
+            if isinstance(noted, list):
+                noted.append(state)
+            else:
+                trainer.state.stateful_callbacks[name] = state
+
+
+def step_metrics(state: TrainerState) -> dict[str, float]:
+    """The numbers that were logged at the present step: losses, and metrics of an evaluation."""
+    found: dict[str, float] = {}
+    for entry in state.log_history:
+        if entry.get("step") == state.global_step:
+            found |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
+    return found

@@ -1,0 +1,159 @@
+"""A `Checkpointer`'s saves in progress, and the end of the training when saves keep failing: on all ranks after the same step."""
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.errors import SnapshotAbortedError, StoreError
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.training.checkpointing.step_flag import StepFlag
+from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class PendingSaves:
+    """One rank's saves in progress. All ranks of the group call `begin_round` and `end_if_failing` at the same points."""
+
+    def __init__(
+        self,
+        store: Store,
+        ref: str,
+        group: "ProcessGroup | None",
+        unsaved: UnsavedTime,
+        flag: StepFlag | None,
+        *,
+        run_id: str,
+        timeout_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store, self._ref, self._group, self._unsaved, self._flag = store, ref, group, unsaved, flag
+        self._run_id, self._timeout_seconds, self._clock = run_id, timeout_seconds, clock
+        self._pending: list[tuple[PendingSnapshot, float]] = []
+        self.lag_seconds = 0.0
+        """From the begin of the newest published save until it was published; 0 if not measured yet."""
+        self._ends_at: int | None = None
+        """The step, announced by rank 0, after which all ranks check whether the training must end."""
+        self._round = 0
+        """Number of resumes and checks whether the training must end: equal on all ranks."""
+
+    def begin_round(self) -> None:
+        """The training begins, resumes, or goes on after a check."""
+        self._round += 1
+        self._ends_at = None
+
+    def add(self, pending: PendingSnapshot, began: float) -> None:
+        """A save was begun at the time `began` of the clock."""
+        self._pending.append((pending, began))
+
+    def check(self) -> None:
+        """Notes the outcome of those that have ended."""
+        left = []
+        for pending, began in self._pending:
+            if not pending.done():
+                left.append((pending, began))
+            elif self._wait_for(pending):
+                self.lag_seconds = self._clock() - began
+        self._pending = left
+
+    def wait(self) -> None:
+        """Waits until all have ended; failures are warnings.
+
+        Raises:
+            StoreError: a permanent failure.
+        """
+        pending, self._pending = self._pending, []
+        for each, _ in pending:
+            self._wait_for(each)
+        if self._unsaved.refusal is not None:
+            self.end()
+
+    def _wait_for(self, pending: PendingSnapshot) -> bool:
+        """Waits for a save; returns whether it was published. Handles its error."""
+        try:
+            pending.wait()
+        except Exception as exc:  # noqa: BLE001 - also other errors, such as a device's
+            self.fail(pending.step, exc)
+            return False
+        self._unsaved.note_published()
+        return True
+
+    # --- failures ----------------------------------------------------------------------------------------------------
+
+    def fail(self, step: int | None, exc: BaseException) -> None:
+        """A save failed: warns, unless later ones will fail the same way."""
+        if not self._unsaved.fail(exc):
+            warnings.warn(f"the snapshot of step {step} was not saved: {exc}; the training continues", stacklevel=5)
+
+    def resolve_undecided(self) -> None:
+        """See `UnsavedTime.resolve_undecided`. Only warns on failure, since ranks must begin the next save together."""
+        try:
+            self._unsaved.resolve_undecided(self._store)
+        except StoreError as exc:
+            warnings.warn(f"{exc}; the next save checks again", stacklevel=5)
+
+    def end_if_failing(self, step: int) -> None:
+        """Ends the training if saves keep failing; all ranks do so after the step that rank 0 announces."""
+        if self._flag is None:
+            self.end(unless_sound=True) if self._must_end() else None
+            return
+        if self._ends_at is None:
+            try:
+                self._ends_at = self._flag.poll(f"end/{self._round}", step, wants=self._must_end())
+            except SnapshotAbortedError as exc:
+                if self._unsaved.is_too_long and self._flag.away_seconds > self._unsaved.max_seconds:
+                    self._unsaved.fail(exc)
+                    self.end()  # the flag did not answer for too long: this rank decides for itself
+        if self._ends_at is not None and step >= self._ends_at:
+            self.end(unless_sound=True)
+
+    def _must_end(self) -> bool:
+        """Whether a save failed permanently on this rank, or, on the first rank, saves have failed or hung for too long."""
+        is_first, unsaved = self._flag is None or self._flag.is_first, self._unsaved
+        is_failing = unsaved.failure is not None or bool(self._pending)
+        return unsaved.refusal is not None or (is_first and is_failing and unsaved.is_too_long)
+
+    def _all_continue(self) -> bool:
+        """Whether no rank has to end after the running saves have ended; equal on all ranks."""
+        if self._group is None:
+            return not self._must_end()
+        title, must_end = f"whether saves to {self._ref!r} still fail ({self._run_id}, {self._round})", self._must_end()
+        try:
+            ending = self._store.session.groups.all_gather(
+                self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
+            )
+        except StoreError as exc:
+            self._unsaved.failure = self._unsaved.failure or exc
+            return False
+        return not any(map(any, ending))
+
+    def end(self, *, is_over: bool = False, unless_sound: bool = False) -> None:
+        """Waits for running saves, then raises why saves fail; on all ranks after the same step.
+
+        `is_over`: the training is over. `unless_sound`: returns instead if the running saves succeeded.
+        """
+        unsaved = self._unsaved
+        error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
+        report = self._store.drain(self._timeout_seconds)
+        self.check()
+        self.resolve_undecided()
+        continues = unless_sound and self._all_continue()
+        self.begin_round()
+        if continues:
+            return
+        error = error or unsaved.refusal or unsaved.failure
+        self._pending = []
+        unsaved.begin()
+        if error is not None and will_repeat(error):
+            error.add_note(
+                f"(each save to {self._ref!r} would fail the same way: the training must not continue without snapshots; {report})"
+            )
+            raise error
+        kind = type(error) if isinstance(error, StoreError) else SnapshotAbortedError
+        limit = "" if is_over else f", and max_unsaved_seconds is {unsaved.max_seconds:.0f}"
+        why = f"the newest save failed: {error}" if error is not None else "a save does not end, or failed on another rank"
+        raise kind(
+            f"no snapshot of {self._ref!r} was published in the last {seconds:.0f} s{limit}; {why}; {report}", object_id=self._ref
+        ) from error

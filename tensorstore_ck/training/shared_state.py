@@ -1,0 +1,113 @@
+"""What the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
+
+It fits any number of ranks. Knows no ranks and no store.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tensorstore_ck.training import extras, gradients, optimizers, rng
+from tensorstore_ck.training.parameter_names import ParameterNames
+from tensorstore_ck.training.stateful_parts import StatefulPart, load
+
+State = dict[str, Any]
+GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
+_LENIENT: Final = StateDictOptions(strict=False)  # a model without parameters is allowed
+
+
+class SharedState:
+    """The part of a `TrainingState` that is the same on all ranks, or sharded over them."""
+
+    def __init__(self, models: StatefulPart, optimizers: StatefulPart, others: list[StatefulPart], extra: dict[str, Any]) -> None:
+        self._models = models
+        self._optimizers = optimizers
+        self._others = others
+        self._extra = extra
+        self._named = models.objects
+        """The models whose parameters the optimizers update."""
+        self._restores_gradients = True
+
+    def only(self, parts: Collection[str]) -> "SharedState":
+        """The same objects, of which only `parts` are restored."""
+        others = [each.only(parts) for each in self._others]
+        limited = SharedState(self._models.only(parts), self._optimizers.only(parts), others, self._extra if "extra" in parts else {})
+        limited._named, limited._restores_gradients = self._named, "gradients" in parts
+        return limited
+
+    def names(self) -> ParameterNames:
+        """The names of the models' parameters."""
+        return ParameterNames(self._named)
+
+    def meshes(self) -> dict[DeviceMesh, None]:
+        """Those of the models' parameters."""
+        return {each.device_mesh: None for each in self.names().parameters.values() if isinstance(each, DTensor)}
+
+    def optimizer_members(self) -> list[list[list[str]]]:
+        """The names of parameters in each group of each optimizer."""
+        names = self.names()
+        return [optimizers.get_members(self._optimizers.path(key), each, names) for key, each in self._optimizers.objects.items()]
+
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
+    def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
+        """All of it as it is now, not copied, without gradients."""
+        names = self.names()
+        found = self._models.states(_get_model)
+        found |= self._optimizers.states(lambda path, each: get_optimizer(path, each, names))
+        for part in self._others:
+            found |= part.states(lambda _, each: each.state_dict())
+        return found | self._plain_extra().states(extras.get_state)
+
+    def capture_gradients(self) -> tuple[gradients.Gradients, gradients.Gradients]:
+        """The shared gradients, and this rank's own."""
+        return gradients.get_gradients(self.names(), self._models.objects.values())
+
+    # --- restored ---------------------------------------------------------------------------------------------------------
+
+    def target(self, stored: Iterable[str]) -> State:
+        """What a snapshot with these names is restored into."""
+        stored = list(stored)
+        names = self.names()
+        target = self._models.states(_get_model)
+        target |= self._optimizers.states(
+            lambda path, each: optimizers.get_target(path, each, names, names.below(f"{path}.state.", stored)),
+        )
+        for part in self._others:
+            target |= part.states(lambda _, __: None)
+        target |= self._plain_extra().states(extras.get_target)
+        in_flight = names.below("gradients.", stored) if self._restores_gradients else []
+        return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
+
+    def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
+        """Restores all of it. `own_gradients`: those that this rank stored as its own."""
+        names = self.names()
+        for path, model, found in self._models.with_states(state):
+            load(path, partial(_set_model, model), found)
+        for path, optimizer, found in self._optimizers.with_states(state):
+            optimizers.set_state(path, optimizer, names, found)
+        for part in self._others:
+            for path, each, found in part.with_states(state):
+                load(path, each.load_state_dict, found)
+        extras.put_back(self._extra, self._plain_extra(), state)
+        gradients.set_gradients(names, {**state.get("gradients", {}), **own_gradients})
+
+    def _plain_extra(self) -> StatefulPart:
+        """Without generators, which are a rank's own."""
+        return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
+
+
+def _get_model(_: str, model: nn.Module) -> State:
+    """Parameters and buffers by torch's names, not copied."""
+    return get_model_state_dict(model, options=_LENIENT)
+
+
+def _set_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    if state:
+        set_model_state_dict(model, dict(state))

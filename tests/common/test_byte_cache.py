@@ -1,0 +1,21 @@
+"""The cache that is bounded by bytes."""
+
+from tensorstore_ck.common.byte_cache import ByteCache
+
+
+def test_it_drops_the_oldest_and_counts_each_object_once() -> None:
+    cache = ByteCache[int, bytes](10, len)
+    for _ in range(5):
+        cache.put(1, bytes(4))
+    cache.put(2, bytes(6))
+    assert [cache.get(key) for key in (1, 2)] == [bytes(4), bytes(6)]
+    cache.put(3, bytes(1))
+    assert [cache.get(key) for key in (1, 2, 3)] == [None, bytes(6), bytes(1)]
+
+
+def test_it_keeps_one_object_that_is_larger_than_the_limit() -> None:
+    cache = ByteCache[int, bytes](10, len)
+    cache.put(1, bytes(11))
+    assert cache.get(1) == bytes(11)
+    cache.put(2, bytes(12))
+    assert (cache.get(1), cache.get(2)) == (None, bytes(12))

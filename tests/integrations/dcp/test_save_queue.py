@@ -1,0 +1,119 @@
+"""A save by DCP is one of the store handle's saves: after those in progress, with their events and checks."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.common.free_space import MinFree, Space
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
+from tensorstore_ck.integrations.dcp import Writer
+from tests.integrations.dcp.dcp_states import causes
+from tests.integrations.dcp.test_failures import sharded
+from tests.session.group.pool import GROUPS, Pool, make_store
+from tests.session.save.places import SIZE, Scene, put_beside, scene, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def place() -> Iterator[Scene]:
+    with scene() as made:
+        yield made
+
+
+def save(place: Scene, step: int) -> None:
+    dcp.save(state_of(step), storage_writer=Writer(place.store, "job"), checkpoint_id=f"step-{step}", no_dist=True)
+
+
+def test_events(place: Scene) -> None:
+    save(place, 1)
+    (event,) = place.events
+    assert (event.kind, event.address, event.rank) == ("published", "job@1", 0)
+    assert event.fields["root"] == place.store.resolve("job@1").root
+    assert event.fields["logical_bytes"] == SIZE
+    assert int(event.fields["hashed_bytes"]) >= SIZE
+    times = {name: float(event.fields[name]) for name in ("hash_seconds", "write_seconds", "commit_seconds")}
+    assert all(0 < each <= float(event.fields["total_seconds"]) for each in times.values()), times
+
+
+@pytest.mark.parametrize("step", ["open packs/", "put parts/", "append"])
+def test_a_failure_is_an_event(place: Scene, step: str) -> None:
+    """While the tensors are written, and in the coordinator's last step."""
+    place.gate.fail(step, BackendUnavailableError("injected"))
+    with pytest.raises(CheckpointException, match="injected"):
+        save(place, 1)
+    (event,) = place.events
+    assert (event.kind, event.fields["error_kind"], event.fields["is_waited_for"]) == ("failed", BackendUnavailableError.kind, 1)
+    save(place, 2)
+    assert place.steps() == [2]
+    assert len(place.told("failed")) == 1
+
+
+def test_it_comes_after_the_saves_in_progress(place: Scene) -> None:
+    stop = place.gate.stop("append")
+    put_beside(place.store, 1)
+    stop.await_reached()
+    thread = threading.Thread(target=save, args=(place, 2))
+    thread.start()
+    thread.join(0.2)
+    stop.let_go()
+    thread.join()
+    assert place.steps() == [1, 2]
+
+
+def test_it_raises_the_error_of_an_earlier_save(place: Scene) -> None:
+    place.gate.fail("put parts/", BackendUnavailableError("injected"))
+    put_beside(place.store, 1)
+    with pytest.raises(CheckpointException, match="injected") as raised:
+        save(place, 2)
+    assert [type(cause) for cause in causes(raised.value)] == [BackendUnavailableError]
+    save(place, 3)
+    assert place.steps() == [3]
+
+
+def test_a_refs_first_save_needs_free_space_for_all_its_bytes(place: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryBackend, "space", lambda _: Space(SIZE, 2 * SIZE))
+    place.store.engine.min_free = MinFree(size_bytes=1)
+    with pytest.raises(CheckpointException, match="the save to 'job' needs") as raised:
+        save(place, 1)
+    assert [type(cause) for cause in causes(raised.value)] == [NoSpaceError]
+    assert not [name for name in place.gate.calls_made if name.startswith("open packs/")]
+    place.store.engine.min_free = MinFree()
+    save(place, 1)
+    place.store.engine.min_free = MinFree(size_bytes=1)
+    save(place, 2)
+    assert place.steps() == [1, 2]
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------------
+
+
+def save_on_rank(folder: str, failing: bool) -> list[tuple[str, int]]:
+    """The events of this rank; its share of the write rate must be half."""
+    rank, events = dist.get_rank(), list[tuple[str, int]]()
+    with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", rate_limit="100MB") as store:
+        store.on_event(lambda event: events.append((event.kind, event.rank)))
+        if failing and rank == 1:
+            store.engine.min_free = MinFree(size_bytes=1 << 60)
+        with pytest.raises(CheckpointException) if failing else nullcontext() as raised:
+            dcp.save({"w": sharded(600)}, storage_writer=Writer(store, "job"), process_group=GROUPS[2])
+        if raised is not None:
+            assert [type(cause) for cause in causes(raised.value)] == [NoSpaceError]
+        limit: Any = store.engine.limit
+        assert limit._rate == 50e6
+    return events
+
+
+def test_ranks_share_the_write_rate_and_tell_their_own_failures(pool: Pool, tmp_path: Path) -> None:
+    make_store(tmp_path)
+    assert pool.run(save_on_rank, str(tmp_path), True, ranks=2) == [[], [("failed", 1)]]
+    assert pool.run(save_on_rank, str(tmp_path), False, ranks=2) == [[("published", 0)], []]

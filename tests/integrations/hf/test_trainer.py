@@ -1,0 +1,221 @@
+"""transformers' Trainer over a store: what a script sees that changed one line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from peft import LoraConfig, get_peft_model
+
+import tensorstore_ck as tsck
+from tensorstore_ck.integrations import hf
+from tests.integrations.hf import runs
+from tests.integrations.hf.conftest import Undisturbed
+
+
+def _snapshot_steps(store: tsck.Store) -> list[int]:
+    return sorted(each.step or 0 for each in store.log(runs.REF))
+
+
+def test_a_run_over_a_store_trains_as_a_native_one(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    trainer = runs.over_store(tmp_path / "out", store)
+    trainer.train()
+    assert runs.losses(trainer) == undisturbed.losses
+    runs.assert_equal(runs.weights(trainer), undisturbed.weights)
+    assert _snapshot_steps(store) == [4, 8, 12]
+    newest = store.show(runs.REF)
+    assert newest.snapshot.metrics["loss"] == runs.losses(trainer)[-1][1]
+    folders = sorted(each.name for each in (tmp_path / "out").iterdir())
+    assert folders == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
+    assert {each.name for each in (tmp_path / "out" / "checkpoint-8").iterdir()} == {"trainer_state.json", "snapshot.json"}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("killed_after", [5, 8, 9, 11])
+def test_a_resume_is_bit_for_bit_the_undisturbed_run(
+    tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed, killed_after: int, asynchronous: bool
+) -> None:
+    """In the first epoch and in the second, right after a save and between two logs: also the losses that are logged."""
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path / "out", store, kill_after=killed_after, asynchronous=asynchronous).train()
+    store.drain()
+    resumed = runs.over_store(tmp_path / "out", store, asynchronous=asynchronous)
+    resumed.train(resume_from_checkpoint=True)
+    assert runs.losses(resumed) == undisturbed.losses
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+def test_the_folders_are_not_needed_to_resume(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path / "out", store, kill_after=9).train()
+    store.drain()
+    shutil.rmtree(tmp_path / "out")
+    resumed = runs.over_store(tmp_path / "elsewhere", store)
+    resumed.train(resume_from_checkpoint=True)
+    assert runs.losses(resumed) == undisturbed.losses
+
+
+@pytest.mark.parametrize("form", ["address", "folder"])
+def test_a_resume_from_an_earlier_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed, form: str) -> None:
+    runs.over_store(tmp_path / "out", store).train()
+    resumed = runs.over_store(tmp_path / "out", store)
+    resumed.train(resume_from_checkpoint=f"{runs.REF}@4" if form == "address" else str(tmp_path / "out" / "checkpoint-4"))
+    assert runs.losses(resumed) == undisturbed.losses
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+def test_a_folder_of_transformers_is_resumed_as_before(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    runs.native(tmp_path / "out").train()
+    resumed = runs.over_store(tmp_path / "out", store)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+    assert _snapshot_steps(store) == [12]
+
+
+def test_true_takes_a_folder_of_transformers_while_the_store_has_no_snapshot(
+    tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed
+) -> None:
+    runs.native(tmp_path / "out", save_steps=8).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-12")
+    resumed = runs.over_store(tmp_path / "out", store)
+    resumed.train(resume_from_checkpoint=True)
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path / "out", store, kill_after=9, asynchronous=False).train()
+    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.stat().st_mtime)
+    newest = [each for each in packs if each.is_file()][-1]
+    newest.write_bytes(bytes(newest.stat().st_size))
+    resumed = runs.over_store(tmp_path / "out", store)
+    with pytest.warns(UserWarning, match="was skipped"):
+        resumed.train(resume_from_checkpoint=True)
+    assert runs.losses(resumed) == undisturbed.losses
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+def test_the_best_model_is_loaded_at_the_end_and_limits_hold(tmp_path: Path, store: tsck.Store) -> None:
+    """The worst counts as the best here, so that it is not the newest."""
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    one = runs.native(tmp_path / "native", **options)
+    one.train()
+    best = one.state.best_global_step
+    assert best is not None
+    assert best < runs.STEPS
+    ours = runs.over_store(tmp_path / "out", store, **options)
+    ours.train()
+    assert ours.state.best_global_step == best
+    assert Path(ours.state.best_model_checkpoint or "").name == f"checkpoint-{best}"
+    runs.assert_equal(runs.weights(ours), runs.weights(one))
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == sorted(each.name for each in (tmp_path / "native").iterdir())
+    assert {best, runs.STEPS} <= set(_snapshot_steps(store))
+    assert len(_snapshot_steps(store)) == 3
+
+
+def test_a_finished_run_that_is_resumed_loads_the_best_model(tmp_path: Path, store: tsck.Store) -> None:
+    """It saves nothing, since no evaluation is better than the best so far."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    finished = runs.over_store(tmp_path / "out", store, **options)
+    finished.train()
+    resumed = runs.over_store(tmp_path / "out", store, **options, save_strategy="best")
+    resumed.train(resume_from_checkpoint=True)
+    assert len(store.log(runs.REF)) == 3
+    assert resumed.state.best_global_step == finished.state.best_global_step != runs.STEPS
+    runs.assert_equal(runs.weights(resumed), runs.weights(finished))
+
+
+def test_a_folder_of_another_store_is_refused(tmp_path: Path, store: tsck.Store) -> None:
+    runs.over_store(tmp_path / "out", store).train()
+    light = tmp_path / "out" / "checkpoint-4"
+    light.joinpath("snapshot.json").write_text(json.dumps({"store": "/elsewhere", "address": f"{runs.REF}@8"}))
+    with pytest.raises(tsck.MismatchError, match="names a snapshot of /elsewhere"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=str(light))
+
+
+def test_a_second_run_does_not_take_over_a_ref_by_mistake(tmp_path: Path, store: tsck.Store) -> None:
+    runs.over_store(tmp_path / "out", store, max_steps=4).train()
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another, pytest.raises(tsck.ConflictError, match="earlier run"):
+        runs.over_store(tmp_path / "out", another).train()
+    runs.over_store(tmp_path / "out", store, max_steps=4).train()  # the same process: its own snapshots
+    assert len(store.log(runs.REF)) == 2
+
+
+def test_an_address_that_does_not_exist_is_an_error(tmp_path: Path, store: tsck.Store) -> None:
+    with pytest.raises(tsck.NotFoundError, match="runs/other"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint="runs/other@4")
+
+
+def test_true_without_any_checkpoint_is_the_error_of_transformers(tmp_path: Path, store: tsck.Store) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=True)
+
+
+def test_a_folder_whose_save_was_never_published_is_no_checkpoint(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    """As a kill leaves it that comes before the first save in the background has ended."""
+    runs.native(tmp_path / "out", save_steps=8).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-12")
+    light = tmp_path / "out" / "checkpoint-12"
+    light.mkdir()
+    (light / "snapshot.json").write_text(json.dumps({"store": store.url, "address": f"{runs.REF}@12"}))
+    resumed = runs.over_store(tmp_path / "out", store)
+    resumed.train(resume_from_checkpoint=True)
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+    with pytest.raises(tsck.NotFoundError):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint="runs/none@12")
+
+
+def test_an_existing_trainer_of_a_subclass_is_attached(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    class Own(transformers.Trainer):  # type: ignore[misc]
+        pass
+
+    trainer = Own(**runs.parts(tmp_path / "out"))
+    hf.attach(trainer, store=tmp_path / "store", ref=runs.REF)
+    assert isinstance(trainer, Own)
+    trainer.train()
+    assert runs.losses(trainer) == undisturbed.losses
+    pointer = json.loads((tmp_path / "out" / "checkpoint-12" / "snapshot.json").read_text())
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as store:
+        assert pointer == {"store": store.url, "address": store.resolve(runs.REF).root}
+    with pytest.raises(tsck.InvalidOptionError, match="already"):
+        hf.attach(trainer, store=tmp_path / "store", ref=runs.REF)
+    trainer._store.close()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store) -> None:
+    def run(folder: Path, kill_after: int | None = None) -> hf.Trainer:
+        given = runs.parts(folder)
+        given["model"] = get_peft_model(given["model"], LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
+        callbacks = [] if kill_after is None else [runs.KillAfter(kill_after)]
+        return hf.Trainer(**given, callbacks=callbacks, store=store, ref=folder.name)
+
+    whole = run(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(runs.Killed):
+        run(tmp_path / "cut", kill_after=9).train()
+    store.drain()
+    resumed = run(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert runs.losses(resumed) == runs.losses(whole)
+    runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
+def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(transformers, "__version__", "6.1.0")
+        with pytest.raises(tsck.MissingExtraError, match=r"transformers 6\.1\.0 is not supported"):
+            runs.over_store(tmp_path / "out", store)
+    monkeypatch.setattr(transformers.Trainer, "_load_scaler", lambda self: None)
+    with pytest.raises(tsck.MissingExtraError, match="_load_scaler"):
+        runs.over_store(tmp_path / "out", store)
