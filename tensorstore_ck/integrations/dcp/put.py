@@ -66,8 +66,8 @@ class DcpPut:
         self.ref, self.step, self.rank = request.ref, request.step, rank
         self.begun: Begun | None = None
         """This rank's part, until its values are known."""
-        self.gather: Callable[[], Gathered]
-        """On the coordinator: set before `publish`."""
+        self.gather: Callable[[DcpPut], Gathered]
+        """On the coordinator: set before `publish`. It gets this object: a cycle would keep the state until Python's next collection."""
         self._request = request
         self._context, self._engine = context, context.engine
         self._destination = StoreDestination(context.engine)
@@ -152,7 +152,7 @@ class DcpPut:
         return info
 
     def _commit(self, meter: PutMeter) -> SnapshotInfo:
-        engine, (captured, others) = self._engine, self.gather()
+        engine, (captured, others) = self._engine, self.gather(self)
 
         def attempt() -> SnapshotInfo:
             assert self.begun is not None

@@ -209,7 +209,7 @@ class Writer(StorageWriter):
         put, queued = self._saving.put, self._saving.queued
         assert put is not None
         assert queued is not None
-        put.gather = lambda: self._gather(put, metadata, results)
+        put.gather = lambda put: self._gather(put, metadata, results)
         self._saving.put = self._saving.queued = None
         self.snapshot = self._target.store.session.queue.finish(queued)
 

@@ -1,4 +1,4 @@
-"""A rank that saves in another process: ``python dcp_process.py RANK PORT FOLDER``. Prints what it sees as JSON."""
+"""A rank that saves in another process: ``python dcp_process.py RANK FOLDER``. Prints what it sees as JSON."""
 
 import json
 import os
@@ -21,9 +21,9 @@ RANKS = 2
 SAVES = 5
 
 
-def main(rank: int, port: int, folder: str) -> None:
+def main(rank: int, folder: str) -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/ranks", RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     writer = Writer(f"{folder}/store", "job", cache_dir=f"{folder}/cache-{rank}")
     mesh = DeviceMesh("cpu", torch.arange(RANKS))
@@ -63,4 +63,4 @@ def save(state: dict[str, Any], writer: Writer, step: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,10 +1,10 @@
 """`dcp.async_save`: what is stored is the state of the moment when it returns."""
 
 import json
-import socket
 import subprocess
 import sys
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +126,20 @@ def test_saves_of_one_writer_that_overlap(tmp_path: Path) -> None:
 
 def test_in_a_process(tmp_path: Path) -> None:
     """Each save has a copy of the writer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, str(Path(__file__).with_name("dcp_process.py"))]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
-    ]
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 0, err
-        said = json.loads(out.splitlines()[-1])
-        assert said["descriptors"][-1] <= said["descriptors"][1] + 1, f"rank {rank} keeps files open"
-        assert "own_1" in said["refused"]
+    with ExitStack() as running:
+        ranks = []
+        for rank in range(RANKS):
+            process = subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            running.enter_context(process)
+            running.callback(process.kill)
+            ranks.append(process)
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 0, err
+            said = json.loads(out.splitlines()[-1])
+            assert said["descriptors"][-1] <= said["descriptors"][1] + 1, f"rank {rank} keeps files open"
+            assert "own_1" in said["refused"]
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache-0") as store:
         assert [snapshot.step for snapshot in store.log("job")] == [6, 5, 4, 3, 2, 1]
         for step in range(1, 6):

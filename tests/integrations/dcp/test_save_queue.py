@@ -1,5 +1,6 @@
 """A save by DCP is one of the store handle's saves: after those in progress, with their events and checks."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.free_space import MinFree, Space
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
 from tensorstore_ck.integrations.dcp import Writer
+from tensorstore_ck.integrations.dcp.put import Begun, DcpPut
 from tests.integrations.dcp.dcp_states import causes
 from tests.integrations.dcp.test_failures import sharded
 from tests.session.group.pool import GROUPS, Pool, make_store
@@ -56,6 +58,17 @@ def test_a_failure_is_an_event(place: Scene, step: str) -> None:
     save(place, 2)
     assert place.steps() == [2]
     assert len(place.told("failed")) == 1
+
+
+def test_nothing_keeps_the_state_after_a_save(place: Scene) -> None:
+    """Not even until Python's next collection: DCP's own process would hold a second state in shared memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        save(place, 1)
+        assert not [found for found in gc.get_objects() if type(found) in (DcpPut, Begun)]
+    finally:
+        gc.enable()
 
 
 def test_it_comes_after_the_saves_in_progress(place: Scene) -> None:
