@@ -12,7 +12,7 @@ import pytest
 
 from tests.effort import effort
 
-SECONDS = effort(20, 3600)
+SECONDS = effort(20, 600)
 PROCESSES = 3
 
 
