@@ -3,6 +3,8 @@
 collect.py          one run of gc: ends undo windows and dated pins, condemns, sweeps, deletes
 plan.py             what a run of gc would free now, and what later runs would
 options.py          GcOptions
+free_dropped.py     frees what a branch's policy dropped, without a list of the store
+free_objects.py     the steps of both: condemn, sweep, delete, truncate tombstones
 report.py           GcReport, Freeable, progress
 roots.py            the snapshots that are held, and by what
 live_set.py         LiveSet: everything that the roots need
@@ -22,7 +24,8 @@ exclusive_bytes.py  bytes that each snapshot adds to those before it
 """
 
 from tensorstore_ck.gc.collect import run_gc
+from tensorstore_ck.gc.free_dropped import FreedSnapshots, free_dropped
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.report import GcReport
 
-__all__ = ["GcOptions", "GcReport", "run_gc"]
+__all__ = ["FreedSnapshots", "GcOptions", "GcReport", "free_dropped", "run_gc"]

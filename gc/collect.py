@@ -5,26 +5,21 @@ the lists are in the log, so the next run continues with them. Clocks decide onl
 changed nothing: only an accepted plan is carried out.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from tensorstore_ck.common.ids import ulid_text
-from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Compacted, CompactedPack, SparsePack, commit_relocations, compact, live_bytes
+from tensorstore_ck.gc.compact import Compacted, SparsePack, commit_relocations, compact, live_bytes
+from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
 from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
-from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable, pieces
+from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
-OBJECTS_AN_ENTRY: Final = 40_000
-"""16 bytes each: well below the limit of 1 MB per entry."""
-DELETE_BATCH: Final = 1000
 ENDINGS_AN_ENTRY: Final = 2000
-THREADS: Final = 8
 MAX_CLOCK_SECONDS: Final = 300
 
 
@@ -65,10 +60,11 @@ class _Gc:
         self._end_undo_windows_and_pins(plan.ending)
         copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = self._compact(plan.sparse, copied)
-        self._condemn(plan.garbage, compacted.moves)
+        condemn(self._engine, planner.live, plan.garbage)
+        commit_relocations(self._engine, compacted.moves, planner.live, planner.anchor)
         self._sweep()
         deleted = self._delete(plan.listed)
-        self._truncate_tombstones(plan.listed, deleted)
+        truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=set(plan.listed) - set(deleted))
         self._engine.backend.delete(plan.useless_records)
         planner.live.prune_summaries()
         moved = {move.pack for move in compacted.moves}
@@ -82,10 +78,7 @@ class _Gc:
         if not self._engine.config.exclusive_create:
             return UnsafeBackendError(f"{url} does not create objects exclusively: gc needs a total order of commits", object_id=url)
         if self._engine.log.is_changed:
-            return GcRefusedError(
-                f"the log of {url} differs from what this user has seen of it, so objects that it does not name may still be needed: "
-                "look at the store, and accept the log with `tsck accept-log`"
-            )
+            return changed_log(url)
         if (head := plan.view.head()) is None or head.n == 0:
             records = sum(key.kind == "snapshot" for key in plan.garbage)
             if records:
@@ -154,18 +147,6 @@ class _Gc:
             done = done._replace(written_bytes=done.written_bytes + found.written_bytes)
         return done
 
-    def _condemn(self, garbage: list[ObjectKey], moves: list[CompactedPack]) -> None:
-        """Condemns the garbage and commits the relocations, both checked at the head that the entry follows."""
-
-        def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
-            self._planner.live.update(view)
-            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._planner.live.needs(key))
-            return [Op.condemn(chosen)] if chosen else []
-
-        for batch in pieces(garbage, OBJECTS_AN_ENTRY):
-            self._engine.log.append(partial(build, batch=batch))
-        commit_relocations(self._engine, moves, self._planner.live, self._planner.anchor)
-
     def _sweep(self) -> None:
         def build(view: RefTable) -> list[Op]:
             due = [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
@@ -178,27 +159,8 @@ class _Gc:
         """Deletes all swept objects, also those that other runs swept."""
         view = self._engine.log.view()
         dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
-        deleted = ProgressSum(self._progress, "deleting objects", len(dead))
-
-        def delete(keys: list[ObjectKey]) -> None:
-            self._engine.backend.delete([key.name for key in keys])
-            deleted.add(len(keys))
-
-        for_each((dead[at : at + DELETE_BATCH] for at in range(0, len(dead), DELETE_BATCH)), delete, THREADS)
+        delete(self._engine, dead, ProgressSum(self._progress, "deleting objects", len(dead)).add)
         return dead
-
-    def _truncate_tombstones(self, listed: Mapping[ObjectKey, ListedObject], deleted: Sequence[ObjectKey]) -> None:
-        """Forgets old tombstones, so that their number stays bounded."""
-        view = self._engine.log.view()
-        left = set(listed) - set(deleted)
-        entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
-        old = [n for n in entries if self._is_older_entry(n, self._options.tombstone_seconds)]
-        if old and old[-1] > view.horizon():
-            self._engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])
-
-    def _is_older_entry(self, n: int, seconds: float) -> bool:
-        entry = self._engine.log.chain.read(n)
-        return entry is not None and self._planner.age_seconds(entry.time_ns) >= seconds
 
     # --- report -------------------------------------------------------------------------------------------------------
 

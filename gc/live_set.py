@@ -5,7 +5,7 @@ so some objects are freed by the next run only.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
@@ -67,9 +67,9 @@ class LiveSet(RootNeeds):
     """The closure of all roots."""
 
     def __init__(
-        self, engine: Engine, part_sizes: Mapping[Ulid, int], progress: Callable[[int, int], None] = lambda done, total: None
+        self, engine: Engine, part_sizes: Mapping[Ulid, int] | None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """`part_sizes`: the listed parts and their sizes; cached summaries of other parts are not trusted."""
+        """`part_sizes`: the listed parts and their sizes; cached summaries of other parts are not used. None: all cached ones are."""
         self._engine = engine
         self._progress = progress
         self._lock = threading.Lock()
@@ -89,10 +89,7 @@ class LiveSet(RootNeeds):
         Raises:
             UnreadableError: an object that a root needs cannot be read, so what else is needed is unknown.
         """
-        relocations = frozenset(view.all_relocations())
-        if relocations != self._relocations:
-            self._relocations, self._relocated = relocations, frozenset(pack for pack, _ in relocations)
-            self._snapshots, self._objects, self._marks = set(), set(), LiveBits()
+        self._set_relocations(view)
         new = sorted(roots(view).keys() - self._snapshots)  # oldest first: packs then grow in place
         done = 0
 
@@ -119,9 +116,32 @@ class LiveSet(RootNeeds):
             found |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
         return found
 
+    def add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
+        """Adds what one snapshot needs, whether or not it is held.
+
+        Raises:
+            DamageError: its record, a part or a relocation map cannot be read.
+        """
+        self._set_relocations(view)
+        self._add_snapshot(view, info)
+
+    def objects(self) -> set[ObjectKey]:
+        """All that is needed."""
+        return {*self._objects, *(ObjectKey("pack", pack) for pack in self._marks.packs)}
+
+    def drop_summaries(self, keys: Iterable[ObjectKey]) -> None:
+        """Drops what is cached of parts and snapshots that were deleted."""
+        self._summaries.drop(keys)
+
     def prune_summaries(self) -> None:
         """Drops the cached summaries of parts that are gone."""
         self._summaries.prune()
+
+    def _set_relocations(self, view: RefTable) -> None:
+        relocations = frozenset(view.all_relocations())
+        if relocations != self._relocations:
+            self._relocations, self._relocated = relocations, frozenset(pack for pack, _ in relocations)
+            self._snapshots, self._objects, self._marks = set(), set(), LiveBits()
 
     def _add(self, view: RefTable, ulid: Ulid) -> None:
         info = view.snapshot(ulid)

@@ -138,12 +138,17 @@ def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> I
     Raises:
         DamageError: the record, or a part that is not cached, is missing or damaged.
     """
-    record = engine.read_record(info)
-    for rank, ulid in enumerate(record.parts):
+    parts, record = cache.parts_of(info), None
+    if parts is None:
+        record = engine.read_record(info)
+        parts = [(ulid, record.part_id(rank)) for rank, ulid in enumerate(record.parts)]
+        cache.put_parts(info, parts)
+    for rank, (ulid, part_id) in enumerate(parts):
         summary = cache.get(ulid)
-        if summary is None or (summary.part_id, summary.rank) != (record.part_id(rank), rank):
+        if summary is None or (summary.part_id, summary.rank) != (part_id, rank):
+            record = record or engine.read_record(info)
             part, size_bytes = _read_part(engine, record, rank)
-            summary = summarize(part, record.part_id(rank))
+            summary = summarize(part, part_id)
             del part  # one part at a time in memory
             cache.put(ulid, size_bytes, summary)
         yield ulid, summary

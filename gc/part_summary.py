@@ -6,25 +6,31 @@ part of the same size, and checked against the record like the part itself; a da
 
 import contextlib
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, derived_hash, split_ulids
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.part import Extents, Part
 from tensorstore_ck.format.sealed import pack_body, take, take_count, take_digest, unpack_body
+from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.cache import Table, TableError
 
 PREFIX: Final = b"s/"
+PARTS_PREFIX: Final = b"k/"
 WORD_BITS: Final = 64
 MAX_PENDING_BYTES: Final = 4 << 20
 """Bytes of summaries that are written in one batch: every batch is synced to disk."""
 
 Array = npt.NDArray[Any]
+
+
+PartNames = Sequence[tuple[Ulid, Digest]]
+"""The parts of a snapshot and their ids, by rank."""
 
 
 class PartSummary(NamedTuple):
@@ -97,8 +103,8 @@ def entries_of(words: Array, bits: Array) -> Entries:
 class SummaryCache:
     """Summaries in the host's table. Thread-safe."""
 
-    def __init__(self, table: Table, listed: Mapping[Ulid, int]) -> None:
-        """`listed`: the parts in the backend and their sizes; other parts have no summary."""
+    def __init__(self, table: Table, listed: Mapping[Ulid, int] | None) -> None:
+        """`listed`: the parts in the backend and their sizes; other parts have no summary. None: the backend was not listed."""
         self._table = table
         self._listed = listed
         self._lock = threading.Lock()
@@ -107,19 +113,26 @@ class SummaryCache:
 
     def get(self, part: Ulid) -> PartSummary | None:
         """The summary of a listed part, if it is cached."""
-        size_bytes = self._listed.get(part)
-        if size_bytes is None:
+        size_bytes = None if self._listed is None else self._listed.get(part)
+        if size_bytes is None and self._listed is not None:
             return None
         value = self._table.get(PREFIX + part)
         return None if value is None else decode_summary(value, part, size_bytes)
 
     def put(self, part: Ulid, size_bytes: int, summary: PartSummary) -> None:
         """Keeps a summary; it is in the table after `flush`, or when a batch is full."""
-        with contextlib.suppress(UnsupportedValueError), self._lock:  # too large to keep
-            value = self._pending[PREFIX + part] = encode_summary(summary, part, size_bytes)
-            self._pending_bytes += len(value)
-            if self._pending_bytes >= MAX_PENDING_BYTES:
-                self._write()
+        with contextlib.suppress(UnsupportedValueError):  # too large to keep
+            self._put(PREFIX + part, encode_summary(summary, part, size_bytes))
+
+    def parts_of(self, info: SnapshotInfo) -> PartNames | None:
+        """The parts of a snapshot, if they are cached, so that its record need not be read. After a list, the record is always read."""
+        value = self._table.get(PARTS_PREFIX + info.ulid) if self._listed is None else None
+        return None if value is None else decode_parts(value, info)
+
+    def put_parts(self, info: SnapshotInfo, parts: PartNames) -> None:
+        """Keeps the parts of a snapshot, as `put` does."""
+        if self._listed is None:
+            self._put(PARTS_PREFIX + info.ulid, encode_parts(parts, info))
 
     def flush(self) -> None:
         """Writes pending summaries."""
@@ -128,11 +141,29 @@ class SummaryCache:
 
     def prune(self) -> int:
         """Drops the summaries of unlisted parts; returns their number."""
-        gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in self._listed]
-        with contextlib.suppress(TableError), self._table.batch() as batch:
-            for key in gone:
-                batch.delete(key)
+        listed = self._listed or {}
+        gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in listed]
+        self._delete(
+            [*gone, *(key for key, value in self._table.scan(PARTS_PREFIX) if not {part for part, _ in _names(value)} <= listed.keys())]
+        )
         return len(gone)
+
+    def drop(self, keys: Iterable[ObjectKey]) -> None:
+        """Drops what is cached of parts and snapshots that were deleted."""
+        prefixes = {"part": PREFIX, "snapshot": PARTS_PREFIX}
+        self._delete([prefixes[key.kind] + key.ulid for key in keys if key.kind in prefixes])
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        with self._lock:
+            self._pending[key] = value
+            self._pending_bytes += len(value)
+            if self._pending_bytes >= MAX_PENDING_BYTES:
+                self._write()
+
+    def _delete(self, keys: Iterable[bytes]) -> None:
+        with contextlib.suppress(TableError), self._table.batch() as batch:
+            for key in keys:
+                batch.delete(key)
 
     def _write(self) -> None:
         with contextlib.suppress(TableError):
@@ -159,8 +190,8 @@ def encode_summary(summary: PartSummary, part: Ulid, size_bytes: int) -> bytes:
     return derived_hash("part summary", part, body) + body
 
 
-def decode_summary(value: bytes, part: Ulid, size_bytes: int) -> PartSummary | None:
-    """The summary in a row; None if it is damaged or of another part or size."""
+def decode_summary(value: bytes, part: Ulid, size_bytes: int | None) -> PartSummary | None:
+    """The summary in a row; None if it is damaged or of another part, or of another size than this, if one is given."""
     body = memoryview(value)[DIGEST_BYTES:]
     if derived_hash("part summary", part, body) != value[:DIGEST_BYTES]:
         return None
@@ -175,6 +206,26 @@ def decode_summary(value: bytes, part: Ulid, size_bytes: int) -> PartSummary | N
             np.frombuffer(take(fields, "words", bytes), "<u4"),
             np.frombuffer(take(fields, "bits", bytes), "<u8"),
         )
-        return found if take_count(fields, "size") == size_bytes else None
+        noted_bytes = take_count(fields, "size")
+        return found if size_bytes in (None, noted_bytes) else None
     except (CorruptObjectError, TypeError, ValueError):
         return None  # written by another build
+
+
+def encode_parts(parts: PartNames, info: SnapshotInfo) -> bytes:
+    """The row of a snapshot's parts: a hash over the snapshot's name, its root and the body, and the body."""
+    body = b"".join(ulid + part_id for ulid, part_id in parts)
+    return derived_hash("snapshot parts", info.ulid + info.root, body) + body
+
+
+def decode_parts(value: bytes, info: SnapshotInfo) -> PartNames | None:
+    """The parts in a row; None if it is damaged or of another snapshot."""
+    body = value[DIGEST_BYTES:]
+    if len(body) % (ULID_BYTES + DIGEST_BYTES) or derived_hash("snapshot parts", info.ulid + info.root, body) != value[:DIGEST_BYTES]:
+        return None
+    return _names(value)
+
+
+def _names(value: bytes) -> PartNames:
+    rows = range(DIGEST_BYTES, len(value), ULID_BYTES + DIGEST_BYTES)
+    return [(Ulid(value[at : at + ULID_BYTES]), Digest(value[at + ULID_BYTES :][:DIGEST_BYTES])) for at in rows]

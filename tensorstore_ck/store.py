@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.gc import GcOptions, GcReport
+    from tensorstore_ck.gc import FreedSnapshots, GcOptions, GcReport
     from tensorstore_ck.gc.recode import RecodeReport
     from tensorstore_ck.gc.report import Progress as GcProgress
     from tensorstore_ck.gc.tiering import TierReport
@@ -713,6 +713,22 @@ class Store:
         from tensorstore_ck.gc import run_gc  # noqa: PLC0415
 
         return run_gc(self.engine.of_store(), options, dry_run=dry_run, progress=progress)
+
+    @_changes
+    def free_dropped(self, ref: str) -> "FreedSnapshots":
+        """Frees what the policy of a branch dropped at its saves, without the undo window and without listing the store.
+
+        For a job that keeps its own branch within its limits while it runs: see `Checkpointer`. Snapshots of other branches, and what
+        `forget` removed, keep their undo windows; `gc` frees everything else.
+
+        Raises:
+            UnreadableError: a snapshot that is held cannot be read; nothing was freed.
+            GcRefusedError: the log was changed, and this user has not accepted it.
+            UnsafeBackendError: the backend does not create objects exclusively.
+        """
+        from tensorstore_ck.gc import free_dropped  # noqa: PLC0415
+
+        return free_dropped(self.engine.of_store(), ref)
 
     @renamed_argument(max_bytes_per_second="rate_limit")
     @_changes

@@ -7,9 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.format.pack import MAX_ENTRIES
-from tensorstore_ck.gc.part_summary import PREFIX, PartSummary, SummaryCache, decode_summary, encode_summary, summarize
+from tensorstore_ck.gc.part_summary import (
+    PREFIX,
+    PartSummary,
+    SummaryCache,
+    decode_parts,
+    decode_summary,
+    encode_parts,
+    encode_summary,
+    summarize,
+)
+from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 from tests.gc.made import Place, make_part, pack_ulid
 
@@ -113,3 +123,44 @@ def test_prune_drops_those_of_parts_that_are_gone(table: Table) -> None:
     assert cache.get(OTHER) is not None
     assert table.get(b"r/kept") is not None
     table.close()
+
+
+def snapshot(root: bytes = b"root".ljust(32)) -> SnapshotInfo:
+    return SnapshotInfo(Ulid(b"a snapshot....16"), Digest(root), ZERO_DIGEST, None, "job", 1, 0, 0, {}, 0, 0)
+
+
+NAMES = [(PART, Digest(b"one".ljust(32))), (OTHER, Digest(b"two".ljust(32)))]
+
+
+def test_parts_of_a_snapshot_are_cached_where_nothing_is_listed(table: Table) -> None:
+    cache = SummaryCache(table, None)
+    cache.put_parts(snapshot(), NAMES)
+    cache.put(PART, 10, summary_of([(0, 1)]))
+    cache.flush()
+    assert cache.parts_of(snapshot()) == NAMES
+    assert cache.parts_of(snapshot(b"another".ljust(32))) is None
+    assert cache.get(PART) is not None
+    assert SummaryCache(table, {PART: 10, OTHER: 10}).parts_of(snapshot()) is None  # gc reads each record
+    cache.drop([ObjectKey("part", PART), ObjectKey("snapshot", snapshot().ulid), ObjectKey("pack", PART)])
+    assert cache.parts_of(snapshot()) is None
+    assert cache.get(PART) is None
+    table.close()
+
+
+def test_prune_drops_snapshots_whose_parts_are_gone(table: Table) -> None:
+    cache = SummaryCache(table, None)
+    cache.put_parts(snapshot(), NAMES)
+    cache.flush()
+    SummaryCache(table, {PART: 1, OTHER: 1}).prune()
+    assert cache.parts_of(snapshot()) == NAMES
+    SummaryCache(table, {PART: 1}).prune()
+    assert cache.parts_of(snapshot()) is None
+    table.close()
+
+
+@given(st.data())
+def test_a_damaged_row_of_parts_is_none(data: st.DataObject) -> None:
+    row = bytearray(encode_parts(NAMES, snapshot()))
+    row[data.draw(st.integers(0, len(row) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert decode_parts(bytes(row), snapshot()) is None
+    assert decode_parts(bytes(row[: data.draw(st.integers(0, len(row)))]), snapshot()) is None

@@ -56,7 +56,8 @@ class SnapshotMixin:
     def __init__(self, *args: Any, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True, **options: Any) -> None:
         """All arguments but these go to the Trainer, and keep their meaning.
 
-        `save_total_limit` becomes a policy of the ref: the newest snapshots, and the best one if there is a metric for it.
+        `save_total_limit` becomes a policy of the ref: the newest snapshots, and the best one if there is a metric for it. What it drops
+        is freed while the run goes on.
 
         Args:
             args: For the Trainer.
@@ -281,7 +282,16 @@ class SnapshotMixin:
                 metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
                 keep["keep_best"] = (1, metric, "max" if args.greater_is_better else "min")
         training = self._training(self._values)
-        return Checkpointer(self._store, training, ref=ref, when=_Always(), keep=keep, asynchronous=self._asynchronous, group=self._group)
+        return Checkpointer(
+            self._store,
+            training,
+            ref=ref,
+            when=_Always(),
+            keep=keep,
+            free_dropped=keep is not None,
+            asynchronous=self._asynchronous,
+            group=self._group,
+        )
 
     def _training(self, values: dict[str, Any]) -> TrainingState:
         native = self._native

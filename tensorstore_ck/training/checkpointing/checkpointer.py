@@ -16,6 +16,7 @@ from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
 from tensorstore_ck.training.checkpointing.resume import ResumeAttempt
 from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
@@ -53,6 +54,7 @@ class Checkpointer:
         ref: str,
         when: Trigger,
         keep: Mapping[str, object] | None = None,
+        free_dropped: bool = False,
         asynchronous: bool = True,
         group: "ProcessGroup | DeviceMesh | None" = None,
         total_steps: int | None = None,
@@ -71,6 +73,8 @@ class Checkpointer:
             ref: The branch.
             when: When to save: triggers, joined by ``|`` and ``&``.
             keep: The retention policy of this ref, as in `Store.set_policy`; None: leave it as it is.
+            free_dropped: Free what the policy of this ref drops while the job runs, without the undo window: after every four saves, in
+                a thread of the first rank. See `Store.free_dropped`. Else `Store.gc` frees it after the undo window.
             asynchronous: Save in the background.
             group: All its ranks save and resume together.
             total_steps: The length of the training, for `at_fraction` and `last`.
@@ -101,6 +105,7 @@ class Checkpointer:
         self._stall = self._restart = 0.0
         self._run_mtbf: float | None = None
         self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
+        self._dropped = DroppedSnapshots(store, ref) if free_dropped and (group is None or group.rank() == 0) else None
         self._attempt = ResumeAttempt(store, state, ref, group, timeout_seconds)
 
         def begin() -> bytes:
@@ -256,6 +261,8 @@ class Checkpointer:
             self._pending.end_if_failing(moment.step)
             return None
         self._measure(self._clock() - began)
+        if self._dropped is not None:
+            self._dropped.note_save()
         return found
 
     def _note(self, moment: TriggerContext) -> dict[str, object]:
@@ -286,6 +293,8 @@ class Checkpointer:
         """
         self._pending.wait()
         self._pending.resolve_undecided()
+        if self._dropped is not None:
+            self._dropped.finish()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._pending.end(is_over=True)
 

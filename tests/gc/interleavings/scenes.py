@@ -14,6 +14,7 @@ from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFou
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.gc.collect import run_gc
+from tensorstore_ck.gc.free_dropped import free_dropped
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
@@ -183,3 +184,8 @@ def collector(name: str, *, table: MemoryTable | None = None, compact: bool = Fa
         tombstone_seconds=0 if settle else 1e9,
     )
     return Actor(name, lambda process: run_gc(process.engine(), options).deleted, table, FAILED)
+
+
+def freer(name: str, ref: str, *, table: MemoryTable | None = None) -> Actor:
+    """Frees what the policy of a branch dropped."""
+    return Actor(name, lambda process: free_dropped(process.engine(), ref), table, FAILED)

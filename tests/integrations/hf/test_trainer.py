@@ -122,6 +122,15 @@ def test_the_best_model_is_loaded_at_the_end_and_limits_hold(tmp_path: Path, sto
     assert len(_snapshot_steps(store)) == 3
 
 
+def test_a_limit_of_snapshots_bounds_their_bytes(tmp_path: Path, store: tsck.Store) -> None:
+    trainer = runs.over_store(tmp_path / "out", store, save_steps=1, save_total_limit=2, max_steps=100)
+    trainer.train()
+    assert _snapshot_steps(store) == [99, 100]
+    usage = store.usage()
+    assert usage.undo_bytes == 0
+    assert usage.objects_bytes < 2.5 * usage.stored_bytes
+
+
 def test_a_finished_run_that_is_resumed_loads_the_best_model(tmp_path: Path, store: tsck.Store) -> None:
     """It saves nothing, since no evaluation is better than the best so far."""
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}

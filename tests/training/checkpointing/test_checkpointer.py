@@ -12,7 +12,7 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import parse_ulid
-from tensorstore_ck.errors import DamageError, InvalidOptionError
+from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidOptionError
 from tensorstore_ck.format.pack import pack_name
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import Pool, make_store
@@ -73,6 +73,45 @@ def test_saves_and_resumes(store: tsck.Store, asynchronous: bool) -> None:
     advice = store.advise("run")
     assert advice.costs.stall == noted["costs"]["stall"]
     assert advice.sources["stall"] == advice.sources["restart"] == advice.sources["mtbf"] == "measured"
+
+
+def test_what_the_policy_drops_is_freed_while_the_job_runs(tmp_path: Path) -> None:
+    def packs(**options: Any) -> list[int]:
+        """How many packs there are after each save."""
+        state, found = {"w": torch.zeros(3000)}, []
+        with tsck.open(tmp_path / f"store-{len(options)}", create=True) as store:
+            with tsck.Checkpointer(
+                store, state, ref="run", when=tsck.every_steps(1), keep={"keep_last": 2}, asynchronous=False, **options
+            ) as ckpt:
+                for step in range(1, 31):
+                    state["w"] += step
+                    ckpt.step(step)
+                    found.append(len([*store.engine.backend.list("packs/")]))
+            found.append(len([*store.engine.backend.list("packs/")]))
+            assert [snapshot.step for snapshot in store.log("run")] == [30, 29]
+            assert store.fsck(read_data=True).ok
+        return found
+
+    assert packs() == [*range(1, 31), 30]
+    bounded = packs(free_dropped=True)
+    assert bounded[-1] == 3, "of two snapshots, and of the layout"
+    assert max(bounded) < 20, "a thread that is slow frees less often"
+
+
+def test_what_cannot_be_freed_is_a_warning(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(store: tsck.Store, ref: str) -> None:
+        raise BackendUnavailableError("injected")
+
+    monkeypatch.setattr(tsck.Store, "free_dropped", fail)
+    options: dict[str, Any] = {"ref": "run", "when": tsck.every_steps(1), "keep": {"keep_last": 2}, "free_dropped": True}
+    with pytest.warns(UserWarning, match="injected; a later save tries again"):
+        save_thrice(store, options)
+
+
+def save_thrice(store: tsck.Store, options: dict[str, Any]) -> None:
+    with tsck.Checkpointer(store, fresh(), **options) as ckpt:
+        for step in range(1, 4):
+            ckpt.step(step)
 
 
 def test_with_a_training_state(store: tsck.Store) -> None:

@@ -1,0 +1,142 @@
+"""Frees what a branch's policy dropped at its own saves, without a list of the store: a job keeps its branch bounded while it runs.
+
+A run of gc lists the store and judges every object; this judges the objects of the dropped snapshots alone, by the same rules and with
+the same entries of the log. Orphans, other branches, and what `tsck forget` removed are left to gc.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import DamageError
+from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
+from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
+from tensorstore_ck.gc.live_set import LiveSet, at_newest, require_total_order
+from tensorstore_ck.gc.options import GcOptions
+from tensorstore_ck.gc.repack import repack_packs
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
+
+DEFAULTS: Final = GcOptions()
+
+
+class FreedSnapshots(NamedTuple):
+    """What was freed."""
+
+    snapshots: int
+    objects: int
+    """Deleted ones: packs, parts, records, relocation maps."""
+    rewritten_packs: int
+    """Packs of which less than half was still needed: their needed blocks were copied."""
+
+
+class _Dropped(NamedTuple):
+    """Snapshots of a branch that nothing holds, at one entry."""
+
+    snapshots: int
+    closure: LiveSet
+    """What they needed."""
+    live: LiveSet
+    """What the roots need."""
+
+
+def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
+    """Ends the undo windows of what saves to a branch dropped by its policy, and frees what only these snapshots needed.
+
+    Reads, on this host's first call, the records and parts of all live snapshots, and later those of new ones.
+
+    Raises:
+        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
+        GcRefusedError: this user has not accepted a change of the log.
+        UnsafeBackendError: the backend does not create objects exclusively.
+    """
+    engine.require_writable()
+    require_total_order(engine, "gc")
+    engine.log.verify()
+    if engine.log.is_changed:
+        raise changed_log(engine.backend.url)
+    engine.placed.require_owner()
+    _end_undo_windows(engine, ref)
+    dropped = at_newest(engine, partial(_look, engine, ref))
+    if dropped is None:
+        return FreedSnapshots(0, 0, 0)
+    condemn(engine, dropped.live, [key for key in dropped.closure.objects() if not dropped.live.needs(key)])
+    sparse = _sparse_packs(engine, dropped)
+    rewritten = repack_packs(engine, dropped.live, sparse, mode=None, progress=lambda size: None).packs if sparse else []
+    swept = _sweep(engine, dropped.closure.objects())
+    delete(engine, swept)
+    dropped.live.drop_summaries(swept)
+    truncate_tombstones(engine, DEFAULTS.tombstone_seconds)
+    return FreedSnapshots(dropped.snapshots, len(swept), len(rewritten))
+
+
+def _end_undo_windows(engine: Engine, ref: str) -> None:
+    """Ends those that saves opened: their entry publishes a snapshot on the branch."""
+    engine.log.sync()
+    found = {window.n for window in engine.log.view().windows() if window.name == ref and window.kind == "snapshots"}
+    by_save = {n for n in found if _publishes(engine, n, ref)}
+
+    def build(view: RefTable) -> list[Op]:
+        return [Op.purge(window.n, ref) for window in view.windows() if window.name == ref and window.n in by_save]
+
+    if by_save:
+        engine.log.append(build)
+
+
+def _publishes(engine: Engine, n: int, ref: str) -> bool:
+    entry = engine.log.chain.read(n)
+    return entry is not None and any(op.name == "put" and op.fields["ref"] == ref for op in entry.ops)
+
+
+def _look(engine: Engine, ref: str, _anchor: int, view: RefTable) -> _Dropped | None:
+    infos = [info for info in view.snapshots(live=False) if info.ref == ref]
+    if not infos:
+        return None
+    closure, live = LiveSet(engine, None), LiveSet(engine, None)
+    count = 0
+    for info in infos:
+        with suppress(DamageError):  # somebody else has begun to delete it, or gc reports the damage
+            closure.add_snapshot(view, info)
+            count += 1
+    live.update(view)
+    return _Dropped(count, closure, live)
+
+
+def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
+    """The packs of which the dropped snapshots needed more than is needed now, and less than half is."""
+    locations = engine.placed.locations()
+    found: dict[Ulid, SparsePack] = {}
+
+    def judge(pack: Ulid) -> None:
+        needed = dropped.live.live_entries(pack)
+        if not len(np.setdiff1d(dropped.closure.live_entries(pack), needed, assume_unique=True)):
+            return
+        with suppress(DamageError):  # gc reports it
+            size_bytes = engine.backend.size(ObjectKey("pack", pack).name)
+            judged = SparsePack(pack, read_footer(engine.backend, pack, size_bytes), needed, size_bytes)
+            if live_bytes(judged) < DEFAULTS.compact_below * int(judged.footer.entries["stored"].sum(dtype=np.int64)):
+                found[pack] = judged
+
+    packs = [key.ulid for key in dropped.closure.objects() if key.kind == "pack" and key.ulid not in locations and dropped.live.needs(key)]
+    for_each(packs, judge, REMOTE_THREADS)
+    return [found[pack] for pack in sorted(found)]
+
+
+def _sweep(engine: Engine, keys: set[ObjectKey]) -> Sequence[ObjectKey]:
+    """Sweeps those that are condemned, records last: a run that was killed is continued by the next, which finds them by their records."""
+    ordered = sorted(keys, key=lambda key: (key.kind == "snapshot", key))
+
+    def build(view: RefTable) -> list[Op]:
+        states = ((key, view.object_state(key)) for key in ordered)
+        due = [key for key, state in states if state is not None and not state.swept]
+        return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
+
+    while engine.log.append(build).ops:
+        pass
+    view = engine.log.view()
+    return [key for key in ordered if (state := view.object_state(key)) is not None and state.swept]

@@ -1,0 +1,61 @@
+"""The steps that free objects: condemn, sweep, delete, and at last truncate the tombstones. PROTOCOL.md says why they are safe."""
+
+import bisect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import GcRefusedError
+from tensorstore_ck.gc.live_set import LiveSet
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, pieces
+
+OBJECTS_AN_ENTRY: Final = 40_000
+"""16 bytes each: well below the limit of 1 MB per entry."""
+DELETE_BATCH: Final = 1000
+THREADS: Final = 8
+
+
+def changed_log(url: str) -> GcRefusedError:
+    """Why nothing may be freed by a log that this user has not accepted."""
+    return GcRefusedError(
+        f"the log of {url} differs from what this user has seen of it, so objects that it does not name may still be needed: "
+        "look at the store, and accept the log with `tsck accept-log`"
+    )
+
+
+def condemn(engine: Engine, live: LiveSet, garbage: Sequence[ObjectKey]) -> None:
+    """Condemns what no root needs at the head that the entry follows."""
+
+    def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
+        live.update(view)
+        chosen = Objects(key for key in batch if view.object_state(key) is None and not live.needs(key))
+        return [Op.condemn(chosen)] if chosen else []
+
+    for batch in pieces(garbage, OBJECTS_AN_ENTRY):
+        engine.log.append(partial(build, batch=batch))
+
+
+def delete(engine: Engine, swept: Sequence[ObjectKey], deleted: Callable[[int], object] = lambda count: None) -> None:
+    """Deletes swept objects; calls `deleted` with each number of them."""
+
+    def delete_batch(keys: Sequence[ObjectKey]) -> None:
+        engine.backend.delete([key.name for key in keys])
+        deleted(len(keys))
+
+    for_each((swept[at : at + DELETE_BATCH] for at in range(0, len(swept), DELETE_BATCH)), delete_batch, THREADS)
+
+
+def truncate_tombstones(engine: Engine, seconds: float, *, still_listed: Collection[ObjectKey] = ()) -> None:
+    """Forgets tombstones that are older than this, so that their number stays bounded; but none of an object that is still listed."""
+    view, now_ns = engine.log.view(), engine.clock()
+    entries = sorted({state.n for key, state in view.objects() if state.swept and key not in still_listed})
+
+    def is_young(n: int) -> bool:
+        entry = engine.log.chain.read(n)
+        return entry is None or now_ns - entry.time_ns < seconds * 1e9
+
+    old = entries[: bisect.bisect_left(entries, True, key=is_young)]  # times of entries rise, but for the differences of clocks
+    if old and old[-1] > view.horizon():
+        engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])

@@ -1,0 +1,46 @@
+"""Frees what the policy of a job's branch dropped while the job runs, so that a limit on snapshots also bounds their bytes."""
+
+import threading
+import warnings
+from typing import Final
+
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.store import Store
+
+SAVES: Final = 4
+"""Between two runs: each adds a few entries to the log, and reads the parts of new snapshots."""
+
+
+class DroppedSnapshots:
+    """A thread of the first rank. The limit's own snapshots, and up to four more, are in the store."""
+
+    def __init__(self, store: Store, ref: str) -> None:
+        self._store, self._ref = store, ref
+        self._saves = 0
+        self._thread: threading.Thread | None = None
+
+    def note_save(self) -> None:
+        """A save was begun. It may end after the run that it starts: the next one frees what it drops."""
+        self._saves += 1
+        if self._saves >= SAVES and (self._thread is None or not self._thread.is_alive()):
+            self._saves = 0
+            self._thread = threading.Thread(target=self._free, name="tsck-free-dropped", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Frees what is left, when the last save has ended."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._saves or self._thread is not None:
+            self._free()
+        self._saves, self._thread = 0, None
+
+    def _free(self) -> None:
+        try:
+            self._store.free_dropped(self._ref)
+        except StoreError as exc:
+            warnings.warn(
+                f"the snapshots that the policy of {self._ref!r} dropped still take space: {exc}; a later save tries again, and "
+                "`tsck gc` frees them after their undo window",
+                stacklevel=2,
+            )
