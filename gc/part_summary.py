@@ -1,4 +1,4 @@
-"""What gc needs to know of a part: the entries that it refers to, as bits per pack; kept in this host's cache.
+"""What gc needs to know of a part: the entries that it refers to, as bits per pack; and of a snapshot: its parts. In this host's cache.
 
 A part is immutable and its name is never reused, so its summary stays valid while the part exists. A summary is used only for a listed
 part of the same size, and checked against the record like the part itself; a damaged one is ignored. It does not follow relocations.
@@ -143,9 +143,8 @@ class SummaryCache:
         """Drops the summaries of unlisted parts; returns their number."""
         listed = self._listed or {}
         gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in listed]
-        self._delete(
-            [*gone, *(key for key, value in self._table.scan(PARTS_PREFIX) if not {part for part, _ in _names(value)} <= listed.keys())]
-        )
+        without_parts = [key for key, value in self._table.scan(PARTS_PREFIX) if any(part not in listed for part, _ in _names(value))]
+        self._delete([*gone, *without_parts])
         return len(gone)
 
     def drop(self, keys: Iterable[ObjectKey]) -> None:
