@@ -253,7 +253,7 @@ def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.Mo
     proxy.plan = _unreliable(random.Random(seed))
     acknowledged: list[str] = []
     count = 0
-    for number in range(effort(6, 200)):
+    for number in range(effort(6, 60)):
         plan, proxy.plan = proxy.plan, lambda _: Fault.NONE
         store = open_store(proxy.url, **FEW_TRIES)
         if store.branches():
