@@ -26,7 +26,7 @@ from tensorstore_ck.errors import (
     SnapshotMarkedBadError,
     StoreError,
 )
-from tensorstore_ck.integrations.hf import trainer_values
+from tensorstore_ck.integrations.hf import small_files, trainer_values
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.light_folder import SnapshotPointer, read_pointer, write_folder, write_pointer
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
@@ -281,7 +281,7 @@ class SnapshotMixin:
             if args.metric_for_best_model is not None:
                 metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
                 keep["keep_best"] = (1, metric, "max" if args.greater_is_better else "min")
-        training = self._training(self._values)
+        training = self._training(self._values, small_files.capture(self._native, self._group))
         return Checkpointer(
             self._store,
             training,
@@ -293,7 +293,7 @@ class SnapshotMixin:
             group=self._group,
         )
 
-    def _training(self, values: dict[str, Any]) -> TrainingState:
+    def _training(self, values: dict[str, Any], extra: dict[str, Any] | None = None) -> TrainingState:
         native = self._native
         optimizer, scaler = native.optimizer, getattr(native.accelerator, "scaler", None)
         saves_all = not native.args.save_only_model
@@ -302,6 +302,7 @@ class SnapshotMixin:
             optimizer=getattr(optimizer, "optimizer", optimizer) if saves_all else None,
             scheduler=native.lr_scheduler if saves_all else None,
             scaler=scaler if saves_all else None,
+            extra=extra,
             rank_values=values,
         )
 
