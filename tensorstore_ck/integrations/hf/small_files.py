@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES, MAX_FILE_BYTES, MODEL_FILES, is_model_file
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _save_model(model: Any, folder: Path) -> Mapping[str, str] | None:
             each.rename(folder / each.name)  # peft writes an adapter that has a name of its own into a folder below
         return {to: names[int(number)] for to, number in load_file(folder / _ADAPTER_WEIGHTS).items()}
     if isinstance(model, PreTrainedModel):
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise UnsupportedValueError("the model was sharded by transformers when it was loaded", object_id="distributed_config")
         model.save_pretrained(folder, state_dict={})
     return None
 
