@@ -28,6 +28,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.integrations.hf import small_files, trainer_values
 from tensorstore_ck.integrations.hf.compatibility import require_supported
+from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
 from tensorstore_ck.integrations.hf.light_folder import SnapshotPointer, read_pointer, write_folder, write_pointer
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import PendingSnapshot
@@ -125,6 +126,7 @@ class SnapshotMixin:
                 warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
                 skipped.append(address)
         self._finish_saves()
+        remove_imported(self._native.args.output_dir)
         return output
 
     def _address_of(self, given: str | bool | None, ref: str, skipped: Collection[str]) -> str | None:
@@ -154,7 +156,12 @@ class SnapshotMixin:
         raise ValueError(f"No valid checkpoint found: {self._ref!r} has no snapshot, and {self._native.args.output_dir} no checkpoint")
 
     def _write_folder_of(self, address: str) -> str:
-        """Writes the light folder from which transformers resumes."""
+        """Writes the light folder from which transformers resumes; the whole one of an imported snapshot."""
+        args = self._native.args
+        imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
+        if imported is not None:
+            self._is_resuming = False
+            return str(imported)
         values = trainer_values.target()
         found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
         if found is None:
