@@ -1,6 +1,7 @@
 """Tries whether transformers or peft loads a folder, with every weight in its place; without memory for the weights of a whole model."""
 
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ def try_folder(folder: str, shown: str, config: Mapping[str, Any]) -> str:
     """
     is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG))
     try:
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
             return _try_adapter(folder, shown, config) if is_adapter else _try_model(folder, shown, config)
     except MismatchError:
         raise
@@ -37,7 +38,8 @@ def _try_model(folder: str, shown: str, config: Mapping[str, Any]) -> str:
     if reason:
         return f"not tried: {reason}"
     kind = getattr(transformers, config["architectures"][0])
-    _, report = kind.from_pretrained(folder, output_loading_info=True, device_map="meta", local_files_only=True)
+    options = {"output_loading_info": True, "device_map": "meta", "local_files_only": True, "ignore_mismatched_sizes": True}
+    _, report = kind.from_pretrained(folder, **options)
     _require_whole(shown, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
     return f"tried: {kind.__name__}.from_pretrained loads it, with every weight (transformers {transformers.__version__})"
 
@@ -82,7 +84,7 @@ def _why_not(transformers: Any, config: Mapping[str, Any]) -> str:
 def _require_whole(shown: str, missing: Collection[str], unexpected: Collection[str], mismatched: Collection[Any]) -> None:
     problems = [
         f"{what} {listed(sorted(map(str, names)), 3)}"
-        for what, names in (("it lacks", missing), ("it has unknown", unexpected), ("of another shape:", mismatched))
+        for what, names in (("it lacks", missing), ("it has unknown", unexpected), ("shapes differ of", [name for name, *_ in mismatched]))
         if names
     ]
     if problems:
@@ -101,8 +103,12 @@ def _first_line(exc: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps transformers from printing its own report, and a progress bar."""
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers from printing its own report, warnings and a progress bar.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         from transformers.utils import logging  # noqa: PLC0415
     except ImportError as exc:
@@ -111,7 +117,9 @@ def _quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(level)
         if shows_bar:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.exporting.try_model_folder import quiet_transformers
 from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES, MAX_FILE_BYTES, MODEL_FILES, is_model_file
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def model_files(model: Any, processing_class: Any = None) -> dict[str, bytes]:
         model: A model of transformers or peft, not wrapped. Any other has no files.
         processing_class: Its tokenizer or processor.
     """
-    with tempfile.TemporaryDirectory(prefix="model-files-") as name:
+    # what save_pretrained prints is about weights, which are not saved here
+    with tempfile.TemporaryDirectory(prefix="model-files-") as name, quiet_transformers():
         folder = Path(name)
         names = _save_model(model, folder)
         if processing_class is not None:

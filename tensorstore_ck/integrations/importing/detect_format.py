@@ -152,7 +152,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
     if not found:
         steps = trainer_folder.checkpoints_in(folder, names)
         if len(steps) > 1:
-            raise SeveralStepsError(folder.path, steps, "name", names)
+            raise SeveralStepsError(folder.path, steps, "name", names, can_be_one=False)
         hint = f"import {os.path.join(folder.path, *steps)}" if steps else f"give {_FORMATS}"
         raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: {hint}", object_id=folder.path)
     if len(found) == 1:
