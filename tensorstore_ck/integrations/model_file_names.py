@@ -1,10 +1,12 @@
 """Names of the small files next to a model's weights in a folder of Hugging Face: configuration, generation configuration, tokenizer.
 
-A snapshot contains them as a dict of names and bytes, under `MODEL_FILES` at the top or in ``extra``. Knows no store and no transformers.
+A snapshot contains them as a dict of names and bytes, under `MODEL_FILES` at the top or in ``extra``. Knows no transformers.
 """
 
 import re
 from typing import Final
+
+from tensorstore_ck.format.tree import Container, Tree
 
 MODEL_FILES: Final = "model_files"
 """The key of the files in a state."""
@@ -31,3 +33,15 @@ MAX_FILE_BYTES: Final = 256 << 20
 def is_model_file(name: str) -> bool:
     """Whether a file of this name, next to weights, belongs to the model."""
     return SMALL_FILE.fullmatch(name) is not None and _OTHER_FILES.fullmatch(name) is None
+
+
+def stored_files(tree: Tree) -> dict[str, Tree]:
+    """Name -> leaf of the files in a state. The names and values are not checked."""
+    found = _child(tree, MODEL_FILES) or _child(_child(tree, "extra"), MODEL_FILES)
+    return dict(zip(map(str, found.keys), found.children, strict=False)) if isinstance(found, Container) else {}
+
+
+def _child(tree: Tree | None, key: str) -> Tree | None:
+    if not isinstance(tree, Container):
+        return None
+    return next((child for name, child in zip(tree.keys, tree.children, strict=False) if name == key), None)

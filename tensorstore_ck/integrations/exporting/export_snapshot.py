@@ -152,6 +152,7 @@ def _plan(  # noqa: PLR0917 - of `export_snapshot`
     if format != "hf":
         return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)
     model = model_folder.find_model_files(content, tree, config_from)
+    tree = model_folder.without_model_files(tree)
     tree = _chosen(tree, model_folder.weights_globs(tree) if select is None else select, exclude)
     tree = without_prefix(tree, sole_prefix(tree) if prefix is None else prefix)
     if model.is_adapter:

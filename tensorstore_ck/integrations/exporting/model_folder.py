@@ -7,7 +7,7 @@ adapter of peft: only the adapter's weights, under peft's names.
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
@@ -18,6 +18,7 @@ from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
 from tensorstore_ck.integrations.exporting.safetensors_files import write_safetensors
+from tensorstore_ck.integrations.exporting.strip_prefix import DICTS
 from tensorstore_ck.integrations.exporting.try_model_folder import try_folder
 from tensorstore_ck.integrations.model_file_names import (
     ADAPTER_CONFIG,
@@ -26,6 +27,7 @@ from tensorstore_ck.integrations.model_file_names import (
     MAX_FILE_BYTES,
     MODEL_FILES,
     is_model_file,
+    stored_files,
 )
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.select import listed
@@ -69,22 +71,36 @@ def find_model_files(content: SnapshotContent, tree: Tree, config_from: str | No
     return ModelFiles(files, None if names is None else _parsed(names, ADAPTER_NAMES))
 
 
+def without_model_files(tree: Tree) -> Tree:
+    """`tree` without the small files at its top."""
+    if not isinstance(tree, Container) or MODEL_FILES not in tree.keys or tree.node[0] not in DICTS:
+        return tree
+    kept = [(key, child) for key, child in zip(tree.keys, tree.children, strict=True) if key != MODEL_FILES]
+    return Container(tree.node, tree.path, [key for key, _ in kept], [child for _, child in kept], tree.attributes)
+
+
 def weights_globs(tree: Tree) -> list[str] | None:
-    """What to select if the user does not say: the dict that trainers put weights into. None: everything."""
+    """What to select if the user does not say: the dict that trainers put weights into. None: everything.
+
+    Raises:
+        MismatchError: several dicts may be that.
+    """
     if not isinstance(tree, Container):
         return None
-    children = dict(zip(map(str, tree.keys), tree.children, strict=False))
-    for key in _WEIGHTS_KEYS:
-        if isinstance(children.get(key), Container):
-            return [f"{key}.*"]
-    holders = [name for name, child in children.items() if isinstance(child, Container) and _has_tensors(child)]
+    holders = [
+        str(key) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container) and _has_tensors(child)
+    ]
+    usual = [key for key in _WEIGHTS_KEYS if key in holders]
+    if usual:
+        return [f"{usual[0]}.*"]
     if len(holders) > 1:
         raise MismatchError(
             f"several parts of the snapshot have tensors ({listed(holders)}): say which one has the weights with --include "
             f"'{holders[0]}.*' (select=)",
             object_id=holders[0],
         )
-    return [f"{holders[0]}.*"] if holders and MODEL_FILES in children else None
+    is_alone = not any(isinstance(child, Leaf) and child.kind != "value" for child in tree.children)
+    return [f"{holders[0]}.*"] if holders and is_alone else None
 
 
 def adapter_weights(tree: Tree, names: Mapping[str, str] | None) -> Tree:
@@ -97,8 +113,8 @@ def adapter_weights(tree: Tree, names: Mapping[str, str] | None) -> Tree:
         if any(leaf.path.endswith((".lora_A.weight", ".lora_B.weight")) for leaf in leaves(tree)):
             return tree  # imported from a folder of peft
         raise MismatchError(
-            f"the snapshot does not contain peft's names of the adapter's weights ({ADAPTER_NAMES}): save it with tensorstore_ck.hf.Trainer, "
-            "or with TrainingState(extra={'model_files': tensorstore_ck.hf.model_files(model)})",
+            f"the snapshot does not contain peft's names of the adapter's weights ({ADAPTER_NAMES}): save it with "
+            "tensorstore_ck.hf.Trainer, or with TrainingState(extra={'model_files': tensorstore_ck.hf.model_files(model)})",
             object_id=ADAPTER_NAMES,
         )
     there = {leaf.path: leaf for leaf in leaves(tree) if leaf.kind != "value"}
@@ -129,29 +145,19 @@ def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
 
 
 def _stored(content: SnapshotContent, tree: Tree) -> Iterator[tuple[str, bytes]]:
-    found = _child(tree, MODEL_FILES) or _child(_child(tree, "extra"), MODEL_FILES)
-    if not isinstance(found, Container):
-        return
-    for key, leaf in zip(found.keys, found.children, strict=False):
-        name = str(key)
+    for name, leaf in stored_files(tree).items():
         if name != ADAPTER_NAMES and not is_model_file(name):
             raise UnsupportedValueError(
-                f"{found.path} has {name!r}, which is no name of a file of a model: export as safetensors", object_id=name
+                f"{MODEL_FILES} has {name!r}, which is no name of a file of a model: export as safetensors", object_id=name
             )
         data = decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=name) if _is_value(leaf) else None
         if not isinstance(data, bytes | str):
-            raise UnsupportedValueError(f"{found.path} has {name!r}, which is neither bytes nor text: save the file's bytes", object_id=name)
+            raise UnsupportedValueError(f"{MODEL_FILES} has {name!r}, neither bytes nor text: save the file's bytes", object_id=name)
         yield name, data if isinstance(data, bytes) else data.encode()
 
 
-def _is_value(tree: Tree) -> bool:
+def _is_value(tree: Tree) -> TypeGuard[Leaf]:
     return isinstance(tree, Leaf) and tree.kind == "value"
-
-
-def _child(tree: Tree | None, key: str) -> Tree | None:
-    if not isinstance(tree, Container):
-        return None
-    return next((child for name, child in zip(tree.keys, tree.children, strict=False) if name == key), None)
 
 
 def _has_tensors(tree: Tree) -> bool:

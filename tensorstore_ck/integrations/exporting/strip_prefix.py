@@ -34,13 +34,15 @@ def without_prefix(tree: Tree, prefix: str) -> Tree:
     lacking = [name for name in names if not name.startswith(prefix)]
     if lacking:
         raise MismatchError(
-            f"the prefix {prefix!r} is missing from {listed(lacking, 4)}: select names that have it with --include {prefix + '*'!r} (select=)",
+            f"the prefix {prefix!r} is missing from {listed(lacking, 4)}: select the names that have it, "
+            f"--include {prefix + '*'!r} (select=)",
             object_id=lacking[0],
         )
     cut = [name for name in names if name[len(prefix) : len(prefix) + 1] in ("", ".")]
     if cut:
         raise InvalidOptionError(
-            f"the prefix {prefix!r} leaves {cut[0][len(prefix) :]!r} of the name {cut[0]!r}: end the prefix with the dot before the part to keep",
+            f"the prefix {prefix!r} leaves {cut[0][len(prefix) :]!r} of the name {cut[0]!r}: end the "
+            "prefix with the dot before what is to stay",
             object_id="strip_prefix",
         )
     entries = list(_below(tree, prefix, prefix))

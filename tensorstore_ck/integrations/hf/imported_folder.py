@@ -58,14 +58,14 @@ def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> boo
     weights = [part for part in _WEIGHTS if part in parts]
     if not weights:
         raise MismatchError(
-            f"{root[:12]} was imported from a folder without a model.safetensors, as FSDP and DeepSpeed write it ({', '.join(parts)}): resume "
-            "from the folder, with transformers' own Trainer",
+            f"{root[:12]} was imported from a folder without a model.safetensors, as FSDP and DeepSpeed write it ({', '.join(parts)}): "
+            "resume from the folder, with transformers' own Trainer",
             object_id=root,
         )
-    for part in weights:
-        for file in _export(store, root, part, folder / part, "safetensors"):
-            file.rename(folder / file.name.replace("model", part, 1))
-        (folder / part).rmdir()
+    for stem in weights:
+        for file in _export(store, root, stem, folder / stem, "safetensors"):
+            file.rename(folder / file.name.replace("model", stem, 1))
+        (folder / stem).rmdir()
     for part in parts:
         for start, suffix in _TORCH_FILES.items():
             if part == start or part.startswith(f"{start}_"):

@@ -67,7 +67,7 @@ def _save_model(model: Any, folder: Path) -> Mapping[str, str] | None:
 
 
 def capture(trainer: Any, group: "ProcessGroup | None") -> dict[str, Any]:
-    """The files for the snapshots of a Trainer, as a part of `TrainingState`'s ``extra``. Rank 0 makes them, and sends them to the others."""
+    """The files for the snapshots of a Trainer, for `TrainingState`'s ``extra``. Rank 0 makes them, and sends them to the others."""
     found = [_of_trainer(trainer) if group is None or group.rank() == 0 else {}]
     if group is not None:
         dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
@@ -79,10 +79,10 @@ def _of_trainer(trainer: Any) -> dict[str, bytes]:
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     try:
         return model_files(model, processing)
-    except Exception as exc:  # BLE: code of any model and tokenizer; a run must not end for it
+    except Exception as exc:  # noqa: BLE001 - code of any model and tokenizer; a run must not end for it
         warnings.warn(
-            f"snapshots will not contain the configuration and the tokenizer ({type(exc).__name__}: {exc}): `tsck export --to hf` will need "
-            "--config-from",
+            f"snapshots will not contain the configuration and the tokenizer ({type(exc).__name__}: {exc}): `tsck export --to hf` will "
+            "need --config-from",
             stacklevel=2,
         )
         return {}

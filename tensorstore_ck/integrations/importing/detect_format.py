@@ -178,8 +178,8 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
     members = members._replace(found={**sharded, **members.found})
     if not members.found:
         raise NotFoundError(
-            f"{folder.path} has a {trainer_folder.STATE}, and no weights: give another folder. (Of a folder with a {trainer_folder.POINTER} "
-            "the weights are in the store that this file names.)",
+            f"{folder.path} has a {trainer_folder.STATE}, and no weights: give another folder. (Of a folder with a "
+            f"{trainer_folder.POINTER} the weights are in the store that this file names.)",
             object_id=folder.path,
         )
     state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}

@@ -21,9 +21,7 @@ _COUNTERS: Final = ("global_step", "global_steps", "step", "steps", "current_ste
 class SeveralStepsError(AmbiguousAddressError):
     """A folder has checkpoints of several steps: they are a history, not one snapshot."""
 
-    def __init__(
-        self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str], *, can_be_one: bool = True
-    ) -> None:
+    def __init__(self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str], *, can_be_one: bool = True) -> None:
         """`steps`: file name -> step, according to `step_from`. `can_be_one`: they can be imported as one snapshot."""
         by_step: dict[int, str] = {}
         same = next(((by_step[step], name) for name, step in steps.items() if by_step.setdefault(step, name) != name), None)

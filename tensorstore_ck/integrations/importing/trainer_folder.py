@@ -54,7 +54,8 @@ def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict
             file = files.map(folder.join(name))
             if file.size > MAX_FILE_BYTES:
                 raise UnsupportedValueError(
-                    f"{file.path} has {file.size:,} bytes, and at most {MAX_FILE_BYTES:,} are imported: move it elsewhere", object_id=file.path
+                    f"{file.path} has {file.size:,} bytes, and at most {MAX_FILE_BYTES:,} are imported: move it elsewhere",
+                    object_id=file.path,
                 )
             found[name] = bytes(file.data)
             files.drop(file)

@@ -64,7 +64,11 @@ def test_a_prefix_within_names(tmp_path: Path) -> None:
         ({"a": {"x": 1}}, "a", "leaves '.x' of the name 'a.x': end the prefix with the dot"),
         ({"a": {"x": 1}}, "a.x", "leaves '' of the name 'a.x'"),
         ({"a": [torch.ones(1), 2]}, "a.", "a is no dict, so its names cannot lose the prefix 'a.'"),
-        ({"a": {"x": 1}, "b": {"y": 1}, "c": 1}, "a.", "the prefix 'a.' is missing from b.y, c: select names that have it with --include 'a.*'"),
+        (
+            {"a": {"x": 1}, "b": {"y": 1}, "c": 1},
+            "a.",
+            "'a.' is missing from b.y, c: select the names that have it, --include 'a.*'",
+        ),
     ],
 )
 def test_names_that_cannot_lose_it(tmp_path: Path, state: Any, prefix: str, what: str) -> None:

@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, P
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
+from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 from tensorstore_ck.integrations.hf import small_files
 from tests.cli.conftest import Tsck
 from tests.cli.conftest import tsck as tsck_command
@@ -28,7 +31,7 @@ VOCABULARY = 20_000
 def _tokenizer() -> PreTrainedTokenizerFast:
     words = {f"word{number}": number for number in range(VOCABULARY)}
     splitting = Tokenizer(WordLevel(words, unk_token="word0"))
-    splitting.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    splitting.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=splitting, unk_token="word0", pad_token="word1")
 
 
@@ -162,7 +165,7 @@ def test_which_tensors_are_the_weights(tmp_path: Path, store: tsck.Store) -> Non
     tsck.export_snapshot(store, "x", tmp_path / "model", format="hf", select=["ema.*"])
     runs.assert_equal(_loaded(tmp_path / "model").state_dict(), ema["ema"])
     store.put_snapshot({**weights, **files}, ref="flat")
-    tsck.export_snapshot(store, "flat", tmp_path / "flat", format="hf", exclude=["model_files"])
+    tsck.export_snapshot(store, "flat", tmp_path / "flat", format="hf")
     runs.assert_equal(_loaded(tmp_path / "flat").state_dict(), weights)
     training = tsck.TrainingState(model=model, extra=files)
     training.put(store, ref="own")
@@ -229,6 +232,35 @@ def test_files_that_cannot_be_made_do_not_end_a_run(tmp_path: Path, store: tsck.
     assert len(store.log(runs.REF)) == 2
 
 
+# --- tsck:// ----------------------------------------------------------------------------------------------------------
+
+
+def test_reading_over_fsspec(tmp_path: Path, store: tsck.Store) -> None:
+    """What docs/trainers.md shows."""
+    fsspec.register_implementation("tsck", SnapshotFileSystem, clobber=True)  # as the entry point does where the package is installed
+    trainer = _trained(tmp_path, store, processing_class=_tokenizer())
+    url = f"tsck://{runs.REF}@4/model.safetensors::{store.url}"
+    with fsspec.open(url) as file:
+        weights = safetensors.torch.load(file.read())
+    runs.assert_equal(weights, runs.weights(trainer))
+    model, report = GPT2LMHeadModel.from_pretrained(None, config=trainer.model.config, state_dict=weights, output_loading_info=True)
+    assert not report["missing_keys"]
+    runs.assert_equal(model.state_dict(), weights)
+    files = fsspec.filesystem("tsck", store=store.url)
+    assert [Path(name).name for name in files.ls(f"{runs.REF}@4", detail=False)][3:] == [
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    ]
+    files.get(f"{runs.REF}@4/", f"{tmp_path}/copied/", recursive=True)
+    runs.assert_equal(_loaded(tmp_path / "copied").state_dict(), weights)
+    assert AutoTokenizer.from_pretrained(tmp_path / "copied")("word7")["input_ids"] == [7]
+    cached = fsspec.open_local(f"simplecache::{url}", simplecache={"cache_storage": str(tmp_path / "cached")})
+    with safetensors.safe_open(cached, framework="pt") as opened:
+        assert set(opened.keys()) == weights.keys()
+    for missing in ("config.yaml", "vocab.json"):
+        with pytest.raises(FileNotFoundError):
+            files.cat(f"{runs.REF}@4/{missing}")
+
+
 # --- peft -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +268,9 @@ def test_files_that_cannot_be_made_do_not_end_a_run(tmp_path: Path, store: tsck.
 @pytest.mark.parametrize(
     "config",
     [
-        peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["ln_f"], use_dora=True, task_type="CAUSAL_LM"),
+        peft.LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["ln_f"], use_dora=True, task_type="CAUSAL_LM"
+        ),
         peft.IA3Config(target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
     ],
     ids=["lora", "ia3"],

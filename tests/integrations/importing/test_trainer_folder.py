@@ -157,7 +157,9 @@ def test_an_adapter(tmp_path: Path, store: tsck.Store) -> None:
     whole.train()
     tsck.import_checkpoint(store, tmp_path / "native" / "checkpoint-6", ref=runs.REF)
     tsck.export_snapshot(store, runs.REF, tmp_path / "adapter", format="hf")
-    ours, native = (peft.load_peft_weights(str(path), device="cpu") for path in (tmp_path / "adapter", tmp_path / "native" / "checkpoint-6"))
+    ours, native = (
+        peft.load_peft_weights(str(path), device="cpu") for path in (tmp_path / "adapter", tmp_path / "native" / "checkpoint-6")
+    )
     runs.assert_equal(ours, native)
     resumed = run(tsck.hf.Trainer, tmp_path / "out", store=store, ref=runs.REF)
     resumed.train(resume_from_checkpoint=True)
