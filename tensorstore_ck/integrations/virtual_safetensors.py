@@ -206,7 +206,7 @@ class SnapshotFiles:
         stored = stored_files(tree).items()
         self._small = {name: leaf for name, leaf in stored if is_model_file(name) and isinstance(leaf, Leaf) and leaf.kind == "value"}
         self.files = [*(name for name in FILES if name == SNAPSHOT or self._tensors.get(name)), *self._small]
-        self._made: dict[str, SafetensorsFile] = {}
+        self._made: dict[str, VirtualFile] = {}
 
     def tensors(self, name: str, info: SnapshotInfo) -> VirtualFile:
         """A file of tensors."""
@@ -217,9 +217,11 @@ class SnapshotFiles:
 
     def model_file(self, name: str) -> VirtualFile:
         """A file next to the model's weights, such as ``config.json``."""
-        leaf = self._small[name]
-        data = decode(self._content.values[leaf.index], blob=self._content.blob, name=leaf.path)
-        return BytesFile(data if isinstance(data, bytes) else str(data).encode())
+        if name not in self._made:
+            leaf = self._small[name]
+            data = decode(self._content.values[leaf.index], blob=self._content.blob, name=leaf.path)
+            self._made[name] = BytesFile(data if isinstance(data, bytes) else str(data).encode())
+        return self._made[name]
 
     def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:
         """Everything else: the output of `tsck show`, and the names of tensors that no file holds."""
