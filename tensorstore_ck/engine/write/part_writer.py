@@ -83,7 +83,6 @@ class WrittenPart(NamedTuple):
 class BlobBlocks(NamedTuple):
     """What a rank has stored of the layout and the large values."""
 
-    encoded_layout: bytes
     rows: Extents
     """The part's `blobs`."""
     ids: list[Digest]
@@ -138,7 +137,9 @@ def write_part(
     def write(packs: PackWriter) -> TensorBlocks:
         earlier, block_bytes = None, engine.config.block_bytes
         if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
-            key = PartKey(layout_id(blobs.encoded_layout), slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit))
+            key = PartKey(
+                layout_id(captured.layout.encode()), slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit)
+            )
             earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
         return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
 
@@ -181,7 +182,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
         ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
-    return BlobBlocks(encoded_layout, blobs, ids)
+    return BlobBlocks(blobs, ids)
 
 
 def write_tensors(
@@ -298,7 +299,7 @@ def store_part(
     places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
     extents = extents_of(ids, places)
     part = Part(
-        layout_id(blobs.encoded_layout),
+        layout_id(captured.layout.encode()),
         slot.rank,
         slot.world_size,
         blobs.rows,
@@ -313,21 +314,21 @@ def store_part(
         encode_regions(captured.explicit),
     )
     if slot.rank == slot.layout_ranks[0]:
-        _require_readable(captured, blobs.encoded_layout, part, slot)
+        _require_readable(captured, part, slot)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
     return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
 
 
-def _require_readable(captured: CapturedState, layout: bytes, part: Part, slot: PartSlot) -> None:
+def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> None:
     """Rejects what a reader would take for a decompression bomb; all parts together stay below its limit.
 
     Raises:
         UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
-    bodies = [layout[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
+    bodies = [captured.layout.encode()[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
     budget = ParseBudget(FREE_BYTES // (2 * slot.world_size))
     encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
     # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
