@@ -20,13 +20,14 @@ from tensorstore_ck.errors import (
     ConflictError,
     CorruptObjectError,
     DamageError,
+    InvalidNameError,
     InvalidOptionError,
     MismatchError,
     NotFoundError,
     SnapshotMarkedBadError,
     StoreError,
 )
-from tensorstore_ck.integrations.hf import trainer_values
+from tensorstore_ck.integrations.hf import trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.light_folder import SnapshotPointer, read_pointer, write_folder, write_pointer
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
@@ -39,8 +40,8 @@ from tensorstore_ck.training.checkpointing.resume_candidates import choose
 from tensorstore_ck.training.checkpointing.triggers import TriggerContext
 from tensorstore_ck.training.rank_own_state import VALUES
 
-WEIGHTS: Final = ("model",)
-NOT_GENERATORS: Final = ("model", "optimizer", "scheduler", "scaler", "rank_values")
+NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
+"""Restored together with the weights; the generators come last."""
 
 
 class _Always(Trigger):
@@ -117,8 +118,8 @@ class SnapshotMixin:
             address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
             self._is_resuming = address is not None
             try:
-                given = self._native_folder(resume_from_checkpoint) if address is None else self._write_folder_of(address)
-                output = super().train(given, trial, ignore_keys_for_eval)  # type: ignore[misc]
+                folder = self._folder_for(address, resume_from_checkpoint)
+                output = super().train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
             except DamageError as exc:
                 if resume_from_checkpoint is not True or address is None or not self._is_resuming:
                     raise
@@ -144,6 +145,10 @@ class SnapshotMixin:
             )
         return None if pointer is None else pointer.address
 
+    def _folder_for(self, address: str | None, given: str | bool | None) -> str | bool | None:
+        """What transformers resumes from."""
+        return self._native_folder(given) if address is None else self._light_folder(address, given)
+
     def _native_folder(self, given: str | bool | None) -> str | bool | None:
         """True: the newest folder that transformers wrote, not a light one, whose save may never have been published."""
         if given is not True:
@@ -151,14 +156,23 @@ class SnapshotMixin:
         for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
             if read_pointer(folder) is None:
                 return str(folder)
-        raise ValueError(f"No valid checkpoint found: {self._ref!r} has no snapshot, and {self._native.args.output_dir} no checkpoint")
+        folder = self._native.args.output_dir
+        raise ValueError(f"No valid checkpoint found in output directory ({folder}), and {self._ref!r} has no snapshot")
 
-    def _write_folder_of(self, address: str) -> str:
-        """Writes the light folder from which transformers resumes."""
+    def _light_folder(self, address: str, given: str | bool | None) -> str:
+        """The light folder from which transformers resumes: the given one, or one that is written now."""
         values = trainer_values.target()
-        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        try:
+            found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        except InvalidNameError:
+            found = None  # the path of a folder that does not exist
         if found is None:
-            raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
+            raise NotFoundError(
+                f"Can't find a valid checkpoint at {address}: there is no such folder, and no such snapshot in {self._store.url}",
+                object_id=address,
+            )
+        if isinstance(given, str) and os.path.isdir(given):
+            return given
         folder = self._folder(found.step)
         if self._native.args.local_process_index == 0:
             write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
@@ -216,7 +230,8 @@ class SnapshotMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._values = trainer_values.target()
-        self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_GENERATORS)
+        self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_WEIGHTS)
+        weights.restore(self._native, self._store, pointer.address, self._group)
         self._is_resuming = False
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -235,7 +250,7 @@ class SnapshotMixin:
             return
         if self._checkpointer is not None:  # else this run has saved nothing
             self._checkpointer.wait()
-        TrainingState(model=native.model).restore(self._store, pointer.address, group=self._group, parts=WEIGHTS)
+        weights.restore(native, self._store, pointer.address, self._group)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 

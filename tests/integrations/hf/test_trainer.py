@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
@@ -228,3 +231,53 @@ def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.
     monkeypatch.setattr(transformers.Trainer, "_load_scaler", lambda self: None)
     with pytest.raises(tsck.MissingExtraError, match="_load_scaler"):
         runs.over_store(tmp_path / "out", store)
+
+
+class _Journal(GPT2LMHeadModel):  # type: ignore[misc]
+    """Has a buffer that grows with each step, and a `load_state_dict` of its own that lets it grow."""
+
+    journal: torch.Tensor
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.register_buffer("journal", torch.empty(0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.journal = torch.cat([self.journal, input_ids[:1, 0].float()])
+        return super().forward(input_ids=input_ids, labels=labels)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        self.journal = state["journal"].clone()
+        return super().load_state_dict(state, strict, assign)
+
+
+def test_a_model_takes_its_weights_by_its_own_method(tmp_path: Path, store: tsck.Store) -> None:
+    def run(name: str, kill_after: int | None = None) -> hf.Trainer:
+        given = runs.parts(tmp_path / name)
+        given["model"] = _Journal(given["model"].config)
+        callbacks = [] if kill_after is None else [runs.KillAfter(kill_after)]
+        return hf.Trainer(**given, callbacks=callbacks, store=store, ref=name)
+
+    whole = run("whole")
+    whole.train()
+    with pytest.raises(runs.Killed):
+        run("cut", kill_after=9).train()
+    store.drain()
+    resumed = run("cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.model.journal) == runs.STEPS
+    runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
+def test_what_does_not_exist_is_reported_as_by_transformers(tmp_path: Path, store: tsck.Store) -> None:
+    """Scripts look for these words."""
+    with pytest.raises(tsck.NotFoundError, match="Can't find a valid checkpoint at"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_into_another_folder_leaves_only_its_own_checkpoints_there(tmp_path: Path, store: tsck.Store) -> None:
+    runs.over_store(tmp_path / "out", store).train()
+    runs.over_store(tmp_path / "more", store).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
+    assert [each.name for each in (tmp_path / "more").iterdir()] == ["checkpoint-12"]
