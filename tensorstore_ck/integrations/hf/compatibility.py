@@ -4,6 +4,7 @@ import inspect
 from typing import Final
 
 import transformers
+from transformers.trainer import Trainer as NativeTrainer
 
 from tensorstore_ck.errors import MissingExtraError
 
@@ -18,6 +19,10 @@ REPLACED: Final = {
     "_load_scaler": ("self", "checkpoint"),
     "_load_rng_state": ("self", "checkpoint"),
     "_load_best_model": ("self",),
+    "_run_epoch": (
+        *("self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial", "ignore_keys_for_eval"),
+        *("start_time", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),
+    ),
 }
 """Method -> the parameters that it must have."""
 LOSSES: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
@@ -37,7 +42,7 @@ def require_supported() -> None:
             f"transformers {transformers.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="transformers"
         )
     changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
-    loop = getattr(transformers.Trainer, "_inner_training_loop", None)
+    loop = getattr(NativeTrainer, "_inner_training_loop", None)
     changed += [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]
     if changed:
         raise MissingExtraError(
@@ -48,5 +53,5 @@ def require_supported() -> None:
 
 
 def _parameters(name: str) -> tuple[str, ...] | None:
-    method = getattr(transformers.Trainer, name, None)
+    method = getattr(NativeTrainer, name, None)
     return None if method is None else tuple(inspect.signature(method).parameters)

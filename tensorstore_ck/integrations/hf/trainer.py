@@ -242,6 +242,12 @@ class SnapshotMixin:
         TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
         trainer_values.restore(self._native, self._values)
 
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """A finished run is not continued: transformers would train one more step, if it has ended within an epoch."""
+        state = self._native.state
+        if state.global_step < state.max_steps:
+            super()._run_epoch(*args, **options)  # type: ignore[misc]
+
     def _load_best_model(self) -> None:
         native = self._native
         pointer = read_pointer(native.state.best_model_checkpoint)

@@ -281,3 +281,13 @@ def test_a_resume_into_another_folder_leaves_only_its_own_checkpoints_there(tmp_
     runs.over_store(tmp_path / "out", store).train()
     runs.over_store(tmp_path / "more", store).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert [each.name for each in (tmp_path / "more").iterdir()] == ["checkpoint-12"]
+
+
+def test_a_finished_run_that_is_resumed_trains_no_further_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    """As after a kill that came after the last save. transformers would go on, since the run ended within an epoch."""
+    runs.over_store(tmp_path / "out", store).train()
+    resumed = runs.over_store(tmp_path / "out", store)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == runs.STEPS
+    assert runs.losses(resumed) == undisturbed.losses
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
