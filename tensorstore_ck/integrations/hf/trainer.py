@@ -78,6 +78,10 @@ class SnapshotMixin:
         require_supported()
         if self._native.is_deepspeed_enabled:
             raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
+        if getattr(getattr(self._native.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
+            raise InvalidOptionError(
+                "FSDP version 1 is on, whose states this Trainer cannot save: set fsdp_config={'version': 2}", object_id="fsdp"
+            )
         self._store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None

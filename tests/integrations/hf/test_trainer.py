@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -291,3 +292,16 @@ def test_a_finished_run_that_is_resumed_trains_no_further_step(tmp_path: Path, s
     assert resumed.state.global_step == runs.STEPS
     assert runs.losses(resumed) == undisturbed.losses
     runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+def test_deepspeed_and_fsdp1_are_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as this shows without GPUs: accelerate turns neither on here."""
+    trainer = runs.native(tmp_path / "out")
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=1), raising=False)
+    with pytest.raises(tsck.InvalidOptionError, match="FSDP version 1"):
+        hf.attach(trainer, store=store, ref=runs.REF)
+    monkeypatch.undo()
+    trainer = runs.native(tmp_path / "out")
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(tsck.InvalidOptionError, match="DeepSpeed"):
+        hf.attach(trainer, store=store, ref=runs.REF)
