@@ -54,7 +54,15 @@ class _Always(Trigger):
 class SnapshotMixin:
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
-    def __init__(self, *args: Any, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        store: Store | str | os.PathLike[str],
+        ref: str,
+        asynchronous: bool = True,
+        frozen_base: bool = False,
+        **options: Any,
+    ) -> None:
         """All arguments but these go to the Trainer, and keep their meaning.
 
         `save_total_limit` becomes a policy of the ref: the newest snapshots, and the best one if there is a metric for it. What it drops
@@ -65,6 +73,9 @@ class SnapshotMixin:
             store: The store; or its URL or path, where it is created if there is none.
             ref: The branch; each trial of a hyperparameter search has one below it.
             asynchronous: Save in the background.
+            frozen_base: Parameters that do not require gradients, such as the base model below adapters of peft, do not change: they are
+                read at the first save and at each tenth, when a change is an error, and not copied. Not with `merge_adapter` or a model
+                that averages weights, which change such parameters.
             options: For the Trainer.
 
         Raises:
@@ -72,9 +83,9 @@ class SnapshotMixin:
             InvalidOptionError: DeepSpeed or FSDP1 is on.
         """
         super().__init__(*args, **options)
-        self._use_store(store, ref, asynchronous=asynchronous)
+        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
 
-    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool) -> None:
+    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool) -> None:
         require_supported()
         if self._native.is_deepspeed_enabled:
             raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
@@ -86,6 +97,8 @@ class SnapshotMixin:
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
         self._values: dict[str, Any] = {}
+        self._frozen_base = weights.FrozenBase() if frozen_base else None
+        self._frozen: list[str] = []
         self._is_resuming = False
         self._unfinished: list[tuple[PendingSnapshot, Path]] = []
 
@@ -278,6 +291,8 @@ class SnapshotMixin:
         self._values.update(trainer_values.capture(native))
         if self._checkpointer is None:
             self._checkpointer = self._new_checkpointer(self._ref_of(trial))
+        if self._frozen_base is not None:
+            self._frozen[:] = self._frozen_base.names(native.model)
         saved = self._checkpointer.step(state.global_step, trainer_values.step_metrics(state), epoch=state.epoch)
         self._finish_folders()
         if saved is None:
@@ -328,6 +343,7 @@ class SnapshotMixin:
             scheduler=native.lr_scheduler if saves_all else None,
             scaler=scaler if saves_all else None,
             rank_values=values,
+            frozen=self._frozen,
         )
 
     def _finish_saves(self) -> None:
@@ -367,7 +383,14 @@ class Trainer(SnapshotMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers' Trainer, which saves into a store: see `SnapshotMixin`."""
 
 
-def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
+def attach(
+    trainer: transformers.Trainer,
+    *,
+    store: Store | str | os.PathLike[str],
+    ref: str,
+    asynchronous: bool = True,
+    frozen_base: bool = False,
+) -> None:
     """Makes an existing Trainer, of any subclass, save into a store.
 
     Args:
@@ -375,6 +398,7 @@ def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[st
         store: See `SnapshotMixin`.
         ref: See `SnapshotMixin`.
         asynchronous: See `SnapshotMixin`.
+        frozen_base: See `SnapshotMixin`.
 
     Raises:
         InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
@@ -383,4 +407,4 @@ def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[st
         raise InvalidOptionError("this Trainer saves into a store already", object_id="trainer")
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous)
+    SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)

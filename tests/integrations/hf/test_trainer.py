@@ -11,12 +11,14 @@ import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
 from tests.integrations.hf.conftest import Undisturbed
+
+peft_warns = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 def _snapshot_steps(store: tsck.Store) -> list[int]:
@@ -205,13 +207,21 @@ def test_an_existing_trainer_of_a_subclass_is_attached(tmp_path: Path, undisturb
     trainer._store.close()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store) -> None:
+def _adapted(folder: Path, **options: Any) -> dict[str, Any]:
+    """The arguments of a Trainer that trains an adapter of peft."""
+    given = runs.parts(folder, **options)
+    given["model"].config.n_embd = 64  # so that the base has far more bytes than all else
+    wide = GPT2LMHeadModel(given["model"].config)
+    given["model"] = get_peft_model(wide, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
+    return given
+
+
+@peft_warns
+@pytest.mark.parametrize("frozen_base", [False, True])
+def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store, frozen_base: bool) -> None:
     def run(folder: Path, kill_after: int | None = None) -> hf.Trainer:
-        given = runs.parts(folder)
-        given["model"] = get_peft_model(given["model"], LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
         callbacks = [] if kill_after is None else [runs.KillAfter(kill_after)]
-        return hf.Trainer(**given, callbacks=callbacks, store=store, ref=folder.name)
+        return hf.Trainer(**_adapted(folder), callbacks=callbacks, store=store, ref=folder.name, frozen_base=frozen_base)
 
     whole = run(tmp_path / "whole")
     whole.train()
@@ -222,6 +232,39 @@ def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store) -> None:
     resumed.train(resume_from_checkpoint=True)
     assert runs.losses(resumed) == runs.losses(whole)
     runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
+class _TrainBase(TrainerCallback):  # type: ignore[misc]
+    """Trains a parameter of the base for a while, as a script can."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weight = kwargs["model"].get_parameter("base_model.model.transformer.ln_f.weight")
+        if state.global_step == 5:
+            with torch.no_grad():
+                weight.fill_(7)
+
+
+@peft_warns
+def test_a_frozen_base_is_read_at_the_first_save_only(tmp_path: Path, store: tsck.Store) -> None:
+    hashed: list[int] = []
+    store.on_event(lambda event: hashed.append(int(event.fields["hashed_bytes"])) if event.kind == "published" else None)
+    trainer = hf.Trainer(**_adapted(tmp_path / "out", save_steps=2), store=store, ref=runs.REF, frozen_base=True)
+    base = sum(each.nbytes for each in trainer.model.parameters() if not each.requires_grad)
+    trainer.train()
+    assert hashed[0] > base
+    assert all(each < base for each in hashed[1:])
+    assert len(hashed) == 6
+    found = store.checkout(runs.REF, select=["model.*"])["model"]
+    runs.assert_equal(found, runs.weights(trainer))
+
+
+@peft_warns
+def test_a_base_that_was_trained_after_all_is_read(tmp_path: Path, store: tsck.Store) -> None:
+    trainer = hf.Trainer(**_adapted(tmp_path / "out", save_steps=2), callbacks=[_TrainBase()], store=store, ref=runs.REF, frozen_base=True)
+    trainer.train()
+    for step, value in ((4, 1.0), (6, 7.0), (8, 7.0)):
+        weight = store.checkout(f"{runs.REF}@{step}")["model"]["base_model.model.transformer.ln_f.weight"]
+        assert torch.equal(weight, torch.full_like(weight, value)), step
 
 
 def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
