@@ -54,7 +54,8 @@ def main(folder: Path, ref: str, resume: str | None) -> None:
             shard_on_cpu(trainer)
         trainer.train(resume_from_checkpoint=resume == "True" or resume)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optimizer = get_state_dict(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer), options=options)
+        inner: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        model, optimizer = get_state_dict(trainer.model, inner, options=options)
         kind = type(next(trainer.model.parameters())).__name__
         say(losses=runs.losses(trainer), weights=digest(model), moments=digest(optimizer), kind=kind)
 
