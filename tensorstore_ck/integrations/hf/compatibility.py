@@ -8,9 +8,9 @@ from transformers.trainer import Trainer as NativeTrainer
 
 from tensorstore_ck.errors import MissingExtraError
 
-SUPPORTED: Final = ((5, 23), (6, 0))
-"""From the first up to, but not including, the second. Earlier ones lack `rotate_checkpoints`."""
-SUPPORTED_PACKAGE: Final = "transformers>=5.23,<6"
+SUPPORTED: Final = ((5, 3), (6, 0))
+"""From the first up to, but not including, the second. 5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""
+SUPPORTED_PACKAGE: Final = "transformers>=5.3,<6"
 TESTED_PACKAGE: Final = "transformers==5.23.0"
 REPLACED: Final = {
     "_save_checkpoint": ("self", "model", "trial"),

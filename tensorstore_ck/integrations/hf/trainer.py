@@ -5,7 +5,6 @@ folder, which transformers reads), weights and optimizer after both exist, and t
 """
 
 import os
-import shutil
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -25,11 +24,10 @@ from tensorstore_ck.errors import (
     MismatchError,
     NotFoundError,
     SnapshotMarkedBadError,
-    StoreError,
 )
 from tensorstore_ck.integrations.hf import trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
-from tensorstore_ck.integrations.hf.light_folder import SnapshotPointer, read_pointer, write_folder, write_pointer
+from tensorstore_ck.integrations.hf.light_folder import PendingFolders, SnapshotPointer, read_pointer, write_folder
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
@@ -74,8 +72,8 @@ class SnapshotMixin:
             ref: The branch; each trial of a hyperparameter search has one below it.
             asynchronous: Save in the background.
             frozen_base: Parameters that do not require gradients, such as the base model below adapters of peft, do not change: they are
-                read at the first save and at each tenth, when a change is an error, and not copied. Not with `merge_adapter` or a model
-                that averages weights, which change such parameters.
+                read at the first save and at each tenth, and not copied. A change is an error: at the next save or, if torch does not note
+                it (`merge_adapter`, a model that averages weights), at the tenth.
             options: For the Trainer.
 
         Raises:
@@ -100,7 +98,7 @@ class SnapshotMixin:
         self._frozen_base = weights.FrozenBase() if frozen_base else None
         self._frozen: list[str] = []
         self._is_resuming = False
-        self._unfinished: list[tuple[PendingSnapshot, Path]] = []
+        self._folders = PendingFolders()
 
     @property
     def _native(self) -> Any:
@@ -130,6 +128,7 @@ class SnapshotMixin:
             StoreError: a save failed permanently; see `Checkpointer`.
         """
         self._checkpointer, skipped = None, list[str]()
+        self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
         output: TrainOutput | None = None
         while output is None:
             address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
@@ -294,14 +293,14 @@ class SnapshotMixin:
         if self._frozen_base is not None:
             self._frozen[:] = self._frozen_base.names(native.model)
         saved = self._checkpointer.step(state.global_step, trainer_values.step_metrics(state), epoch=state.epoch)
-        self._finish_folders()
+        self._folders.finish(self._store.url)
         if saved is None:
             return  # the Checkpointer warned, and will raise if it goes on
         if native.args.should_save:
             address = f"{self._ref_of(trial)}@{state.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
             write_folder(folder, SnapshotPointer(self._store.url, address), self._values[trainer_values.STATE])
             if isinstance(saved, PendingSnapshot):
-                self._unfinished.append((saved, folder))
+                self._folders.add(saved, folder)
         if native.args.push_to_hub:
             native.save_model(str(folder), _internal_call=True)
             native._push_from_checkpoint(str(folder))
@@ -354,22 +353,7 @@ class SnapshotMixin:
         """
         if self._checkpointer is not None:
             self._checkpointer.close()
-            self._finish_folders()
-
-    def _finish_folders(self) -> None:
-        """Writes the root into light folders whose saves have ended; deletes those whose saves failed."""
-        left = []
-        for pending, folder in self._unfinished:
-            if not pending.done():
-                left.append((pending, folder))
-            elif folder.exists():
-                try:
-                    pointer = SnapshotPointer(self._store.url, pending.wait().root)
-                except StoreError:
-                    shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
-                else:
-                    write_pointer(folder, pointer)
-        self._unfinished = left
+            self._folders.finish(self._store.url)
 
     def _folder(self, step: int | None, trial: Any = None) -> Path:
         return Path(self._native._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import Trainer as NativeTrainer
 
+from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 
@@ -14,25 +15,29 @@ if TYPE_CHECKING:
 
 
 class FrozenBase:
-    """The names, in a snapshot, of the parameters below adapters that do not change between saves."""
+    """The parameters below adapters: those that are not trained when a run saves first, and must stay as they are."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self._declared: dict[str, tuple[torch.Tensor, int]] = {}
 
     def names(self, model: nn.Module) -> list[str]:
-        """Those that are not trained now, and that no operation has changed since the last call; before the first save, all not trained.
+        """Their names in a snapshot.
 
-        A parameter that changes all the same, as `merge_adapter` changes it, raises `FrozenChangedError` at a later save.
+        Raises:
+            FrozenChangedError: one is trained now, or an operation has changed it. Saves in the background read these parameters while the
+                training goes on, so a snapshot could have values of a later step.
         """
-        before, self._seen = self._seen, {}
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                self._seen[f"model.{name}"] = (parameter, parameter._version)
-        return [name for name, seen in self._seen.items() if name not in before or _same(before[name], seen)]
-
-
-def _same(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]) -> bool:
-    return one[0] is other[0] and one[1] == other[1]
+        found = {f"model.{name}": parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        if not self._declared:
+            self._declared = {name: (parameter, parameter._version) for name, parameter in found.items()}
+        for name, (parameter, version) in self._declared.items():
+            if found.get(name) is not parameter or parameter._version != version:
+                raise FrozenChangedError(
+                    f"{name} was frozen at an earlier save of this run, and is trained or was changed since: nothing was saved. "
+                    "Leave out frozen_base=True",
+                    object_id=name,
+                )
+        return list(self._declared)
 
 
 def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None") -> None:

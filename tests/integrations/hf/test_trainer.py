@@ -234,14 +234,19 @@ def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store, frozen_base:
     runs.assert_equal(runs.weights(resumed), runs.weights(whole))
 
 
-class _TrainBase(TrainerCallback):  # type: ignore[misc]
-    """Trains a parameter of the base for a while, as a script can."""
+class _ChangeBase(TrainerCallback):  # type: ignore[misc]
+    """Changes a parameter of the base after step 5, as a script can, or begins to train it."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         weight = kwargs["model"].get_parameter("base_model.model.transformer.ln_f.weight")
-        if state.global_step == 5:
+        if state.global_step == 5 and self._how == "changed":
             with torch.no_grad():
                 weight.fill_(7)
+        elif state.global_step == 5:
+            weight.requires_grad_(True)
 
 
 @peft_warns
@@ -259,12 +264,16 @@ def test_a_frozen_base_is_read_at_the_first_save_only(tmp_path: Path, store: tsc
 
 
 @peft_warns
-def test_a_base_that_was_trained_after_all_is_read(tmp_path: Path, store: tsck.Store) -> None:
-    trainer = hf.Trainer(**_adapted(tmp_path / "out", save_steps=2), callbacks=[_TrainBase()], store=store, ref=runs.REF, frozen_base=True)
-    trainer.train()
-    for step, value in ((4, 1.0), (6, 7.0), (8, 7.0)):
-        weight = store.checkout(f"{runs.REF}@{step}")["model"]["base_model.model.transformer.ln_f.weight"]
-        assert torch.equal(weight, torch.full_like(weight, value)), step
+@pytest.mark.parametrize("how", ["changed", "trained"])
+def test_a_frozen_base_that_changes_is_an_error(tmp_path: Path, store: tsck.Store, how: str) -> None:
+    callbacks = [_ChangeBase(how)]
+    given = _adapted(tmp_path / "out", save_steps=2)
+    trainer = hf.Trainer(**given, callbacks=callbacks, store=store, ref=runs.REF, frozen_base=True, asynchronous=False)
+    with pytest.raises(tsck.errors.FrozenChangedError, match=r"ln_f\.weight .* frozen_base"):
+        trainer.train()
+    assert _snapshot_steps(store) == [2, 4]
+    weight = store.checkout(runs.REF)["model"]["base_model.model.transformer.ln_f.weight"]
+    assert torch.equal(weight, torch.ones_like(weight))
 
 
 def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
