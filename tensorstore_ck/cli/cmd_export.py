@@ -12,7 +12,7 @@ from tensorstore_ck.common.units import human_bytes
 if TYPE_CHECKING:
     from tensorstore_ck.integrations.exporting import ExportReport
 
-_FORMATS: Final = ("dcp", "safetensors", "torch")
+_FORMATS: Final = ("dcp", "hf", "safetensors", "torch")
 _SHOWN: Final = 5
 
 
@@ -29,14 +29,21 @@ def file_size(text: str) -> int:
     "tsck export runs/gpt --to safetensors gpt/ --include 'model.*'",
     "tsck export runs/gpt@1000 --to torch step-1000.pt",
     "tsck export runs/gpt --to dcp checkpoint/",
+    "tsck export runs/bert --to hf bert/",
 )
 @click.argument("address")
 @click.argument("path", metavar="DIR", type=click.Path())
 @click.option(
-    "--to", "format_", type=click.Choice(_FORMATS), required=True, help="safetensors: tensors by name. torch, dcp: the whole state."
+    "--to",
+    "format_",
+    type=click.Choice(_FORMATS),
+    required=True,
+    help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained.",
 )
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable).")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")
+@click.option("--strip-prefix", metavar="PREFIX", help="Remove PREFIX from all names, e.g. 'model.'; automatic with --to hf.")
+@click.option("--config-from", metavar="DIR|NAME", help="With --to hf: configuration and tokenizer, instead of those in the snapshot.")
 @click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
 @allow_marked_option
@@ -49,6 +56,8 @@ def export(
     format_: Any,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
+    strip_prefix: str | None,
+    config_from: str | None,
     max_file_size: int,
     force: bool,
     allow_marked: bool,
@@ -57,6 +66,9 @@ def export(
     """Write the snapshot at ADDRESS to DIR. Every byte is verified, and read back from the files.
 
     DIR becomes a folder, or one file if its name ends in .safetensors or .pt. It is complete, or does not exist.
+
+    --to hf also writes configuration and tokenizer, which the Trainer of tensorstore_ck.hf saves with each snapshot, and tries whether
+    transformers loads the folder (or peft, if the snapshot is of an adapter).
     """
     from tensorstore_ck.integrations.exporting import export_snapshot  # noqa: PLC0415 - loads torch
 
@@ -69,6 +81,8 @@ def export(
             format=format_,
             select=list(include) or None,
             exclude=exclude,
+            strip_prefix=strip_prefix,
+            config_from=config_from,
             max_file_bytes=max_file_size,
             overwrite=force,
             allow_marked=allow_marked,

@@ -3,10 +3,11 @@
     tsck://runs/gpt@1000/model.safetensors::s3://bucket/prefix        fsspec.filesystem("tsck", store="./ckpt")
 
 A snapshot is a folder: ``model.safetensors`` has the tensors of the state's ``model``, under their names there (or all tensors of a state
-without a ``model``), ``state.safetensors`` the others under their full names, ``snapshot.json`` everything else. Folders are refs; other
-addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the first digits of a
-root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current branch, so use the
-root from `info` for calls that must agree. Read-only. Does not load torch.
+without a ``model``), ``state.safetensors`` the others under their full names, ``snapshot.json`` everything else. There are also the small
+files next to a model's weights (see `model_file_names`), so that `from_pretrained` of transformers loads a copy of the folder. Folders are
+refs; other addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the first
+digits of a root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current branch, so
+use the root from `info` for calls that must agree. Read-only. Does not load torch.
 """
 
 import errno
@@ -35,6 +36,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.format.record import decode_metadata, record_name
+from tensorstore_ck.integrations.model_file_names import is_model_file
 from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, SnapshotFiles, VirtualFile
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
@@ -150,6 +152,10 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return _PathTarget(path, info, name)
         if not path or (path.endswith("@") and view.branch(_base(path))) or any(ref.startswith(f"{path}/") for ref in _refs(view)):
             return _PathTarget(path, None)
+        if folder and is_model_file(name):
+            info = _resolve(view, folder)
+            if name in self._open_snapshot(info).files:
+                return _PathTarget(path, info, name)
         return _PathTarget(path, _resolve(view, path))
 
     def _info(self, target: _PathTarget) -> Info:
@@ -179,6 +185,8 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _file(self, target: _PathTarget) -> VirtualFile:
         assert target.info is not None
         opened = self._open_snapshot(target.info)
+        if target.file not in FILES:
+            return opened.model_file(target.file)
         if target.file != SNAPSHOT:
             return opened.tensors(target.file, target.info)
         record = self._get_engine().read_record(target.info)

@@ -20,7 +20,8 @@ from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
-from tensorstore_ck.format.values import describe
+from tensorstore_ck.format.values import decode, describe
+from tensorstore_ck.integrations.model_file_names import is_model_file, stored_files
 from tensorstore_ck.integrations.safetensors_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
@@ -202,14 +203,24 @@ class SnapshotFiles:
                 self._tensors[MODEL if id(leaf) in model or not model else STATE][name] = leaf
             else:
                 self._left_out.append(leaf.path)
-        self.files = [name for name in FILES if name == SNAPSHOT or self._tensors.get(name)]
-        self._made: dict[str, SafetensorsFile] = {}
+        stored = stored_files(tree).items()
+        self._small = {name: leaf for name, leaf in stored if is_model_file(name) and isinstance(leaf, Leaf) and leaf.kind == "value"}
+        self.files = [*(name for name in FILES if name == SNAPSHOT or self._tensors.get(name)), *self._small]
+        self._made: dict[str, VirtualFile] = {}
 
     def tensors(self, name: str, info: SnapshotInfo) -> VirtualFile:
         """A file of tensors."""
         if name not in self._made:
             metadata = {"format": "pt", "root": info.root.hex(), "step": str(info.step)}
             self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
+        return self._made[name]
+
+    def model_file(self, name: str) -> VirtualFile:
+        """A file next to the model's weights, such as ``config.json``."""
+        if name not in self._made:
+            leaf = self._small[name]
+            data = decode(self._content.values[leaf.index], blob=self._content.blob, name=leaf.path)
+            self._made[name] = BytesFile(data if isinstance(data, bytes) else str(data).encode())
         return self._made[name]
 
     def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:

@@ -11,7 +11,11 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "put": [["put", "model.safetensors", "--ref", "runs/other"]],
     "get": [["get", "runs/gpt", "out.safetensors"]],
     "import": [["import", "model.safetensors", "--ref", "runs/imported"]],
-    "export": [["export", "runs/gpt", "out.pt"]],
+    "export": [
+        ["export", "runs/gpt", "out.pt"],
+        ["export", "runs/gpt", "--to", "safetensors", "stripped", "--include", "model.*", "--strip-prefix", "model."],
+        ["export", "runs/gpt", "--to", "hf", "folder"],
+    ],
     "log": [["log"], ["log", "runs/gpt"]],
     "show": [["show", "runs/gpt"]],
     "diff": [["diff", "runs/gpt~1", "runs/gpt"]],

@@ -4,7 +4,10 @@ export_snapshot.py      `export_snapshot`, and its report
 job.py                  the input and the result of a format's writer
 torch_file.py           the format of torch.save
 safetensors_files.py    the safetensors format
+model_folder.py         a model folder of Hugging Face
+try_model_folder.py     whether transformers or peft loads it
 dcp_folder.py           the format of torch.distributed.checkpoint
+strip_prefix.py         names without a prefix
 byte_routing.py         which bytes of which stored tensor go to which place in a file
 meta_state.py           a state whose tensors have no bytes
 torch_zip_template.py   torch's zip files with gaps for the bytes

@@ -28,6 +28,8 @@ class AtomicTarget(NamedTuple):
 
     path: str
     is_file: bool
+    others: re.Pattern[str] | None = None
+    """Names of further files that this export may write."""
 
     @property
     def parent(self) -> str:
@@ -53,11 +55,14 @@ class AtomicTarget(NamedTuple):
             raise AlreadyExistsError(f"{path} is {what}, which an export does not replace: use another name", object_id=path)
         if not self.is_file:
             with os_errors("list", path):
-                others = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name) or os.path.isdir(os.path.join(path, name)))
+                others = sorted(name for name in os.listdir(path) if not self._may_write(name) or os.path.isdir(os.path.join(path, name)))
             if others:
                 raise AlreadyExistsError(
                     f"{path} holds {others[0]!r}, which no export writes: remove the folder yourself, or use another name", object_id=path
                 )
+
+    def _may_write(self, name: str) -> bool:
+        return _OURS.fullmatch(name) is not None or (self.others is not None and self.others.fullmatch(name) is not None)
 
 
 def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> AtomicTarget:

@@ -5,26 +5,31 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, NamedTuple, get_args
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
-from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
+from tensorstore_ck.integrations.exporting import model_folder, safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
+from tensorstore_ck.integrations.model_file_names import USUAL_FILE
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 
-Format = Literal["dcp", "safetensors", "torch"]
+Format = Literal["dcp", "hf", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 MAX_FILE_BYTES: Final = 5_000_000_000
 """The size at which Hugging Face splits models."""
+Writer = Callable[[ExportJob], WrittenExport]
 
 
 class ExportedFile(NamedTuple):
@@ -66,6 +71,8 @@ def export_snapshot(
     format: Format,  # noqa: A002 - what users call it
     select: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    strip_prefix: str | None = None,
+    config_from: str | os.PathLike[str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     allow_marked: bool = False,
@@ -80,8 +87,13 @@ def export_snapshot(
         address: See `Store.checkout`.
         path: The folder to create; or a single file, if it ends in ``.safetensors``, ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
         format: ``safetensors``: tensors by name. ``torch``: everything, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
+            ``hf``: the model with configuration and tokenizer, for `from_pretrained` of transformers, or an adapter for that of peft; it
+            is tried, and `notes` says the result.
         select: Globs over names such as ``model.*``: export only what matches.
         exclude: Globs over names: export everything else.
+        strip_prefix: Remove this from all names, such as ``model.``. With ``hf``, by default, what the names of the weights have in common.
+        config_from: With ``hf``: a folder, or a name on the Hugging Face hub, with configuration and tokenizer. By default they come from
+            the snapshot, where `tensorstore_ck.hf.Trainer` saves them.
         max_file_bytes: Split larger files of a folder, between tensors. A torch file is never split.
         overwrite: Replace an earlier export.
         allow_marked: Export even a snapshot that is marked ``bad`` or ``damaged``.
@@ -89,11 +101,15 @@ def export_snapshot(
     Raises:
         AlreadyExistsError: `path` exists, and `overwrite` is false, or it is no export.
         UnsupportedValueError: the format cannot hold something, which the message names; nothing was written.
+        MismatchError: a glob matches nothing, a name lacks the prefix, or the model does not load; nothing was written.
+        NotFoundError: with ``hf``: there is no configuration.
         SnapshotMarkedBadError: the snapshot is marked.
         DamageError: stored data is damaged; nothing was left behind.
         NoSpaceError: the files do not fit.
     """
     target = _target(path, format, max_file_bytes)
+    if config_from is not None and format != "hf":
+        raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
     target.check(overwrite=overwrite)
     engine = store.engine
     engine.log.sync()
@@ -102,11 +118,11 @@ def export_snapshot(
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content = open_snapshot(engine, info)
-    tree = _chosen(parse(content.layout, len(content.values)), select, exclude)
+    tree, write = _plan(content, format, select, exclude, strip_prefix, None if config_from is None else os.fspath(config_from))
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
-        written = _writer(format)(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
+        written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
     left_out, notes = written.left_out, tuple(written.notes)
@@ -119,10 +135,32 @@ def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> A
     if max_file_bytes < 1:
         raise InvalidOptionError(f"max_file_bytes must be at least 1, not {max_file_bytes}", object_id="max_file_bytes")
     suffixes = {"safetensors": safetensors_files.SUFFIXES, "torch": torch_file.SUFFIXES}.get(format, ())
-    return target_of(path, suffixes)
+    target = target_of(path, suffixes)
+    return target._replace(others=USUAL_FILE) if format == "hf" else target
 
 
-def _writer(format: Format) -> Callable[[ExportJob], WrittenExport]:  # noqa: A002
+def _plan(  # noqa: PLR0917 - of `export_snapshot`
+    content: SnapshotContent,
+    format: Format,  # noqa: A002
+    select: Sequence[str] | None,
+    exclude: Sequence[str],
+    prefix: str | None,
+    config_from: str | None,
+) -> tuple[Tree, Writer]:
+    """What is exported, and what writes it."""
+    tree = parse(content.layout, len(content.values))
+    if format != "hf":
+        return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)
+    model = model_folder.find_model_files(content, tree, config_from)
+    tree = model_folder.without_model_files(tree)
+    tree = _chosen(tree, model_folder.weights_globs(tree) if select is None else select, exclude)
+    tree = without_prefix(tree, sole_prefix(tree) if prefix is None else prefix)
+    if model.is_adapter:
+        tree = model_folder.adapter_weights(tree, model.adapter_names)
+    return tree, partial(model_folder.write_model_folder, model=model)
+
+
+def _writer(format: Format) -> Writer:  # noqa: A002
     if format == "torch":
         return torch_file.write_torch
     if format == "safetensors":

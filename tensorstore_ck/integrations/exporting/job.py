@@ -22,6 +22,10 @@ class ExportJob(NamedTuple):
     """For the files; renamed to the target later."""
     target: AtomicTarget
     max_file_bytes: int
+    stem: str = "model"
+    """Of the names of safetensors files in a folder."""
+    with_values: bool = True
+    """Write values next to a safetensors file."""
 
 
 class WrittenExport(NamedTuple):

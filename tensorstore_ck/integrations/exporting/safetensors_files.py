@@ -27,7 +27,6 @@ from tensorstore_ck.state.select import listed
 
 SUFFIXES: Final = (".safetensors",)
 VALUES_NAME: Final = "values.json"
-INDEX_NAME: Final = "model.safetensors.index.json"
 
 
 class _Entry(NamedTuple):
@@ -55,9 +54,9 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
     if target.is_file:
         names = [os.path.basename(target.path)]
     elif len(groups) == 1:
-        names = ["model.safetensors"]
+        names = [f"{job.stem}.safetensors"]
     else:
-        names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+        names = [f"{job.stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     total = sum(entry.size_bytes for entry in entries)
     headers = [_header(group, texts, target.path) for group in groups]
     require_disk_space(folder, total + scratch_bytes(content, (entry.leaf for entry in entries)), target.path)
@@ -72,9 +71,9 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
             file.finish(at)
     if len(groups) > 1:
         weights = {entry.leaf.path: name for name, group in zip(names, groups, strict=True) for entry in group}
-        _write_json(folder, INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weights}, target)
+        _write_json(folder, f"{job.stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weights}, target)
     where = "not a tensor"
-    if values and not target.is_file:
+    if values and job.with_values and not target.is_file:
         _write_json(folder, VALUES_NAME, _documents(content, values), target)
         where = f"not a tensor; in {VALUES_NAME}"
     return WrittenExport(len(entries), total, dict.fromkeys(values, where), [])

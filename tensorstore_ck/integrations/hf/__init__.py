@@ -3,6 +3,8 @@
 trainer.py         Trainer, SnapshotMixin and attach: saves and resumes where transformers does
 trainer_values.py  what transformers loses at a resume: losses that are not logged yet
 weights.py         how a model takes its weights, and which of them adapters leave as they are
+small_files.py     configuration and tokenizer, in each snapshot
+imported_folder.py an imported snapshot as transformers' own folder
 light_folder.py    the folder `checkpoint-N`, which names a snapshot
 compatibility.py   versions of transformers, and the private methods that are replaced
 
@@ -17,6 +19,7 @@ try:
 except ImportError as exc:
     raise missing_extra("hf", "the Trainer of transformers over a store") from exc
 
+from tensorstore_ck.integrations.hf.small_files import model_files
 from tensorstore_ck.integrations.hf.trainer import SnapshotMixin, Trainer, attach
 
-__all__ = ["SnapshotMixin", "Trainer", "attach"]
+__all__ = ["SnapshotMixin", "Trainer", "attach", "model_files"]

@@ -25,8 +25,9 @@ from tensorstore_ck.errors import (
     NotFoundError,
     SnapshotMarkedBadError,
 )
-from tensorstore_ck.integrations.hf import trainer_values, weights
+from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
+from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
 from tensorstore_ck.integrations.hf.light_folder import PendingFolders, SnapshotPointer, read_pointer, write_folder
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import PendingSnapshot
@@ -88,9 +89,7 @@ class SnapshotMixin:
         if self._native.is_deepspeed_enabled:
             raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
         if getattr(getattr(self._native.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
-            raise InvalidOptionError(
-                "FSDP version 1 is on, whose states this Trainer cannot save: set fsdp_config={'version': 2}", object_id="fsdp"
-            )
+            raise InvalidOptionError("FSDP version 1 is on, which cannot be saved: set fsdp_config={'version': 2}", object_id="fsdp")
         self._store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
@@ -142,6 +141,7 @@ class SnapshotMixin:
                 warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
                 skipped.append(address)
         self._finish_saves()
+        remove_imported(self._native.args.output_dir)
         return output
 
     def _address_of(self, given: str | bool | None, ref: str, skipped: Collection[str]) -> str | None:
@@ -176,9 +176,14 @@ class SnapshotMixin:
         raise ValueError(f"No valid checkpoint found in output directory ({folder}), and {self._ref!r} has no snapshot")
 
     def _light_folder(self, address: str, given: str | bool | None) -> str:
-        """The light folder from which transformers resumes: the given one, or one that is written now."""
+        """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
+        args = self._native.args
         values = trainer_values.target()
         try:
+            imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
+            if imported is not None:
+                self._is_resuming = False
+                return str(imported)
             found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
         except InvalidNameError:
             found = None  # the path of a folder that does not exist
@@ -190,7 +195,7 @@ class SnapshotMixin:
         if isinstance(given, str) and os.path.isdir(given):
             return given
         folder = self._folder(found.step)
-        if self._native.args.local_process_index == 0:
+        if args.local_process_index == 0:
             write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
         if self._group is not None:
             dist.barrier(self._group)
@@ -320,7 +325,7 @@ class SnapshotMixin:
             if args.metric_for_best_model is not None:
                 metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
                 keep["keep_best"] = (1, metric, "max" if args.greater_is_better else "min")
-        training = self._training(self._values)
+        training = self._training(self._values, small_files.capture(self._native, self._group))
         return Checkpointer(
             self._store,
             training,
@@ -332,7 +337,7 @@ class SnapshotMixin:
             group=self._group,
         )
 
-    def _training(self, values: dict[str, Any]) -> TrainingState:
+    def _training(self, values: dict[str, Any], extra: dict[str, Any] | None = None) -> TrainingState:
         native = self._native
         optimizer, scaler = native.optimizer, getattr(native.accelerator, "scaler", None)
         saves_all = not native.args.save_only_model
@@ -341,6 +346,7 @@ class SnapshotMixin:
             optimizer=getattr(optimizer, "optimizer", optimizer) if saves_all else None,
             scheduler=native.lr_scheduler if saves_all else None,
             scaler=scaler if saves_all else None,
+            extra=extra,
             rank_values=values,
             frozen=self._frozen,
         )

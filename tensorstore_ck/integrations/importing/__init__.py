@@ -1,4 +1,4 @@
-"""Imports checkpoints of other libraries: torch.save, Lightning, safetensors, torch.distributed.checkpoint.
+"""Imports checkpoints of other libraries: torch.save, Lightning, safetensors, torch.distributed.checkpoint, transformers' Trainer.
 
 import_checkpoint.py      imports one checkpoint as one snapshot
 import_history.py         imports several checkpoints of a run, one snapshot each
@@ -17,6 +17,7 @@ resolve_placeholders.py   the final state, without placeholders
 safetensors_file.py       safetensors files
 sharded_index.py          several files with an index
 dcp_folder.py             folders of torch.distributed.checkpoint
+trainer_folder.py         checkpoint folders of transformers' Trainer
 mapped_files.py           foreign files, opened with care and mapped
 crc_check.py              checks CRC-32s while a save reads the bytes
 compare_snapshot.py       whether a snapshot equals a checkpoint

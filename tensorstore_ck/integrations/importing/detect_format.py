@@ -1,17 +1,18 @@
 """Detects the format at a path, by content and never by name, and reads it with the format's reader."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations.importing import dcp_folder, sharded_index
-from tensorstore_ck.integrations.importing.detect_history import require_one_step
+from tensorstore_ck.integrations.importing import dcp_folder, sharded_index, trainer_folder
+from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 _LIGHTNING_META: Final = "meta.pt"
@@ -73,6 +74,8 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
             f"{folder.path} was saved with use_collectives=False, as a part for each rank, which is not supported: load it with DCP",
             object_id=folder.path,
         )
+    if folder.has(trainer_folder.STATE):
+        return _trainer(files, folder, names, known)
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
@@ -104,8 +107,24 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
 
 
-def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowlist, *, as_one: bool) -> FoundState:
-    """A folder of several checkpoints, such as accelerate's: each under its own name."""
+class _Members(NamedTuple):
+    """The checkpoints in a folder, by file name."""
+
+    found: dict[str, FoundState]
+    skipped: list[tuple[str, str]]
+
+    def state(self) -> dict[str, Any]:
+        """Each under its name, without suffixes if that is clear."""
+        stems = {name: os.path.splitext(name)[0] for name in self.found}
+        is_clear = len(set(stems.values())) == len(stems)
+        return {stems[name] if is_clear else name: each.state for name, each in self.found.items()}
+
+    def unknown(self) -> dict[str, str]:
+        """Names in their pickles that are not allowed -> the file."""
+        return {name: path for each in self.found.values() for name, path in each.unknown.items()}
+
+
+def _read_members(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> _Members:
     found: dict[str, FoundState] = {}
     skipped = []
     for name in names:
@@ -114,6 +133,8 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
             found[name] = _dcp(files, Folder(folder.join(os.path.join(name, dcp_folder.METADATA)).removesuffix(dcp_folder.METADATA)), known)
         elif os.path.isdir(path):
             skipped.append((name, "a folder without a .metadata"))
+        elif name == trainer_folder.ARGUMENTS:
+            skipped.append((name, trainer_folder.SKIPPED_ARGUMENTS))
         else:
             file = files.map(folder.join(name))
             if is_safetensors(file) or is_torch_file(file):
@@ -121,18 +142,48 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
             else:
                 files.drop(file)
                 skipped.append((name, "not a checkpoint"))
+    return _Members(found, skipped)
+
+
+def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowlist, *, as_one: bool) -> FoundState:
+    """A folder of several checkpoints, such as accelerate's: each under its own name."""
+    members = _read_members(files, folder, names, known)
+    found, skipped = members
     if not found:
-        raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: give {_FORMATS}", object_id=folder.path)
+        steps = trainer_folder.checkpoints_in(folder, names)
+        if len(steps) > 1:
+            raise SeveralStepsError(folder.path, steps, "name", names, can_be_one=False)
+        hint = f"import {os.path.join(folder.path, *steps)}" if steps else f"give {_FORMATS}"
+        raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: {hint}", object_id=folder.path)
     if len(found) == 1:
         (only,) = found.values()
         return only._replace(skipped=tuple(skipped))
     if not as_one:
         require_one_step(folder.path, {name: each.state for name, each in found.items()}, names)
-    stems = {name: os.path.splitext(name)[0] for name in found}
-    is_clear = len(set(stems.values())) == len(stems)
-    state = {stems[name] if is_clear else name: each.state for name, each in found.items()}
-    unknown = {name: path for each in found.values() for name, path in each.unknown.items()}
-    return FoundState(f"folder of {len(found)} checkpoints", state, {}, unknown, None, tuple(skipped))
+    return FoundState(f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped))
+
+
+def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowlist) -> FoundState:
+    """A checkpoint folder of transformers' Trainer: each file under its own name, and the small files of the model together."""
+    trained = trainer_folder.read_trainer_state(files, folder)
+    known.parsed_bytes += trained.size_bytes
+    small = trainer_folder.read_model_files(files, folder, names)
+    taken = {trainer_folder.STATE, *small}
+    sharded: dict[str, FoundState] = {}
+    for name in (name for name in names if name.endswith(sharded_index.SUFFIX)):
+        each = _indexed(files, folder, files.map(folder.join(name)), known)
+        sharded[name.removesuffix(sharded_index.SUFFIX)] = each  # ``model.safetensors``
+        taken |= {name, *each.files}
+    members = _read_members(files, folder, [name for name in names if name not in taken], known)
+    members = members._replace(found={**sharded, **members.found})
+    if not members.found:
+        raise NotFoundError(
+            f"{folder.path} has a {trainer_folder.STATE}, and no weights: give another folder. (Of a folder with a "
+            f"{trainer_folder.POINTER} the weights are in the store that this file names.)",
+            object_id=folder.path,
+        )
+    state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
+    return FoundState("checkpoint folder of transformers' Trainer", state, {}, members.unknown(), trained.step, tuple(members.skipped))
 
 
 def _with_lightning(found: FoundState) -> FoundState:

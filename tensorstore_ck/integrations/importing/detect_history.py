@@ -21,8 +21,8 @@ _COUNTERS: Final = ("global_step", "global_steps", "step", "steps", "current_ste
 class SeveralStepsError(AmbiguousAddressError):
     """A folder has checkpoints of several steps: they are a history, not one snapshot."""
 
-    def __init__(self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str]) -> None:
-        """`steps`: file name -> step, according to `step_from`."""
+    def __init__(self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str], *, can_be_one: bool = True) -> None:
+        """`steps`: file name -> step, according to `step_from`. `can_be_one`: they can be imported as one snapshot."""
         by_step: dict[int, str] = {}
         same = next(((by_step[step], name) for name, step in steps.items() if by_step.setdefault(step, name) != name), None)
         first, last = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
@@ -30,6 +30,7 @@ class SeveralStepsError(AmbiguousAddressError):
             f"{folder} has checkpoints of several steps ({first}: {steps[first]}, {last}: {steps[last]}), which are not one snapshot"
         )
         self._same = same
+        self._otherwise = "; --as-one (as_one=True) imports all files as one snapshot" if can_be_one else ""
         self._patterns = [] if same else _patterns(list(steps), all_names)
         self._names = [] if same or self._patterns else list(steps)
         self.step_from = step_from
@@ -43,14 +44,13 @@ class SeveralStepsError(AmbiguousAddressError):
 
     def message(self, command: str) -> str:
         """The error message, with `command`, which imports them as a history."""
-        as_one = "--as-one (as_one=True) imports all files as one snapshot"
         if self._same:
             one, other = self._same
             return (
                 f"{self._what}. {one} and {other} have the same step: move the files of each step to a separate folder, "
-                f"or remove one of them, and import the rest with --history; {as_one}"
+                f"or remove one of them, and import the rest with --history{self._otherwise}"
             )
-        return f"{self._what}: import them one by one with `{command}` (tsck.import_history in Python); {as_one}"
+        return f"{self._what}: import them one by one with `{command}` (tsck.import_history in Python){self._otherwise}"
 
 
 def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence[str]) -> None:

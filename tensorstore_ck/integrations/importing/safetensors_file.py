@@ -63,8 +63,8 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
     return SafetensorsContent(tensors, dict(sorted(metadata.items())), header_bytes)
 
 
-def parse_json(data: bytes) -> Any:
-    """Foreign JSON.
+def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
+    """Foreign JSON. `allow_constants`: it may have NaN and Infinity, as Python writes them.
 
     Raises:
         MalformedError: it is invalid, has a duplicate key, or is nested too deep.
@@ -80,7 +80,7 @@ def parse_json(data: bytes) -> Any:
         raise MalformedError(f"its JSON has {text}, which is not a number")
 
     try:
-        return json.loads(data, object_pairs_hook=unique, parse_constant=no_constant)
+        return json.loads(data, object_pairs_hook=unique, parse_constant=None if allow_constants else no_constant)
     except MalformedError:
         raise
     except (ValueError, RecursionError) as exc:

@@ -32,6 +32,8 @@ from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks
 
 STATE = {"a": torch.arange(20_000.0), "b": {"turned": torch.arange(600.0).view(20, 30).t(), "c": torch.ones(3)}, "n": 1}
+FILES = {"model_files": {"config.json": "{}"}}
+"""Without them there is no export to hf."""
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def backend() -> MemoryBackend:
 @pytest.fixture
 def store(backend: MemoryBackend) -> Iterator[tsck.Store]:
     with open_store(backend) as opened:
-        opened.put_snapshot(STATE, ref="run")
+        opened.put_snapshot({**STATE, **FILES}, ref="run")
         yield opened
 
 
@@ -233,7 +235,7 @@ def test_a_marked_snapshot(store: tsck.Store, kind: Any, tmp_path: Path) -> None
 
 def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(InvalidOptionError, match="one of dcp, safetensors, torch"):
+    with pytest.raises(InvalidOptionError, match="one of dcp, hf, safetensors, torch"):
         export_snapshot(store, "run", out, format="onnx")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="max_file_bytes"):
         export_snapshot(store, "run", out, format="dcp", max_file_bytes=0)

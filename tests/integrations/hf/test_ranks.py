@@ -23,3 +23,5 @@ def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     assert ends(resumed) == expected
     with tsck.open(cut / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
         assert store.resolve(REF).step == STEPS
+        report = tsck.export_snapshot(store, REF, tmp_path / "model", format="hf")
+        assert report.notes[0].startswith("tried: GPT2LMHeadModel.from_pretrained loads it, with every weight")

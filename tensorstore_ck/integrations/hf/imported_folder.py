@@ -1,0 +1,84 @@
+"""A snapshot that `tsck import` made of a checkpoint folder of transformers, as such a folder again: transformers resumes from it.
+
+The folder exists while the run that resumes from it trains.
+"""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from tensorstore_ck.errors import MismatchError, UnsupportedValueError
+from tensorstore_ck.integrations.exporting import export_snapshot
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES, is_model_file
+from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.store import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+STATE: Final = "trainer_state"
+_FOLDER: Final = "imported-checkpoint"
+_WEIGHTS: Final = ("model", "adapter_model")
+_TORCH_FILES: Final = {"optimizer": ".pt", "scheduler": ".pt", "scaler": ".pt", "rng_state": ".pth"}
+"""The start of a part's name -> the suffix of its file."""
+
+
+def write_imported(store: Store, address: str, output_dir: str, group: "ProcessGroup | None", *, writes: bool) -> Path | None:
+    """Writes the folder, in `output_dir`, if the snapshot is imported. All ranks call it; `writes`: this one is the first of its host.
+
+    Raises:
+        MismatchError: the snapshot has no weights that transformers reads from such a folder.
+        DamageError: stored data is damaged.
+    """
+    folder = Path(output_dir) / _FOLDER
+    read = partial(_write, store, folder, writes=writes)
+    return folder if store.restoring(address, read, group=group)[0] else None
+
+
+def remove_imported(output_dir: str) -> None:
+    """Deletes the folder."""
+    shutil.rmtree(Path(output_dir) / _FOLDER, ignore_errors=True)
+
+
+def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> bool:
+    stored = found.lazy()
+    values = stored.state_values
+    if f"{STATE}.global_step" not in values:
+        return False
+    if not writes:
+        return True
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    root = found.info.root.hex()
+    parts = dict.fromkeys(name.partition(".")[0] for name in [*stored.names(), *values])
+    weights = [part for part in _WEIGHTS if part in parts]
+    if not weights:
+        raise MismatchError(
+            f"{root[:12]} was imported from a folder without a model.safetensors, as FSDP and DeepSpeed write it ({', '.join(parts)}): "
+            "resume from the folder, with transformers' own Trainer",
+            object_id=root,
+        )
+    for stem in weights:
+        for file in _export(store, root, stem, folder / stem, "safetensors"):
+            file.rename(folder / file.name.replace("model", stem, 1))
+        (folder / stem).rmdir()
+    for part in parts:
+        for start, suffix in _TORCH_FILES.items():
+            if part == start or part.startswith(f"{start}_"):
+                _export(store, root, part, folder / f"{part}{suffix}", "torch")
+    others: dict[str, Any] = found.selected(f"{STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps(others[STATE], indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for name, data in others.get(MODEL_FILES, {}).items():
+        if not is_model_file(name):
+            raise UnsupportedValueError(f"{root[:12]} has {name!r} among the files of the model, which is none", object_id=name)
+        (folder / name).write_bytes(data)
+    return True
+
+
+def _export(store: Store, root: str, part: str, path: Path, format: str) -> list[Path]:  # noqa: A002
+    export_snapshot(store, root, path, format=format, select=[f"{part}.*"], strip_prefix=f"{part}.", max_file_bytes=1 << 62)  # type: ignore[arg-type]
+    return sorted(path.iterdir()) if path.is_dir() else [path]
