@@ -9,7 +9,7 @@ TESTS ?= tests
 NEWEST := .venv-newest-torch
 EXTRAS := s3,gcs,azure,safetensors,dask,otel,hf,plot,postgres
 
-.PHONY: demo test test-slow soak test-newest-torch lint package clean
+.PHONY: demo test test-slow soak test-newest-torch test-trainers lint package clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -37,6 +37,11 @@ test-newest-torch:
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
 	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state
+
+# transformers' own checkpoint tests, run against the Trainer here; docs/trainers.md has the table. Downloads their sources at the version that
+# is installed; without a network: make test-trainers TRANSFORMERS=<checkout of transformers>
+test-trainers: $(INSTALLED)
+	$(BIN)/python .ci/judge_transformers.py $(TRANSFORMERS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check

@@ -176,7 +176,7 @@ class Session:
 
         def taken_apart(describer: "SpreadDescriber | None" = None, scope: bytes = b"") -> CapturedState:
             captured = capture(state, describer)
-            return self.context.frozen.mark(captured, frozen, scope) if frozen else captured
+            return self.context.frozen.mark(captured, frozen, scope)
 
         if group is None:
             return self._single(check_options, lambda: RankStates(taken_apart(), None), ref, options["step"])

@@ -6,7 +6,7 @@ positions) fits the number of ranks that saved it. One process stores its own si
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -78,6 +78,7 @@ class TrainingState:
         extra: dict[str, Any] | None = None,
         rank_values: dict[str, Any] | None = None,
         rank_merge: Merge | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         """Each argument is one object, or several in a dict or list.
 
@@ -93,6 +94,7 @@ class TrainingState:
             rank_merge: For a restore on another number of ranks: merges `rank_values`, and buffers that differ by rank. Called with the
                 path (``rank_values.seen``, ``model.bn.running_mean``) and the values of all ranks that saved one, in rank order; all
                 ranks take its result. Without it they take the first rank's value.
+            frozen: See `Store.put_snapshot`. It is read at each save, so that a list may change between saves.
 
         Raises:
             InvalidOptionError: an object has no state that can be stored.
@@ -116,6 +118,7 @@ class TrainingState:
         self._shared = SharedState(models, trained_by, others, extra)
         self._own = RankOwnState(models, self._loaders, extra, {} if rank_values is None else rank_values, rank_merge)
         self._agreements = Agreements()
+        self._frozen = frozen
         self._parts: Collection[str] = PARTS
         require_supported(models.objects)
         if trained_by.objects and not models.objects:
@@ -169,6 +172,7 @@ class TrainingState:
             parent=parent,
             unchanged=unchanged,
             verify_capture=verify_capture,
+            frozen=tuple(self._frozen),
             group=group,
             rank_state=rank_state,
             timeout_seconds=timeout_seconds,
@@ -181,7 +185,7 @@ class TrainingState:
         timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
         group = require_group(group)
         state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
-        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
+        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **{"frozen": tuple(self._frozen), **options})
 
     @renamed_argument(allow_bad="allow_marked")
     def restore(

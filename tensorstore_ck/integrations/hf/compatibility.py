@@ -4,12 +4,13 @@ import inspect
 from typing import Final
 
 import transformers
+from transformers.trainer import Trainer as NativeTrainer
 
 from tensorstore_ck.errors import MissingExtraError
 
-SUPPORTED: Final = ((5, 23), (6, 0))
-"""From the first up to, but not including, the second. Earlier ones lack `rotate_checkpoints`."""
-SUPPORTED_PACKAGE: Final = "transformers>=5.23,<6"
+SUPPORTED: Final = ((5, 3), (6, 0))
+"""From the first up to, but not including, the second. 5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""
+SUPPORTED_PACKAGE: Final = "transformers>=5.3,<6"
 TESTED_PACKAGE: Final = "transformers==5.23.0"
 REPLACED: Final = {
     "_save_checkpoint": ("self", "model", "trial"),
@@ -18,6 +19,10 @@ REPLACED: Final = {
     "_load_scaler": ("self", "checkpoint"),
     "_load_rng_state": ("self", "checkpoint"),
     "_load_best_model": ("self",),
+    "_run_epoch": (
+        *("self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial", "ignore_keys_for_eval"),
+        *("start_time", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),
+    ),
 }
 """Method -> the parameters that it must have."""
 LOSSES: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
@@ -37,7 +42,7 @@ def require_supported() -> None:
             f"transformers {transformers.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="transformers"
         )
     changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
-    loop = getattr(transformers.Trainer, "_inner_training_loop", None)
+    loop = getattr(NativeTrainer, "_inner_training_loop", None)
     changed += [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]
     if changed:
         raise MissingExtraError(
@@ -48,5 +53,5 @@ def require_supported() -> None:
 
 
 def _parameters(name: str) -> tuple[str, ...] | None:
-    method = getattr(transformers.Trainer, name, None)
+    method = getattr(NativeTrainer, name, None)
     return None if method is None else tuple(inspect.signature(method).parameters)

@@ -6,12 +6,14 @@ resume needs is in the store, so a folder that is lost or left over does no harm
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from tensorstore_ck.errors import InputError
+from tensorstore_ck.errors import InputError, StoreError
+from tensorstore_ck.session.save import PendingSnapshot
 
 POINTER: Final = "snapshot.json"
 
@@ -35,6 +37,32 @@ def write_folder(folder: Path, pointer: SnapshotPointer, trainer_state: str) -> 
 def write_pointer(folder: Path, pointer: SnapshotPointer) -> None:
     """Writes or replaces what a light folder names."""
     _replace(folder / POINTER, json.dumps(pointer._asdict(), indent=2))
+
+
+class PendingFolders:
+    """Light folders whose saves have not ended."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[PendingSnapshot, Path]] = []
+
+    def add(self, pending: PendingSnapshot, folder: Path) -> None:
+        """Notes a folder."""
+        self._pending.append((pending, folder))
+
+    def finish(self, store: str) -> None:
+        """Writes the root into folders whose saves have ended; deletes those whose saves failed."""
+        left = []
+        for pending, folder in self._pending:
+            if not pending.done():
+                left.append((pending, folder))
+            elif folder.exists():
+                try:
+                    pointer = SnapshotPointer(store, pending.wait().root)
+                except StoreError:
+                    shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
+                else:
+                    write_pointer(folder, pointer)
+        self._pending = left
 
 
 def _replace(path: Path, text: str) -> None:

@@ -5,7 +5,6 @@ folder, which transformers reads), weights and optimizer after both exist, and t
 """
 
 import os
-import shutil
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -20,16 +19,16 @@ from tensorstore_ck.errors import (
     ConflictError,
     CorruptObjectError,
     DamageError,
+    InvalidNameError,
     InvalidOptionError,
     MismatchError,
     NotFoundError,
     SnapshotMarkedBadError,
-    StoreError,
 )
-from tensorstore_ck.integrations.hf import small_files, trainer_values
+from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
-from tensorstore_ck.integrations.hf.light_folder import SnapshotPointer, read_pointer, write_folder, write_pointer
+from tensorstore_ck.integrations.hf.light_folder import PendingFolders, SnapshotPointer, read_pointer, write_folder
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
@@ -40,8 +39,8 @@ from tensorstore_ck.training.checkpointing.resume_candidates import choose
 from tensorstore_ck.training.checkpointing.triggers import TriggerContext
 from tensorstore_ck.training.rank_own_state import VALUES
 
-WEIGHTS: Final = ("model",)
-NOT_GENERATORS: Final = ("model", "optimizer", "scheduler", "scaler", "rank_values")
+NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
+"""Restored together with the weights; the generators come last."""
 
 
 class _Always(Trigger):
@@ -54,7 +53,15 @@ class _Always(Trigger):
 class SnapshotMixin:
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
-    def __init__(self, *args: Any, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        store: Store | str | os.PathLike[str],
+        ref: str,
+        asynchronous: bool = True,
+        frozen_base: bool = False,
+        **options: Any,
+    ) -> None:
         """All arguments but these go to the Trainer, and keep their meaning.
 
         `save_total_limit` becomes a policy of the ref: the newest snapshots, and the best one if there is a metric for it. What it drops
@@ -65,6 +72,9 @@ class SnapshotMixin:
             store: The store; or its URL or path, where it is created if there is none.
             ref: The branch; each trial of a hyperparameter search has one below it.
             asynchronous: Save in the background.
+            frozen_base: Parameters that do not require gradients, such as the base model below adapters of peft, do not change: they are
+                read at the first save and at each tenth, and not copied. A change is an error: at the next save or, if torch does not note
+                it (`merge_adapter`, a model that averages weights), at the tenth.
             options: For the Trainer.
 
         Raises:
@@ -72,18 +82,22 @@ class SnapshotMixin:
             InvalidOptionError: DeepSpeed or FSDP1 is on.
         """
         super().__init__(*args, **options)
-        self._use_store(store, ref, asynchronous=asynchronous)
+        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
 
-    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool) -> None:
+    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool) -> None:
         require_supported()
         if self._native.is_deepspeed_enabled:
             raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
+        if getattr(getattr(self._native.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
+            raise InvalidOptionError("FSDP version 1 is on, which cannot be saved: set fsdp_config={'version': 2}", object_id="fsdp")
         self._store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
         self._values: dict[str, Any] = {}
+        self._frozen_base = weights.FrozenBase() if frozen_base else None
+        self._frozen: list[str] = []
         self._is_resuming = False
-        self._unfinished: list[tuple[PendingSnapshot, Path]] = []
+        self._folders = PendingFolders()
 
     @property
     def _native(self) -> Any:
@@ -113,13 +127,14 @@ class SnapshotMixin:
             StoreError: a save failed permanently; see `Checkpointer`.
         """
         self._checkpointer, skipped = None, list[str]()
+        self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
         output: TrainOutput | None = None
         while output is None:
             address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
             self._is_resuming = address is not None
             try:
-                given = self._native_folder(resume_from_checkpoint) if address is None else self._write_folder_of(address)
-                output = super().train(given, trial, ignore_keys_for_eval)  # type: ignore[misc]
+                folder = self._folder_for(address, resume_from_checkpoint)
+                output = super().train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
             except DamageError as exc:
                 if resume_from_checkpoint is not True or address is None or not self._is_resuming:
                     raise
@@ -146,6 +161,10 @@ class SnapshotMixin:
             )
         return None if pointer is None else pointer.address
 
+    def _folder_for(self, address: str | None, given: str | bool | None) -> str | bool | None:
+        """What transformers resumes from."""
+        return self._native_folder(given) if address is None else self._light_folder(address, given)
+
     def _native_folder(self, given: str | bool | None) -> str | bool | None:
         """True: the newest folder that transformers wrote, not a light one, whose save may never have been published."""
         if given is not True:
@@ -153,21 +172,30 @@ class SnapshotMixin:
         for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
             if read_pointer(folder) is None:
                 return str(folder)
-        raise ValueError(f"No valid checkpoint found: {self._ref!r} has no snapshot, and {self._native.args.output_dir} no checkpoint")
+        folder = self._native.args.output_dir
+        raise ValueError(f"No valid checkpoint found in output directory ({folder}), and {self._ref!r} has no snapshot")
 
-    def _write_folder_of(self, address: str) -> str:
-        """Writes the light folder from which transformers resumes; the whole one of an imported snapshot."""
+    def _light_folder(self, address: str, given: str | bool | None) -> str:
+        """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
         args = self._native.args
-        imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
-        if imported is not None:
-            self._is_resuming = False
-            return str(imported)
         values = trainer_values.target()
-        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        try:
+            imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
+            if imported is not None:
+                self._is_resuming = False
+                return str(imported)
+            found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        except InvalidNameError:
+            found = None  # the path of a folder that does not exist
         if found is None:
-            raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
+            raise NotFoundError(
+                f"Can't find a valid checkpoint at {address}: there is no such folder, and no such snapshot in {self._store.url}",
+                object_id=address,
+            )
+        if isinstance(given, str) and os.path.isdir(given):
+            return given
         folder = self._folder(found.step)
-        if self._native.args.local_process_index == 0:
+        if args.local_process_index == 0:
             write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
         if self._group is not None:
             dist.barrier(self._group)
@@ -223,7 +251,8 @@ class SnapshotMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._values = trainer_values.target()
-        self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_GENERATORS)
+        self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_WEIGHTS)
+        weights.restore(self._native, self._store, pointer.address, self._group)
         self._is_resuming = False
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -234,6 +263,12 @@ class SnapshotMixin:
         TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
         trainer_values.restore(self._native, self._values)
 
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """A finished run is not continued: transformers would train one more step, if it has ended within an epoch."""
+        state = self._native.state
+        if state.global_step < state.max_steps:
+            super()._run_epoch(*args, **options)  # type: ignore[misc]
+
     def _load_best_model(self) -> None:
         native = self._native
         pointer = read_pointer(native.state.best_model_checkpoint)
@@ -242,7 +277,7 @@ class SnapshotMixin:
             return
         if self._checkpointer is not None:  # else this run has saved nothing
             self._checkpointer.wait()
-        TrainingState(model=native.model).restore(self._store, pointer.address, group=self._group, parts=WEIGHTS)
+        weights.restore(native, self._store, pointer.address, self._group)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -260,15 +295,17 @@ class SnapshotMixin:
         self._values.update(trainer_values.capture(native))
         if self._checkpointer is None:
             self._checkpointer = self._new_checkpointer(self._ref_of(trial))
+        if self._frozen_base is not None:
+            self._frozen[:] = self._frozen_base.names(native.model)
         saved = self._checkpointer.step(state.global_step, trainer_values.step_metrics(state), epoch=state.epoch)
-        self._finish_folders()
+        self._folders.finish(self._store.url)
         if saved is None:
             return  # the Checkpointer warned, and will raise if it goes on
         if native.args.should_save:
             address = f"{self._ref_of(trial)}@{state.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
             write_folder(folder, SnapshotPointer(self._store.url, address), self._values[trainer_values.STATE])
             if isinstance(saved, PendingSnapshot):
-                self._unfinished.append((saved, folder))
+                self._folders.add(saved, folder)
         if native.args.push_to_hub:
             native.save_model(str(folder), _internal_call=True)
             native._push_from_checkpoint(str(folder))
@@ -311,6 +348,7 @@ class SnapshotMixin:
             scaler=scaler if saves_all else None,
             extra=extra,
             rank_values=values,
+            frozen=self._frozen,
         )
 
     def _finish_saves(self) -> None:
@@ -321,22 +359,7 @@ class SnapshotMixin:
         """
         if self._checkpointer is not None:
             self._checkpointer.close()
-            self._finish_folders()
-
-    def _finish_folders(self) -> None:
-        """Writes the root into light folders whose saves have ended; deletes those whose saves failed."""
-        left = []
-        for pending, folder in self._unfinished:
-            if not pending.done():
-                left.append((pending, folder))
-            elif folder.exists():
-                try:
-                    pointer = SnapshotPointer(self._store.url, pending.wait().root)
-                except StoreError:
-                    shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
-                else:
-                    write_pointer(folder, pointer)
-        self._unfinished = left
+            self._folders.finish(self._store.url)
 
     def _folder(self, step: int | None, trial: Any = None) -> Path:
         return Path(self._native._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -350,7 +373,14 @@ class Trainer(SnapshotMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers' Trainer, which saves into a store: see `SnapshotMixin`."""
 
 
-def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
+def attach(
+    trainer: transformers.Trainer,
+    *,
+    store: Store | str | os.PathLike[str],
+    ref: str,
+    asynchronous: bool = True,
+    frozen_base: bool = False,
+) -> None:
     """Makes an existing Trainer, of any subclass, save into a store.
 
     Args:
@@ -358,6 +388,7 @@ def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[st
         store: See `SnapshotMixin`.
         ref: See `SnapshotMixin`.
         asynchronous: See `SnapshotMixin`.
+        frozen_base: See `SnapshotMixin`.
 
     Raises:
         InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
@@ -366,4 +397,4 @@ def attach(trainer: transformers.Trainer, *, store: Store | str | os.PathLike[st
         raise InvalidOptionError("this Trainer saves into a store already", object_id="trainer")
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous)
+    SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)

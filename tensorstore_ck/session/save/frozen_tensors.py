@@ -30,15 +30,18 @@ class FrozenTensors:
     def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
         """The state with the tensors marked whose names match. `scope`: the group that saves it.
 
+        What is known of the others is forgotten: a tensor that is frozen, then trained, then frozen again is read.
+
         Raises:
             InvalidOptionError: `globs` are invalid.
         """
         from tensorstore_ck.state.capture_copy import memory_key  # noqa: PLC0415 - loads torch
         from tensorstore_ck.state.select import Selection  # noqa: PLC0415 - loads torch
 
-        selection, frozen = Selection(globs), dict[int, FrozenTensor]()
+        selection, frozen = Selection(globs) if globs else None, dict[int, FrozenTensor]()
         for number, spec in enumerate(captured.layout.tensors):
-            if not selection.fits(spec.name):
+            if selection is None or not selection.fits(spec.name):
+                self._known.pop(spec.name, None)
                 continue
             source = captured.sources[number]
             place = (scope, spec, *memory_key(source))

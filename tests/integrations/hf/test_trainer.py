@@ -2,17 +2,23 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
 from tests.integrations.hf.conftest import Undisturbed
+
+peft_warns = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 def _snapshot_steps(store: tsck.Store) -> list[int]:
@@ -201,13 +207,21 @@ def test_an_existing_trainer_of_a_subclass_is_attached(tmp_path: Path, undisturb
     trainer._store.close()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store) -> None:
+def _adapted(folder: Path, **options: Any) -> dict[str, Any]:
+    """The arguments of a Trainer that trains an adapter of peft."""
+    given = runs.parts(folder, **options)
+    given["model"].config.n_embd = 64  # so that the base has far more bytes than all else
+    wide = GPT2LMHeadModel(given["model"].config)
+    given["model"] = get_peft_model(wide, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
+    return given
+
+
+@peft_warns
+@pytest.mark.parametrize("frozen_base", [False, True])
+def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store, frozen_base: bool) -> None:
     def run(folder: Path, kill_after: int | None = None) -> hf.Trainer:
-        given = runs.parts(folder)
-        given["model"] = get_peft_model(given["model"], LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
         callbacks = [] if kill_after is None else [runs.KillAfter(kill_after)]
-        return hf.Trainer(**given, callbacks=callbacks, store=store, ref=folder.name)
+        return hf.Trainer(**_adapted(folder), callbacks=callbacks, store=store, ref=folder.name, frozen_base=frozen_base)
 
     whole = run(tmp_path / "whole")
     whole.train()
@@ -220,6 +234,48 @@ def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store) -> None:
     runs.assert_equal(runs.weights(resumed), runs.weights(whole))
 
 
+class _ChangeBase(TrainerCallback):  # type: ignore[misc]
+    """Changes a parameter of the base after step 5, as a script can, or begins to train it."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weight = kwargs["model"].get_parameter("base_model.model.transformer.ln_f.weight")
+        if state.global_step == 5 and self._how == "changed":
+            with torch.no_grad():
+                weight.fill_(7)
+        elif state.global_step == 5:
+            weight.requires_grad_(True)
+
+
+@peft_warns
+def test_a_frozen_base_is_read_at_the_first_save_only(tmp_path: Path, store: tsck.Store) -> None:
+    hashed: list[int] = []
+    store.on_event(lambda event: hashed.append(int(event.fields["hashed_bytes"])) if event.kind == "published" else None)
+    trainer = hf.Trainer(**_adapted(tmp_path / "out", save_steps=2), store=store, ref=runs.REF, frozen_base=True)
+    base = sum(each.nbytes for each in trainer.model.parameters() if not each.requires_grad)
+    trainer.train()
+    assert hashed[0] > base
+    assert all(each < base for each in hashed[1:])
+    assert len(hashed) == 6
+    found = store.checkout(runs.REF, select=["model.*"])["model"]
+    runs.assert_equal(found, runs.weights(trainer))
+
+
+@peft_warns
+@pytest.mark.parametrize("how", ["changed", "trained"])
+def test_a_frozen_base_that_changes_is_an_error(tmp_path: Path, store: tsck.Store, how: str) -> None:
+    callbacks = [_ChangeBase(how)]
+    given = _adapted(tmp_path / "out", save_steps=2)
+    trainer = hf.Trainer(**given, callbacks=callbacks, store=store, ref=runs.REF, frozen_base=True, asynchronous=False)
+    with pytest.raises(tsck.errors.FrozenChangedError, match=r"ln_f\.weight .* frozen_base"):
+        trainer.train()
+    assert _snapshot_steps(store) == [2, 4]
+    weight = store.checkout(runs.REF)["model"]["base_model.model.transformer.ln_f.weight"]
+    assert torch.equal(weight, torch.ones_like(weight))
+
+
 def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(transformers, "__version__", "6.1.0")
@@ -228,3 +284,76 @@ def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.
     monkeypatch.setattr(transformers.Trainer, "_load_scaler", lambda self: None)
     with pytest.raises(tsck.MissingExtraError, match="_load_scaler"):
         runs.over_store(tmp_path / "out", store)
+
+
+class _Journal(GPT2LMHeadModel):  # type: ignore[misc]
+    """Has a buffer that grows with each step, and a `load_state_dict` of its own that lets it grow."""
+
+    journal: torch.Tensor
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.register_buffer("journal", torch.empty(0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.journal = torch.cat([self.journal, input_ids[:1, 0].float()])
+        return super().forward(input_ids=input_ids, labels=labels)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        self.journal = state["journal"].clone()
+        return super().load_state_dict(state, strict, assign)
+
+
+def test_a_model_takes_its_weights_by_its_own_method(tmp_path: Path, store: tsck.Store) -> None:
+    def run(name: str, kill_after: int | None = None) -> hf.Trainer:
+        given = runs.parts(tmp_path / name)
+        given["model"] = _Journal(given["model"].config)
+        callbacks = [] if kill_after is None else [runs.KillAfter(kill_after)]
+        return hf.Trainer(**given, callbacks=callbacks, store=store, ref=name)
+
+    whole = run("whole")
+    whole.train()
+    with pytest.raises(runs.Killed):
+        run("cut", kill_after=9).train()
+    store.drain()
+    resumed = run("cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.model.journal) == runs.STEPS
+    runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
+def test_what_does_not_exist_is_reported_as_by_transformers(tmp_path: Path, store: tsck.Store) -> None:
+    """Scripts look for these words."""
+    with pytest.raises(tsck.NotFoundError, match="Can't find a valid checkpoint at"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_into_another_folder_leaves_only_its_own_checkpoints_there(tmp_path: Path, store: tsck.Store) -> None:
+    runs.over_store(tmp_path / "out", store).train()
+    runs.over_store(tmp_path / "more", store).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
+    assert [each.name for each in (tmp_path / "more").iterdir()] == ["checkpoint-12"]
+
+
+def test_a_finished_run_that_is_resumed_trains_no_further_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    """As after a kill that came after the last save. transformers would go on, since the run ended within an epoch."""
+    runs.over_store(tmp_path / "out", store).train()
+    resumed = runs.over_store(tmp_path / "out", store)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == runs.STEPS
+    assert runs.losses(resumed) == undisturbed.losses
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+def test_deepspeed_and_fsdp1_are_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as this shows without GPUs: accelerate turns neither on here."""
+    trainer = runs.native(tmp_path / "out")
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=1), raising=False)
+    with pytest.raises(tsck.InvalidOptionError, match="FSDP version 1"):
+        hf.attach(trainer, store=store, ref=runs.REF)
+    monkeypatch.undo()
+    trainer = runs.native(tmp_path / "out")
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(tsck.InvalidOptionError, match="DeepSpeed"):
+        hf.attach(trainer, store=store, ref=runs.REF)

@@ -124,6 +124,18 @@ def test_a_change_is_found_and_nothing_is_published() -> None:
         check(place, state, 12)
 
 
+def test_what_was_trained_in_between_is_read() -> None:
+    """Frozen, then not, then frozen again, at the same address."""
+    with scene() as place:
+        state = new_state()
+        put(place, state, 1).wait()
+        state["base"]["w"].fill_(9)
+        put(place, state, 2, frozen=[]).wait()
+        state["base"]["w"].fill_(8)
+        put(place, state, 3).wait()
+        check(place, state, 3)
+
+
 def test_a_change_that_nobody_waits_for_is_raised_by_the_next_save() -> None:
     with scene() as place:
         state = new_state()

@@ -1,0 +1,198 @@
+"""Trainers, native and over a store, side by side: `python -m benches.trainers transformers --folder /tmp/bench`, in some two minutes.
+
+10 checkpoints of a GPT-2 with default settings (AdamW, nothing deleted, saves in the background): files and bytes on disk, how long the
+training stands still for a save, how long a resume takes up to its first step, whether the resumed run is bit for bit the one that nothing
+disturbed, and what is left after a kill -9 in the middle of the fifth save. Each run has a process of its own.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.integrations import hf
+
+STEPS: Final = 30
+EACH: Final = 3
+CUT: Final = 20
+"""A run that ends here, after the save of step 18, is resumed."""
+KILLED_SAVE: Final = 15
+VOCABULARY, LENGTH = 2048, 32
+Told = dict[str, Any]
+
+
+class _Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        words = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": words, "labels": words}
+
+
+class _CutError(Exception):
+    """In place of a kill between saves."""
+
+
+class _Kill:
+    """Kills this process in the middle of a save: transformers' in its optimizer.pt, ours in an object of the store."""
+
+    def __init__(self) -> None:
+        self._is_armed = False
+
+    def arm(self, *, native: bool) -> None:
+        targets = [(torch, "save")] if native else [(LocalBackend, name) for name in ("create", "put", "open_writer")]
+        for target, name in targets:
+            patch.object(target, name, self._struck(getattr(target, name), native=native)).start()
+
+    def _struck(self, original: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
+        def struck(*arguments: Any, **named: Any) -> Any:
+            if self._is_armed and (not native or "optimizer" in str(arguments[1])):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **named)
+
+        return struck
+
+    def strike(self) -> None:
+        self._is_armed = True
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, end: int, kill: _Kill | None) -> None:
+        self.first_step = 0.0
+        self._end, self._kill = end, kill
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.first_step = self.first_step or time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._end:
+            raise _CutError
+        if self._kill is not None and state.global_step == KILLED_SAVE:
+            self._kill.strike()
+
+
+def train(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Told:
+    """A run up to `end`, or to its own; what was measured of it."""
+    torch.set_num_threads(1)
+    set_seed(3)
+    stalls: list[float] = []
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    settings: dict[str, Any] = {"max_steps": STEPS, "save_steps": EACH, "logging_steps": 4, "per_device_train_batch_size": 2}
+    args = TrainingArguments(output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+    watch = _Watch(end, kill)
+    if kill is not None:
+        kill.arm(native=native)
+    given: dict[str, Any] = {"model": model, "args": args, "train_dataset": _Words(), "callbacks": [watch]}
+    with contextlib.ExitStack() as stack:
+        if native:
+            trainer = transformers.Trainer(**given)
+        else:
+            store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache"))
+            trainer = hf.Trainer(**given, store=store, ref="runs/bench")
+        save = trainer._save_checkpoint
+
+        def timed(*arguments: Any, **named: Any) -> None:
+            began = time.perf_counter()
+            save(*arguments, **named)
+            stalls.append(time.perf_counter() - began)
+
+        trainer._save_checkpoint = timed
+        began = time.perf_counter()
+        with contextlib.suppress(_CutError):
+            trainer.train(resume_from_checkpoint=resume)
+        if not native:
+            store.drain()
+    weights = b"".join(each.numpy().tobytes() for each in model.state_dict().values())
+    logged = [(each["step"], each["loss"]) for each in trainer.state.log_history if "loss" in each]
+    return {
+        "stalls": stalls,
+        "until_first_step": watch.first_step - began,
+        "losses": logged,
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "step": trainer.state.global_step,
+    }
+
+
+def apart(folder: Path, *, native: bool, **options: Any) -> Told | str:
+    """`train` in a process of its own; its error; or ``killed``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    told = folder / "told.json"
+    told.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told.write_text(json.dumps(train(folder, native=native, **options)))
+        except Exception as exc:  # noqa: BLE001 - told to the parent
+            told.write_text(json.dumps(f"{type(exc).__name__}: {exc}"))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return "killed"
+    found: Told | str = json.loads(told.read_text())
+    return found
+
+
+def _expect(told: Told | str) -> Told:
+    if isinstance(told, str):
+        raise SystemExit(told)
+    return told
+
+
+def row(folder: Path, *, native: bool) -> str:
+    whole = _expect(apart(folder / "whole", native=native))
+    kept = [each for part in ("out", "store") for each in (folder / "whole" / part).rglob("*") if each.is_file()]
+    stored = sum(each.stat().st_size for each in kept)
+    _expect(apart(folder / "cut", native=native, end=CUT))
+    resumed = _expect(apart(folder / "cut", native=native, resume=True))
+    equal = [f"{name}: {'yes' if resumed[name] == whole[name] else 'no'}" for name in ("weights", "losses")]
+    killed = apart(folder / "killed", native=native, kill=_Kill())
+    survived = apart(folder / "killed", native=native, resume=True)
+    after = f"yes, ends at step {survived['step']}" if isinstance(survived, dict) else f"no: {survived.partition(':')[0]}"
+    assert killed == "killed"
+    cells = [
+        "transformers" if native else "tensorstore_ck.hf",
+        f"{len(kept)}",
+        f"{stored / 1e6:.0f} MB",
+        f"{statistics.median(whole['stalls']) * 1e3:.0f} ms",
+        f"{resumed['until_first_step'] * 1e3:.0f} ms",
+        ", ".join(equal),
+        after,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("trainer", choices=["transformers"])
+    options.add_argument("--folder", type=Path, required=True)
+    given = options.parse_args()
+    folder = given.folder / "trainers"
+    shutil.rmtree(folder, ignore_errors=True)
+    print("| | files | bytes of 10 checkpoints | stall per save, median | resume to first step | exact | resumes after a kill in a save |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for native in (True, False):
+        print(row(folder / ("native" if native else "ours"), native=native), flush=True)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Runs of transformers' Trainer in forked processes, which a call of the backend can kill with -9."""
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import TrainerCallback
+
+from tensorstore_ck import Store
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.integrations import hf
+from tensorstore_ck.log.cache import MemoryTable
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
+from tests.integrations.hf import runs
+
+STRUCK_STEP = 8
+"""Kills strike in the saves of this step and of the last one; that of step 4 is whole."""
+
+
+class Ended(NamedTuple):
+    """How a run that nothing killed ended."""
+
+    calls: int
+    """Of the backend, since the end of the struck step."""
+    samples: list[int]
+    """In the order in which the run read them."""
+    losses: list[list[float]]
+    digests: dict[str, str]
+    """Of the weights, moments, schedule and generators that the last snapshot has."""
+
+
+class KillAt(Faults):
+    """Kills the process at a call, counted while `is_counting`."""
+
+    def __init__(self, at: int = 0, *, torn: bool = False) -> None:
+        super().__init__()
+        self._at, self._torn, self.is_counting = at, torn, False
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if self.is_counting:
+            self.calls += 1
+            if self.calls == self._at:
+                if self._torn and tear is not None:
+                    tear()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return effect()
+
+
+class _Count(TrainerCallback):  # type: ignore[misc]
+    """Counts calls from the end of the struck step on, which is before its save."""
+
+    def __init__(self, faults: KillAt) -> None:
+        self._faults = faults
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._faults.is_counting = state.global_step >= STRUCK_STEP
+
+
+class _Noted(runs.Sentences):
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        self.read.append(number)
+        return super().__getitem__(number)
+
+
+def _digest(value: object) -> str:
+    def plain(each: object) -> object:
+        if isinstance(each, torch.Tensor):
+            return hashlib.sha256(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return repr(each)
+
+    return hashlib.sha256(json.dumps(value, default=plain, sort_keys=True).encode()).hexdigest()
+
+
+def _train(folder: Path, faults: KillAt, *, resume: bool, asynchronous: bool) -> Ended:
+    local = LocalBackend(str(folder / "store"))
+    config = read_config(local) or init_store(local)
+    backend = FaultyBackend(local, faults, atomic_put=False)
+    with Store(make_engine(backend, config, MemoryTable())) as store:
+        data = _Noted()
+        given = runs.parts(folder / "out", save_steps=4, logging_steps=3) | {"train_dataset": data}
+        trainer = hf.Trainer(**given, callbacks=[_Count(faults)], store=store, ref=runs.REF, asynchronous=asynchronous)
+        trainer.train(resume_from_checkpoint=resume)
+        calls, state = faults.calls, store.checkout(runs.REF)
+        parts = {name: state[name] for name in ("model", "optimizer", "scheduler")} | {"generators": state["rank"]["generators"]}
+        losses = [list(each) for each in runs.losses(trainer)]
+        return Ended(calls, data.read, losses, {name: _digest(part) for name, part in parts.items()})
+
+
+def run(folder: Path, *, at: int = 0, torn: bool = False, resume: bool = False, asynchronous: bool = False) -> Ended | None:
+    """A run in a process of its own; None if it was killed, at call `at`."""
+    folder.mkdir(exist_ok=True)
+    told = folder / "ended.json"
+    told.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
+            ended = _train(folder, KillAt(at, torn=torn), resume=resume, asynchronous=asynchronous)
+            told.write_text(json.dumps(ended._asdict()))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+    assert status == 0, "the run failed by itself"
+    return Ended(**json.loads(told.read_text()))

@@ -1,0 +1,32 @@
+"""Jobs of several ranks under torchrun, of which one can be killed with -9."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.end_to_end.scripts.launch import launched, torchrun
+
+Said = dict[str, Any]
+
+
+def run_ranks(job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tuple[int, int] | None = None) -> list[Said]:
+    """What the ranks said; `kill`: a rank, and the step after which it is killed."""
+    folder.mkdir(exist_ok=True)
+    said = []
+    with launched(torchrun(ranks, "-m", job, str(folder), *arguments), folder, seconds=400.0) as program:
+        for line in program.lines():
+            if not line.startswith('{"rank"'):
+                continue
+            said.append(json.loads(line))
+            if kill is not None and (said[-1]["rank"], said[-1].get("step")) == kill:
+                os.kill(said[-1]["pid"], signal.SIGKILL)
+        code, _ = program.end()
+        assert (code != 0) == (kill is not None), program.errors()
+    return said
+
+
+def ends(said: list[Said]) -> list[Said]:
+    """What the ranks said at the end, in their order."""
+    return sorted((each for each in said if "losses" in each), key=lambda each: int(each["rank"]))
