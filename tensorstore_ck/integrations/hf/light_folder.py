@@ -1,46 +1,30 @@
 """The folder `checkpoint-N`: small files and the name of a snapshot, in place of the tensors that transformers would write.
 
-transformers looks for these folders by name, reads `trainer_state.json` from them, and deletes them by `save_total_limit`. All that a
-resume needs is in the store, so a folder that is lost or left over does no harm.
+transformers looks for these folders by name, reads `trainer_state.json` from them, and deletes them by `save_total_limit`.
 """
 
-import json
 import os
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from transformers.trainer import TRAINER_STATE_NAME
 
 from tensorstore_ck.errors import InputError
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
 
 POINTER: Final = "snapshot.json"
-
-
-class SnapshotPointer(NamedTuple):
-    """What a light folder names."""
-
-    store: str
-    """URL, without credentials."""
-    address: str
-    """``ref@step``; or, once the save has ended, the root."""
 
 
 def write_folder(folder: Path, pointer: SnapshotPointer, trainer_state: str) -> None:
     """Writes or replaces a light folder's files, each at once."""
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / TRAINER_STATE_NAME, trainer_state)
+    replace_file(folder / TRAINER_STATE_NAME, trainer_state)
     write_pointer(folder, pointer)
 
 
 def write_pointer(folder: Path, pointer: SnapshotPointer) -> None:
     """Writes or replaces what a light folder names."""
-    _replace(folder / POINTER, json.dumps(pointer._asdict(), indent=2))
-
-
-def _replace(path: Path, text: str) -> None:
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(text, encoding="utf-8")
-    written.replace(path)
+    replace_file(folder / POINTER, pointer.encode())
 
 
 def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
@@ -51,9 +35,8 @@ def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
     """
     path = Path(folder) / POINTER
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return SnapshotPointer(str(found["store"]), str(found["address"]))
+        return SnapshotPointer.decode(path.read_bytes(), str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except OSError as exc:
         raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=str(path)) from exc

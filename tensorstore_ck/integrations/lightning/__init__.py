@@ -1,0 +1,23 @@
+"""Lightning over a store: ``callbacks=[tensorstore_ck.lightning.SnapshotCheckpoint("./ckpt", "runs/x")]``.
+
+snapshot_checkpoint.py   SnapshotCheckpoint and SnapshotMixin: a ModelCheckpoint that saves into a store
+strategy_hooks.py        the places of a Strategy where a resume takes effect
+lightning_state.py       what a snapshot has of a Trainer, and the checkpoint dict that Lightning loads from it
+train_loaders.py         positions of training data loaders, which Lightning loses
+logged_values.py         logged values since the start of the epoch, which Lightning loses
+pointer_files.py         the .ckpt files, which name snapshots
+compatibility.py         versions of Lightning, and its private names that are used
+
+A snapshot is saved whenever Lightning would write a checkpoint file, and Lightning's own arguments keep their meaning.
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ImportError as exc:
+    raise missing_extra("lightning", "Lightning over a store") from exc
+
+from tensorstore_ck.integrations.lightning.snapshot_checkpoint import SnapshotCheckpoint, SnapshotMixin
+
+__all__ = ["SnapshotCheckpoint", "SnapshotMixin"]
