@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore
 
 State = dict[str, Any]
-PLAIN: Final = ("ranks", "mid_step", f"{OWN}.*")
+PLAIN: Final = ("ranks", "mid_step", OWN)
 
 
 class StoredTraining(NamedTuple):
@@ -45,10 +45,12 @@ def read_training(
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def read(found: Restoring) -> tuple[int, State, State]:
-        put_by = found.lazy().state_values.get("ranks")
+        stored = found.lazy()
+        put_by = stored.state_values.get("ranks")
         if type(put_by) is not int:
             raise MismatchError(f"{address!r} was not saved by a trainer or a TrainingState", object_id=address)
-        shared = found.checkout(select=[*PLAIN, *(f"{part}.*" for part in parts)])
+        there = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
+        shared = found.checkout(select=[name for name in (*PLAIN, *parts) if name in there])
         own = shared.pop(OWN, None) or found.rank_state(rank if put_by == ranks else 0)
         return put_by, shared, own
 

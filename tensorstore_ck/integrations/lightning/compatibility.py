@@ -31,6 +31,10 @@ METHODS: Final = {
     "trainer.connectors.logger_connector.result._ResultMetric.__init__": ("self", "metadata", "is_tensor"),
 }
 """Method -> the parameters that it must have."""
+FABRIC_METHODS: Final = {
+    "strategies.Strategy.save_checkpoint": ("self", "path", "state", "storage_options", "filter"),
+    "strategies.Strategy.load_checkpoint": ("self", "path", "state", "strict", "weights_only"),
+}
 FIELDS: Final = {
     "_Metadata": (
         *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx"),
@@ -51,7 +55,9 @@ ATTRIBUTES: Final = {
 def package_of(trainer: object) -> str:
     """`lightning.pytorch` or `pytorch_lightning`, which are separate packages with the same contents."""
     module = type(trainer).__module__
-    name = next((name for name in ("lightning.pytorch", "pytorch_lightning") if any(_is_in(each, name) for each in type(trainer).__mro__)), "")
+    name = next(
+        (name for name in ("lightning.pytorch", "pytorch_lightning") if any(_is_in(each, name) for each in type(trainer).__mro__)), ""
+    )
     if not name:
         raise InvalidOptionError(f"{module}.{type(trainer).__qualname__} is not a Trainer of Lightning", object_id="trainer")
     return name
@@ -65,10 +71,7 @@ def require_supported(trainer: Any) -> None:
         InvalidOptionError: the strategy is not supported.
     """
     package = package_of(trainer)
-    version = importlib.import_module(package.removesuffix(".pytorch")).__version__
-    lowest, above = SUPPORTED
-    if not lowest <= tuple(int(part) for part in version.split(".")[:2]) < above:
-        raise MissingExtraError(f"Lightning {version} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="lightning")
+    version = _require_version(package.removesuffix(".pytorch"))
     changed = [name for name, parameters in METHODS.items() if _parameters(f"{package}.{name}") != parameters]
     result = importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")
     for name, fields in FIELDS.items():
@@ -80,15 +83,41 @@ def require_supported(trainer: Any) -> None:
         for part in path.split("."):
             found = getattr(found, part, None)
         changed += [f"{path}.{name}" for name in names if not hasattr(found, name)]
+    _require_unchanged(changed, version)
+    _require_strategy(trainer.strategy)
+
+
+def require_supported_fabric(fabric: Any) -> None:
+    """As `require_supported`, for a Fabric."""
+    package = next((each.__module__ for each in type(fabric).__mro__ if each.__name__ == "Fabric"), "").removesuffix(".fabric")
+    if package not in ("lightning.fabric", "lightning_fabric"):
+        raise InvalidOptionError(f"{type(fabric).__qualname__} is not a Fabric", object_id="fabric")
+    version = _require_version(package.removesuffix(".fabric"))
+    _require_unchanged([name for name, parameters in FABRIC_METHODS.items() if _parameters(f"{package}.{name}") != parameters], version)
+    _require_strategy(fabric.strategy)
+
+
+def _require_version(package: str) -> str:
+    version: str = importlib.import_module(package).__version__
+    lowest, above = SUPPORTED
+    if not lowest <= tuple(int(part) for part in version.split(".")[:2]) < above:
+        raise MissingExtraError(f"Lightning {version} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="lightning")
+    return version
+
+
+def _require_unchanged(changed: list[str], version: str) -> None:
     if changed:
         raise MissingExtraError(
-            f"Lightning {version} has another {changed[0]} than the one that is used here: run `pip install '{TESTED_PACKAGE}'`, with which "
-            "this was tested",
+            f"Lightning {version} has another {changed[0]} than the one that is used here: run `pip install '{TESTED_PACKAGE}'`, with "
+            "which this was tested",
             object_id=changed[0],
         )
-    if not any(each.__name__ in STRATEGIES for each in type(trainer.strategy).__mro__):
-        kind = type(trainer.strategy).__name__
-        instead = ": use ModelParallelStrategy, with fully_shard in configure_model" if kind == "FSDPStrategy" else ""
+
+
+def _require_strategy(strategy: object) -> None:
+    if not any(each.__name__ in STRATEGIES for each in type(strategy).__mro__):
+        kind = type(strategy).__name__
+        instead = ": use ModelParallelStrategy, with fully_shard" if kind == "FSDPStrategy" else ""
         raise InvalidOptionError(f"states of {kind} cannot be saved into a store{instead}", object_id=kind)
 
 

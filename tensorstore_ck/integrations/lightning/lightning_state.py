@@ -74,7 +74,7 @@ def checkpoint_of(stored: StoredTraining, module: nn.Module | None) -> State:
         names = {_unwrapped(name): name for name in module.state_dict()}
         checkpoint[WEIGHTS] = {names.get(name, name): each for name, each in weights.items()}
     if not values["weights_only"]:
-        checkpoint[OPTIMIZERS] = [_numbered(each) for each in _in_order(stored.shared.get("optimizer", {}))]
+        checkpoint[OPTIMIZERS] = [numbered(each) for each in _in_order(stored.shared.get("optimizer", {}))]
     return checkpoint
 
 
@@ -86,7 +86,7 @@ def _in_order(states: Mapping[str, State]) -> list[State]:
     return [states[key] for key in sorted(states, key=int)]
 
 
-def _numbered(state: State) -> State:
+def numbered(state: State) -> State:
     """An optimizer's state by numbers, as torch's optimizers take it."""
     numbers: dict[str, int] = {}
     groups = []

@@ -20,7 +20,9 @@ def capture(trainer: Any) -> State:
     return {
         "newest": {name: dict(getattr(connector, name)) for name in NEWEST},
         "hook": connector._current_fx,
-        "epoch": [_logged(each) for each in trainer.fit_loop.epoch_loop._results.values() if each.is_tensor and each.meta.sync._group is None],
+        "epoch": [
+            _logged(each) for each in trainer.fit_loop.epoch_loop._results.values() if each.is_tensor and each.meta.sync._group is None
+        ],
         "metrics": {
             name: {"states": dict(each.metric_state), "updates": each._update_count} for name, each in _metrics(trainer.lightning_module)
         },

@@ -8,68 +8,29 @@ them after a resume. Such saves wait until these have ended. Saves between two b
 """
 
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final
 from weakref import proxy
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
-from tensorstore_ck.integrations.lightning import logged_values
-from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported
-from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded, training_state
+from tensorstore_ck.errors import InvalidOptionError, StoreError
+from tensorstore_ck.integrations.lightning.compatibility import require_supported
+from tensorstore_ck.integrations.lightning.lightning_state import training_state
+from tensorstore_ck.integrations.lightning.moments import FilesNamedFirst, epoch_of, newest_metrics
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, remove_pointer, write_pointer
-from tensorstore_ck.integrations.lightning.strategy_hooks import install
-from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
+from tensorstore_ck.integrations.lightning.snapshot_resume import SnapshotResume, world_group
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
-from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
-from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger, TriggerContext
-from tensorstore_ck.training.stored_training import StoredTraining, read_training
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-State = dict[str, Any]
 FIT: Final = "fit"
-
-
-class _Resumed(NamedTuple):
-    """The snapshot from which this run continues."""
-
-    root: str
-    values: State
-    """See `TrainerValues`."""
-    is_same_size: bool
-    """As many ranks saved it."""
-
-
-class _Noted(Trigger):
-    """The user's trigger: Lightning's part is done before the save that it causes."""
-
-    def __init__(self, when: Trigger, before_save: Callable[[], None]) -> None:
-        self._when, self._before_save = when, before_save
-
-    def fires(self, moment: TriggerContext) -> bool:
-        fires = self._when.fires(moment)
-        if fires:
-            self._before_save()
-        return fires
-
-    def saved(self, moment: TriggerContext) -> None:
-        self._when.saved(moment)
-
-    def decided(self) -> "Iterator[DecidedTrigger]":
-        return self._when.decided()
 
 
 class SnapshotMixin:
@@ -111,14 +72,11 @@ class SnapshotMixin:
         self._given_store, self._ref, self._when, self._keep, self._asynchronous = store, ref, when, keep, asynchronous
         self._opened: Store | None = store if isinstance(store, Store) else None
         self._checkpointer: Checkpointer | None = None
-        self._loaded_natively = False
-        self._resumed: _Resumed | None = None
-        self._hooked: Any = None
         self._asked: list[str] = []
-        self._waits = self._postponed = False
+        self._waits = self._postponed = self._is_naming = False
         self._step_seen = -1
         self._unfinished: list[tuple[PendingSnapshot, list[str]]] = []
-        self._newest_pointers: list[str] = []
+        self._resume = SnapshotResume(lambda: self._store, ref)
 
     @property
     def _native(self) -> Any:
@@ -131,10 +89,6 @@ class SnapshotMixin:
         if self._opened is None:
             self._opened = open_store(self._given_store, create=True)  # type: ignore[arg-type]
         return self._opened
-
-    @property
-    def _group(self) -> "dist.ProcessGroup | None":
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
     # --- start and resume ---------------------------------------------------------------------------------------------
 
@@ -151,89 +105,22 @@ class SnapshotMixin:
         others = [each for each in trainer.checkpoint_callbacks if isinstance(each, SnapshotMixin) and each is not self]
         if any((each._store.url, each._ref) == (self._store.url, self._ref) for each in others):
             raise InvalidOptionError(f"two callbacks save to {self._ref!r}: give each a ref of its own", object_id=self._ref)
-        if self._hooked is not trainer.strategy:
-            self._hooked = trainer.strategy
-            install(trainer.strategy, lambda path, native: self._load(trainer, path, native), lambda: self._before_training(trainer))
+        self._resume.install(trainer)
         if stage == FIT:
-            TrainLoaders.of(trainer).begin()
-            self._resumed, self._loaded_natively, self._checkpointer = None, False, None
-            self._asked, self._waits, self._postponed, self._step_seen = [], False, False, -1
+            self._resume.begin(trainer)
+            self._checkpointer = None
+            self._waits = self._postponed = self._is_naming = False
+            self._asked, self._step_seen = [], -1
             for each in (pl_module, trainer.datamodule):
                 self._store.check({"hyper_parameters": dict(each.hparams) if each is not None and each.hparams else {}})
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """`ckpt_path="last"`: the newest snapshot of the ref; Lightning's own files while there is none."""
-        if self._ref not in self._store.branches():
-            found: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
-            return {path for path in found if read_pointer(path) is None}
-        newest = self._store.resolve(self._ref)
-        path = Path(tempfile.mkdtemp(prefix="tsck-last-")) / f"{self._ref.replace('/', '-')}@{newest.step}.ckpt"
-        write_pointer(str(path), SnapshotPointer(self._store.url, newest.root))
-        os.utime(path, ns=(newest.time_ns, newest.time_ns))  # Lightning takes the newest of all callbacks
-        self._newest_pointers.append(str(path))
-        return {str(path)}
-
-    def _load(self, trainer: Any, path: str, load_natively: Callable[[], State]) -> State:
-        """The checkpoint that Lightning loads."""
-        is_newest = path in self._newest_pointers
-        pointer = None if is_newest else read_pointer(path)
-        if not is_newest and (pointer is None or pointer.store != self._store.url) and self._has_other(trainer, path, pointer):
-            return load_natively()
-        if pointer is not None:
-            pointer.require_store(self._store.url, path)
-        if is_newest:
-            stored = self._read_newest(trainer)
-        elif pointer is not None:
-            stored = self._read(trainer, pointer.address)
-        elif os.path.exists(path) or "://" in path:
-            self._loaded_natively = True
-            return load_natively()
-        else:
-            stored = self._read(trainer, path)
-        fits = trainer.state.fn == "fit"
-        size = 1 if self._group is None else self._group.size()
-        if fits:
-            values: State = stored.rank_values[OWN]
-            self._resumed = _Resumed(stored.snapshot.root, values, stored.ranks == size)
-            if self._resumed.is_same_size:
-                TrainLoaders.of(trainer).resume(values["loaders"])
-        if is_sharded(trainer.strategy):
-            restore_sharded(trainer, self._store, stored.snapshot.root, self._group, with_optimizers=fits)
-            return checkpoint_of(stored, None)
-        return checkpoint_of(stored, trainer.lightning_module)
-
-    def _has_other(self, trainer: Any, path: str, pointer: SnapshotPointer | None) -> bool:
-        """Whether another callback loads a path."""
-        others = [each for each in trainer.checkpoint_callbacks if isinstance(each, SnapshotMixin) and each is not self]
-        if pointer is not None:
-            return any(pointer.store == each._store.url for each in others)
-        return any(path in each._newest_pointers for each in others)
-
-    def _read(self, trainer: Any, address: str) -> StoredTraining:
-        sharded = is_sharded(trainer.strategy)
-        parts = () if sharded else ("model", "optimizer") if trainer.state.fn == "fit" else ("model",)
-        try:
-            found = read_training(self._store, address, group=self._group, parts=parts)
-        except NotFoundError as exc:
-            raise NotFoundError(f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}: {exc}", object_id=address) from exc
-        if OWN not in found.rank_values:
-            raise InvalidOptionError(
-                f"{address!r} was not saved by tensorstore_ck.lightning: restore it with TrainingState.restore", object_id=address
-            )
-        return found
-
-    def _read_newest(self, trainer: Any) -> StoredTraining:
-        """The newest snapshot that is intact, on all ranks the same."""
-        skipped: list[str] = []
-        while True:
-            address = newest_address(self._store, self._ref, skipped, self._group, "ckpt_path")
-            if address is None:
-                raise NotFoundError(f"the snapshots of {self._ref!r} were deleted meanwhile", object_id=self._ref)
-            try:
-                return self._read(trainer, address)
-            except DamageError as exc:
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+        newest = self._resume.point_to_newest()
+        if newest is not None:
+            return {newest}
+        found: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
+        return {path for path in found if read_pointer(path) is None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """See ModelCheckpoint.
@@ -242,27 +129,14 @@ class SnapshotMixin:
             ConflictError: the ref has snapshots of another run, and none was loaded.
         """
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
+        if trainer.fast_dev_run:
+            return
         require_own_ref(self._store, self._ref, 'ckpt_path="last"')
         self._step_seen = trainer.global_step
         state = training_state(trainer, weights_only=self._native.save_weights_only)
-        when = Always() if self._when is None else _Noted(self._when, lambda: self._note_saves(trainer))
-        options: dict[str, Any] = {"keep": self._policy(), "asynchronous": self._asynchronous, "group": self._group}
+        when = Always() if self._when is None else FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
+        options: dict[str, Any] = {"keep": self._policy(), "asynchronous": self._asynchronous, "group": world_group()}
         self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, **options)
-
-    def _before_training(self, trainer: Any) -> None:
-        """Restores what Lightning loses, after the last hook that may draw random numbers or reset values."""
-        if self._resumed is None:
-            return
-        resumed, self._resumed = self._resumed, None
-        loop = trainer.fit_loop
-        progress = loop.epoch_loop.batch_progress
-        is_complete = loop.epoch_progress.current.processed >= loop.epoch_progress.current.ready or progress.current.ready == 0
-        logged_values.restore(trainer, resumed.values["logged"], batches=0 if is_complete else progress.current.ready)
-        if is_complete and progress.current.ready and progress.is_last_batch:
-            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)  # comes after the save, and Lightning skips it
-        if resumed.is_same_size:
-            TrainLoaders.of(trainer).set_generators(resumed.values["loader_generators"])
-        TrainingState().restore(self._store, resumed.root, group=self._group, parts=("generators",))
 
     def _policy(self) -> Mapping[str, object] | None:
         """What `save_top_k` means for the ref."""
@@ -334,7 +208,7 @@ class SnapshotMixin:
             self._postponed = True
             return
         super()._save_last_checkpoint(trainer, monitor_candidates)  # type: ignore[misc]
-        if self._asked and self._when is None:
+        if self._asked and not self._is_naming:
             self._step(trainer)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
@@ -342,21 +216,25 @@ class SnapshotMixin:
         self._native._last_global_step_saved = trainer.global_step
         self._native._last_checkpoint_saved = filepath
 
-    def _note_saves(self, trainer: Any) -> None:
+    def _name_files(self, trainer: Any) -> None:
         """Lets ModelCheckpoint name the files for a save that the user's trigger causes, and note the best."""
+        self._is_naming = True
         candidates = self._native._monitor_candidates(trainer)
         if self._native.monitor is None or self._native.monitor in candidates:
             self._save_topk_checkpoint(trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)
         self._native._last_global_step_saved = trainer.global_step
+        self._is_naming = False
 
-    def _step(self, trainer: Any) -> None:
+    def _step(self, trainer: Any, *, last: bool = False) -> None:
         """Saves one snapshot for all files that ModelCheckpoint asked for."""
         self._step_seen = trainer.global_step
         if self._checkpointer is None:
             return
-        saved = self._checkpointer.step(trainer.global_step, _metrics(trainer), epoch=_epoch(trainer))
-        paths, self._asked = self._asked, []
+        metrics = trainer.strategy.broadcast(newest_metrics(trainer))  # values that are not synchronized differ by rank
+        saved = self._checkpointer.step(trainer.global_step, metrics, epoch=epoch_of(trainer), last=last)
+        paths = list(self._asked)
+        self._asked.clear()
         self._finish_pointers(trainer)
         if self._checkpointer.preempted:
             trainer.should_stop = True
@@ -400,11 +278,14 @@ class SnapshotMixin:
         if self._postponed:
             self._save_postponed(trainer)
         super().on_train_end(trainer, pl_module)  # type: ignore[misc]
+        if self._when is not None and not self._native._should_skip_saving_checkpoint(trainer):
+            self._step(trainer, last=True)
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._finish_pointers(trainer)
-        if self._group is not None:
-            dist.barrier(self._group)  # all ranks see the pointers
+        group = world_group()
+        if group is not None:
+            dist.barrier(group)  # all ranks see the pointers
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """See ModelCheckpoint. Waits for the saves that have begun."""
@@ -420,17 +301,3 @@ class SnapshotMixin:
 
 class SnapshotCheckpoint(SnapshotMixin, ModelCheckpoint):  # type: ignore[misc]
     """ModelCheckpoint of `lightning.pytorch`, which saves into a store: see `SnapshotMixin`."""
-
-
-def _metrics(trainer: Any) -> dict[str, float]:
-    """The newest value of each metric that is one number."""
-    found = {name: value for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
-    return {name: float(value) for name, value in found.items()}
-
-
-def _epoch(trainer: Any) -> float:
-    """The number of epochs that have ended, with the part of the present one."""
-    progress, batches = trainer.fit_loop.epoch_progress.current, trainer.num_training_batches
-    is_within = progress.ready > progress.processed and batches not in (0, float("inf"))
-    share = trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches if is_within else 0.0
-    return float(progress.processed) + min(share, 1.0)

@@ -7,8 +7,12 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
 import tensorstore_ck as tsck
@@ -105,10 +109,10 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> lightning.Trainer:
     return lightning.Trainer(**given, logger=logger, callbacks=list(callbacks))
 
 
-def seeded(**options: Any) -> Model:
+def seeded(kind: type[Model] = Model, **options: Any) -> Model:
     """As at the start of a script."""
     lightning.seed_everything(7, verbose=False)
-    return Model(**options)
+    return kind(**options)
 
 
 def checkpoint(folder: Path, store: tsck.Store | Path, **options: Any) -> Any:
@@ -129,3 +133,22 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 def logged(run: lightning.Trainer) -> Logged:
     return [entry for entry in run.logger.logged if entry[1].keys() != {"epoch"}]
+
+
+class Sharded(Model):
+    """For ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def of_strategy(name: str) -> tuple[Model, Any]:
+    """A module and a strategy for two ranks; `ddp_workers`: with loaders in processes of their own."""
+    if name == "fsdp2":
+        return seeded(Sharded), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return seeded(workers=2 if name == "ddp_workers" else 0, loader=StatefulDataLoader if name == "ddp_stateful" else None), "ddp"
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
