@@ -18,6 +18,7 @@ from tensorstore_ck.integrations.lightning.lightning_state import numbered
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
@@ -104,7 +105,7 @@ class FabricSnapshots:
         self._values.update({name: each.state_dict() if is_stateful(each) else each for name, each in _others(state).items()})
         self._count += 1
         saved = self._checkpointer.step(self._step_of(state))
-        if saved is not None and self._strategy.is_global_zero:
+        if isinstance(saved, Snapshot) and self._strategy.is_global_zero:
             write_pointer(str(path), SnapshotPointer(self._store.url, saved.root))
 
     def _step_of(self, state: State) -> int:

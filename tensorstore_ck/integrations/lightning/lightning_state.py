@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
+from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
+from tensorstore_ck.state.check import inspect_state
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.stored_training import StoredTraining
 
@@ -50,6 +52,19 @@ class TrainerValues:
 
     def load_state_dict(self, _: State) -> None:
         """Lightning loads it."""
+
+
+def require_storable(values: State) -> None:
+    """Checks values before the training begins.
+
+    Raises:
+        UnsupportedValueError: one cannot be stored.
+    """
+    problems, _ = inspect_state(values)
+    if problems:
+        raise UnsupportedValueError(
+            f"{problems[0].message}. For a hyperparameter: self.save_hyperparameters(ignore=[...])", object_id=problems[0].path
+        )
 
 
 def training_state(trainer: Any, *, weights_only: bool) -> TrainingState:

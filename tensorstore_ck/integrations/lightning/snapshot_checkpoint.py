@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
-from tensorstore_ck.integrations.lightning.lightning_state import training_state
+from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.moments import FilesNamedFirst, epoch_of, newest_metrics
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, remove_pointer, write_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import SnapshotResume, world_group
@@ -112,7 +112,7 @@ class SnapshotMixin:
             self._waits = self._postponed = self._is_naming = False
             self._asked, self._step_seen = [], -1
             for each in (pl_module, trainer.datamodule):
-                self._store.check({"hyper_parameters": dict(each.hparams) if each is not None and each.hparams else {}})
+                require_storable({"hyper_parameters": dict(each.hparams) if each is not None and each.hparams else {}})
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """`ckpt_path="last"`: the newest snapshot of the ref; Lightning's own files while there is none."""

@@ -3,7 +3,8 @@
 A loader's order depends on the random numbers that it draws when an iteration begins. A snapshot has the generators of that moment; after a
 resume the loader begins from them once more, the batches that were trained on are read and dropped, and the generators get their values
 back. That happens when the first batch is asked for: Lightning has told the sampler its epoch by then, but has not when it makes the
-iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning.
+iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning, but not always their order: with several
+ranks Lightning wraps their sampler, and the order comes from the generators of the process.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,21 +59,18 @@ class LoaderPosition:
     def _resume(self, stored: State, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begins where a snapshot was saved, or an epoch if that one was complete."""
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        is_stateful = callable(getattr(self._loader, "load_state_dict", None))
-        if not ready or is_stateful or stored["at_iteration"] is None:
-            self._at_iteration = kept = self._generators()
-            begun = begin()
-            if ready:  # the loader itself goes to its position, which must not draw
-                self._set_generators(kept)
-            return self._note_first_batch(begun)
+        if not ready or stored["at_iteration"] is None:
+            self._at_iteration = self._generators()
+            return self._note_first_batch(begin())
         kept = self._generators()
         self._at_iteration, self._at_first_batch = stored["at_iteration"], stored["at_first_batch"]
+        self._fetched = max(0, stored["fetched"] - stored["prefetched"] - (stored["ready"] - ready))
         self._set_generators(self._at_iteration)
         begun = begin()
-        self._set_generators(self._at_first_batch or self._at_iteration)
-        self._fetched = max(0, stored["fetched"] - stored["prefetched"] - (stored["ready"] - ready))
-        for _ in range(self._fetched):
-            next(begun)
+        if not callable(getattr(self._loader, "load_state_dict", None)):  # else it is at its position
+            self._set_generators(self._at_first_batch or self._at_iteration)
+            for _ in range(self._fetched):
+                next(begun)
         self._set_generators(kept)
         return begun
 

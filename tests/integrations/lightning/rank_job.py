@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import Callback
 import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
 
-LOADERS = {"plain": None, "workers": None}
-
 
 def say(**said: object) -> None:
     """In one write, since the ranks share the pipe."""
