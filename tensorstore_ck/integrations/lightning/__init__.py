@@ -8,6 +8,7 @@ lightning_state.py       what a snapshot has of a Trainer, and the checkpoint di
 train_loaders.py         positions of training data loaders, which Lightning loses
 logged_values.py         logged values since the start of the epoch, which Lightning loses
 fabric.py                attach: Fabric's save and load over a store
+load_module.py           a module from a snapshot
 pointer_files.py         the .ckpt files, which name snapshots
 compatibility.py         versions of Lightning, and its private names that are used
 
@@ -22,6 +23,7 @@ except ImportError as exc:
     raise missing_extra("lightning", "Lightning over a store") from exc
 
 from tensorstore_ck.integrations.lightning.fabric import attach
+from tensorstore_ck.integrations.lightning.load_module import load_from_checkpoint
 from tensorstore_ck.integrations.lightning.snapshot_checkpoint import SnapshotCheckpoint, SnapshotMixin
 
-__all__ = ["SnapshotCheckpoint", "SnapshotMixin", "attach"]
+__all__ = ["SnapshotCheckpoint", "SnapshotMixin", "attach", "load_from_checkpoint"]

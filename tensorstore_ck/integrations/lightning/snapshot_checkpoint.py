@@ -22,12 +22,11 @@ from tensorstore_ck.integrations.lightning.compatibility import require_supporte
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.moments import FilesNamedFirst, epoch_of, newest_metrics
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, remove_pointer, write_pointer
-from tensorstore_ck.integrations.lightning.snapshot_resume import SnapshotResume, world_group
+from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume, world_group
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 
 FIT: Final = "fit"
@@ -69,14 +68,13 @@ class SnapshotMixin:
                 raise InvalidOptionError(what, object_id="when")
             options |= {"every_n_train_steps": 0, "every_n_epochs": 0}
         super().__init__(**options)
-        self._given_store, self._ref, self._when, self._keep, self._asynchronous = store, ref, when, keep, asynchronous
-        self._opened: Store | None = store if isinstance(store, Store) else None
+        self._opened, self._ref, self._when, self._keep, self._asynchronous = OpenedStore(store), ref, when, keep, asynchronous
         self._checkpointer: Checkpointer | None = None
         self._asked: list[str] = []
         self._waits = self._postponed = self._is_naming = False
         self._step_seen = -1
         self._unfinished: list[tuple[PendingSnapshot, list[str]]] = []
-        self._resume = SnapshotResume(lambda: self._store, ref)
+        self._resume = SnapshotResume(self._opened, ref)
 
     @property
     def _native(self) -> Any:
@@ -85,10 +83,11 @@ class SnapshotMixin:
 
     @property
     def _store(self) -> Store:
-        """Opened in the process that trains, which a Strategy may have spawned."""
-        if self._opened is None:
-            self._opened = open_store(self._given_store, create=True)  # type: ignore[arg-type]
-        return self._opened
+        return self._opened.get()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a Strategy that starts processes, and for a module that is pickled with its Trainer."""
+        return {**vars(self), "_checkpointer": None, "_unfinished": []}
 
     # --- start and resume ---------------------------------------------------------------------------------------------
 
@@ -286,6 +285,11 @@ class SnapshotMixin:
         group = world_group()
         if group is not None:
             dist.barrier(group)  # all ranks see the pointers
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """See ModelCheckpoint."""
+        super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
+        self._resume.uninstall(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """See ModelCheckpoint. Waits for the saves that have begun."""

@@ -15,11 +15,12 @@ from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.lightning.strategy_hooks import install
-from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
+from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, require_replays
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import newest_address
 from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.stored_training import StoredTraining, read_training
 
@@ -44,17 +45,34 @@ class _Loaded(NamedTuple):
     """As many ranks saved it."""
 
 
+class OpenedStore:
+    """A store; one that was given by its path is opened when it is first used: in the process that trains, which a Strategy may start."""
+
+    def __init__(self, given: Store | str | os.PathLike[str]) -> None:
+        self._given = given
+        self._store: Store | None = None
+
+    def __getstate__(self) -> State:
+        return {"_given": self._given, "_store": None}
+
+    def get(self) -> Store:
+        """The open store."""
+        if self._store is None:
+            self._store = self._given if isinstance(self._given, Store) else open_store(self._given, create=True)
+        return self._store
+
+
 class SnapshotResume:
     """Of one callback: from its store and ref."""
 
-    def __init__(self, store: Callable[[], Store], ref: str) -> None:
-        self._get_store, self._ref = store, ref
+    def __init__(self, store: "OpenedStore", ref: str) -> None:
+        self._opened, self._ref = store, ref
         self._loaded: _Loaded | None = None
         self._newest_pointers: set[str] = set()
 
     @property
     def _store(self) -> Store:
-        return self._get_store()
+        return self._opened.get()
 
     def install(self, trainer: Any) -> None:
         """Takes part in what this Trainer's Strategy loads."""
@@ -62,6 +80,12 @@ class SnapshotResume:
         if not any(each is self for each in installed):
             install(trainer.strategy, lambda path, native: self._load(trainer, path, native), lambda: self._before_training(trainer))
             setattr(trainer.strategy, RESUMES, [*installed, self])
+
+    def uninstall(self, trainer: Any) -> None:
+        """Leaves the Strategy as it was, for all callbacks: they are at their end together."""
+        if vars(trainer.strategy).pop(RESUMES, None) is not None:
+            uninstall(trainer.strategy)
+        TrainLoaders.of(trainer).end()
 
     def begin(self, trainer: Any) -> None:
         """A run begins, and nothing is loaded yet."""
@@ -115,6 +139,7 @@ class SnapshotResume:
             values: State = stored.rank_values[OWN]
             self._loaded = _Loaded(stored.snapshot.root, values, stored.ranks == (1 if group is None else group.size()))
             if self._loaded.is_same_size:
+                require_replays(values["loaders"], values["checkpoint"]["loops"]["fit_loop"])
                 TrainLoaders.of(trainer).resume(values["loaders"])
         if not is_sharded(trainer.strategy):
             return checkpoint_of(stored, trainer.lightning_module)

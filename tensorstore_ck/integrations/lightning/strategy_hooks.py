@@ -25,3 +25,9 @@ def install(strategy: Any, load: Load, before_training: Callable[[], None]) -> N
         before_training()
 
     strategy.load_checkpoint, strategy.on_train_start = load_checkpoint, on_train_start
+
+
+def uninstall(strategy: Any) -> None:
+    """Leaves the Strategy as it was."""
+    for name in ("load_checkpoint", "on_train_start"):
+        vars(strategy).pop(name, None)

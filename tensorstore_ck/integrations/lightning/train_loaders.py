@@ -4,7 +4,8 @@ A loader's order depends on the random numbers that it draws when an iteration b
 resume the loader begins from them once more, the batches that were trained on are read and dropped, and the generators get their values
 back. That happens when the first batch is asked for: Lightning has told the sampler its epoch by then, but has not when it makes the
 iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning, but not always their order: with several
-ranks Lightning wraps their sampler, and the order comes from the generators of the process.
+ranks Lightning wraps their sampler in one that shows no state, so that a run that it resumes has another order: there they are treated as
+the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +18,22 @@ from tensorstore_ck.training import rng
 
 LOADERS: Final = "_tsck_train_loaders"
 """Attribute of a Strategy."""
+GOES: Final = "goes_by_itself"
+"""Whether a loader goes to its position; None if it cannot; false if Lightning's wrapper of its sampler hides where that was."""
 POSITION: Final = "_tsck_position"
 """Attribute of a loader."""
+SAMPLERS: Final = ("sampler", "batch_sampler", "_sampler")
 KNOWS_POSITION: Final = "_tsck_knows_position"
 """Attribute of a class of loaders."""
 State = dict[str, Any]
+
+
+def require_replays(stored: list[State], fit_loop: State) -> None:
+    """Keeps Lightning from loading positions into loaders if they would have another order there."""
+    if any(each[GOES] is False for each in stored):
+        fit_loop["state_dict"].pop("combined_loader", None)
+        for each in stored:
+            each[GOES] = None
 
 
 class LoaderPosition:
@@ -35,7 +47,9 @@ class LoaderPosition:
 
     def state(self) -> State:
         """For a snapshot."""
-        return {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "fetched": self._fetched}
+        is_stateful = callable(getattr(self._loader, "load_state_dict", None))
+        goes = None if not is_stateful else not any(map(_is_wrapper, self._samplers()))
+        return {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "fetched": self._fetched, GOES: goes}
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterates; the first time after a resume from the stored position on."""
@@ -67,7 +81,7 @@ class LoaderPosition:
         self._fetched = max(0, stored["fetched"] - stored["prefetched"] - (stored["ready"] - ready))
         self._set_generators(self._at_iteration)
         begun = begin()
-        if not callable(getattr(self._loader, "load_state_dict", None)):  # else it is at its position
+        if not stored[GOES]:
             self._set_generators(self._at_first_batch or self._at_iteration)
             for _ in range(self._fetched):
                 next(begun)
@@ -84,10 +98,24 @@ class LoaderPosition:
             rng.set_state(each, state)
 
     def _own_generators(self) -> list[torch.Generator]:
-        sampler = getattr(self._loader, "sampler", None)
-        inner = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
-        found = [getattr(each, "generator", None) for each in (self._loader, sampler, inner)]
+        """Also those below Lightning's wrapper of a sampler, which shows nothing of its state."""
+        found = [getattr(each, "generator", None) for each in self._samplers()]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _samplers(self) -> Iterator[Any]:
+        """The loader, and what its order comes from."""
+        inner: list[Any] = [self._loader]
+        while inner:
+            each = inner.pop()
+            yield each
+            inner += [below for name in SAMPLERS if (below := getattr(each, name, None)) is not None]
+            if _is_wrapper(each):
+                inner.append(each.dataset)
+
+
+def _is_wrapper(sampler: Any) -> bool:
+    """Whether it is Lightning's `DistributedSamplerWrapper`."""
+    return hasattr(getattr(sampler, "dataset", None), "_sampler")
 
 
 def _positioned_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
@@ -106,6 +134,7 @@ class TrainLoaders:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._stored: list[State] = []
+        self._changed: list[tuple[Any, type]] = []
         process = trainer.strategy.process_dataloader
 
         def process_dataloader(dataloader: Any) -> Any:
@@ -122,6 +151,17 @@ class TrainLoaders:
             setattr(trainer.strategy, LOADERS, found)
         return found
 
+    def end(self) -> None:
+        """Leaves the Strategy and the loaders as they were, since they may be pickled."""
+        strategy = self._trainer.strategy
+        if getattr(strategy, LOADERS, None) is self:
+            delattr(strategy, LOADERS)
+            del strategy.process_dataloader
+        for loader, kind in self._changed:
+            loader.__class__ = kind
+            delattr(loader, POSITION)
+        self._changed = []
+
     def begin(self) -> None:
         """A run begins that resumes nothing, as far as is known."""
         self._stored = []
@@ -137,7 +177,7 @@ class TrainLoaders:
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
         found = [getattr(loader, POSITION, None) for loader in loaders]
         here = {"prefetched": prefetched, "ready": loop.epoch_loop.batch_progress.current.ready}
-        nowhere = {"at_iteration": None, "at_first_batch": None, "fetched": 0}
+        nowhere = {"at_iteration": None, "at_first_batch": None, "fetched": 0, GOES: None}
         return [{**(nowhere if each is None else each.state()), **here} for each in found]
 
     def generators(self) -> list[Any]:
@@ -161,5 +201,6 @@ class TrainLoaders:
         stored = self._stored.pop(0) if self._stored else None
         setattr(loader, POSITION, LoaderPosition(self._trainer, loader, stored))
         if not hasattr(loader, KNOWS_POSITION):
+            self._changed.append((loader, type(loader)))
             loader.__class__ = _positioned_class(type(loader))
         return loader

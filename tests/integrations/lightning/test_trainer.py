@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -270,4 +271,8 @@ def test_a_store_that_is_given_by_its_path(tmp_path: Path) -> None:
     trainer.fit(trainer.lightning_module)  # the same run: its own snapshots
     with tsck.open(tmp_path / "made", cache_dir=tmp_path / "cache") as store:
         assert _steps(store) == [3]
+    loaded = tsck.lightning.load_from_checkpoint(runs.Model, tmp_path / "files" / "step=3.ckpt")
+    assert loaded.hparams == trainer.lightning_module.hparams
+    copied = pickle.loads(pickle.dumps(trainer.lightning_module))
+    runs.assert_equal(runs.weights(copied), runs.weights(trainer.lightning_module))
     trainer.checkpoint_callback._store.close()
