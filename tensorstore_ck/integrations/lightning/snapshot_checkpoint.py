@@ -134,8 +134,9 @@ class SnapshotMixin:
         self._step_seen = trainer.global_step
         state = training_state(trainer, weights_only=self._native.save_weights_only)
         when = Always() if self._when is None else FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
-        options: dict[str, Any] = {"keep": self._policy(), "asynchronous": self._asynchronous, "group": world_group()}
-        self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, **options)
+        keep = self._policy()
+        options: dict[str, Any] = {"keep": keep, "free_dropped": keep is not None, "asynchronous": self._asynchronous}
+        self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=world_group(), **options)
 
     def _policy(self) -> Mapping[str, object] | None:
         """What `save_top_k` means for the ref."""
