@@ -1,6 +1,7 @@
 """The public names of `tensorstore_ck`, and the module that each is loaded from when it is first used."""
 
 import tensorstore_ck.integrations.hf as _hf
+import tensorstore_ck.integrations.lightning as _lightning
 
 from .backend.staging import Staging as Staging
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
@@ -84,5 +85,6 @@ from .training.progress_line import ProgressLine as ProgressLine
 from .training.sample_cursor import SampleCursor as SampleCursor
 
 hf = _hf
+lightning = _lightning
 __all__: list[str]
 __version__: str

@@ -17,6 +17,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "dask": ("distributed>=2025.7",),
     "otel": ("opentelemetry-api>=1.31",),
     "hf": ("transformers>=5.3,<6", "accelerate>=1.15"),
+    "lightning": ("lightning>=2.6,<3",),
     "plot": ("matplotlib>=3.9",),
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),

@@ -4,6 +4,10 @@ dcp/                     torch.distributed.checkpoint over a store
 importing/               checkpoints of other libraries -> snapshots
 exporting/               snapshots -> files of other programs
 hf/                      transformers' Trainer over a store
+lightning/               Lightning's Trainer and Fabric over a store
+light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
+trainer_pointers.py      the small file that names a snapshot, where a trainer expects a checkpoint
+trainer_resume.py        from which snapshot a trainer's run resumes
 filesystem.py            ``tsck://``: snapshots as a read-only fsspec filesystem
 virtual_safetensors.py   the ``.safetensors`` files in it, whose bytes are made when they are read
 safetensors_format.py    dtypes and limits of the safetensors format

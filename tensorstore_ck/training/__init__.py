@@ -11,6 +11,7 @@ shared_state.py        what the ranks share: models, optimizers, schedules, what
 rank_own_state.py      what each rank has for itself: generators, loader positions, its own buffers and values
 rank_agreement.py      what ranks must know of each other before the first save
 rank_group.py          this process's rank and group
+stored_training.py     reads a snapshot of a TrainingState as plain dicts
 stateful_parts.py      the arguments of TrainingState
 opaque_state.py        states that torch.distributed.checkpoint must not flatten
 find_resume_point.py   the snapshot that all ranks resume from

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorstore_ck.errors import UnsupportedValueError
@@ -23,6 +23,7 @@ class ParameterNames:
         self.parameters: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
         for key, model in models.items():
+            _reshard(model)
             for prefix, module in walk(model, f"{key}." if key else ""):
                 for name, parameter in module.named_parameters(recurse=False):
                     if id(parameter) not in self._names:  # tied parameters get the first name, as in torch
@@ -70,6 +71,13 @@ def require_supported(models: Mapping[str, nn.Module]) -> None:
             raise UnsupportedValueError(
                 f"{path} has parameters on the meta device: give them memory first (model.to_empty(device=...))", object_id=path
             )
+
+
+def _reshard(model: nn.Module) -> None:
+    """Gives FSDP2 modules their shards back: after an evaluation they hold whole parameters, which are not those of the optimizer."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

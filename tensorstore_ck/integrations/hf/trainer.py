@@ -15,39 +15,23 @@ import transformers
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
-from tensorstore_ck.errors import (
-    ConflictError,
-    CorruptObjectError,
-    DamageError,
-    InvalidNameError,
-    InvalidOptionError,
-    MismatchError,
-    NotFoundError,
-    SnapshotMarkedBadError,
-)
+from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
-from tensorstore_ck.integrations.hf.light_folder import PendingFolders, SnapshotPointer, read_pointer, write_folder
-from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.integrations.hf.light_folder import write_folder
+from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
-from tensorstore_ck.training.checkpointing.resume_candidates import choose
-from tensorstore_ck.training.checkpointing.triggers import TriggerContext
+from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_own_state import VALUES
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
-
-
-class _Always(Trigger):
-    """transformers decides when to save."""
-
-    def fires(self, moment: TriggerContext) -> bool:
-        return True
 
 
 class SnapshotMixin:
@@ -147,18 +131,15 @@ class SnapshotMixin:
     def _address_of(self, given: str | bool | None, ref: str, skipped: Collection[str]) -> str | None:
         """The snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
         if given is None or given is False:
-            self._require_own(ref)
+            require_own_ref(self._store, ref, "resume_from_checkpoint=True")
             return None
         if given is True:
             return self._newest(ref, skipped)
         if not os.path.isdir(given):
             return given
         pointer = read_pointer(given)
-        if pointer is not None and pointer.store != self._store.url and "@" in pointer.address:  # a root is the same snapshot anywhere
-            raise MismatchError(
-                f"{given} names a snapshot of {pointer.store}, and this Trainer's store is {self._store.url}: pass ref@step of this store",
-                object_id=given,
-            )
+        if pointer is not None:
+            pointer.require_store(self._store.url, given)
         return None if pointer is None else pointer.address
 
     def _folder_for(self, address: str | None, given: str | bool | None) -> str | bool | None:
@@ -203,39 +184,7 @@ class SnapshotMixin:
 
     def _newest(self, ref: str, skipped: Collection[str]) -> str | None:
         """The address of the newest snapshot to resume from; None if there are none, so that transformers looks for its own folders."""
-        self._store.finish_staged(ref, self._group)
-
-        def choose_here() -> bytes:
-            chosen = choose(self._store, ref, skipped, None)
-            if chosen.drift:
-                raise SnapshotMarkedBadError(
-                    f"{chosen.drift}. A rank may be corrupted: compare the copies, then pass an earlier step, or "
-                    f"resume_from_checkpoint={chosen.address!r} to accept it",
-                    object_id=chosen.address,
-                )
-            if not chosen.address and not chosen.is_new:
-                raise CorruptObjectError(f"none of the snapshots of {ref!r} can be restored: run `tsck fsck --read-data`", object_id=ref)
-            return chosen.address.encode()
-
-        group = self._group
-        title = f"the resume of {ref!r}, {len(skipped)} skipped"
-        found = (
-            choose_here()
-            if group is None
-            else self._store.session.groups.broadcast(group, title, choose_here, timeout_seconds=TIMEOUT_SECONDS)
-        )
-        return found.decode() or None
-
-    def _require_own(self, ref: str) -> None:
-        """A run that starts from the beginning must not take over the ref of another, which may still be running."""
-        if self._store.session.fence.knows(ref) or ref not in self._store.branches():
-            return
-        newest = self._store.resolve(ref)
-        raise ConflictError(
-            f"{ref!r} has snapshots of an earlier run (step {newest.step}): pass resume_from_checkpoint=True to continue it, or "
-            f"another ref to keep both, or delete it first with `tsck forget {ref}`",
-            object_id=ref,
-        )
+        return newest_address(self._store, ref, skipped, self._group, "resume_from_checkpoint")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if read_pointer(resume_from_checkpoint) is None:
@@ -330,7 +279,7 @@ class SnapshotMixin:
             self._store,
             training,
             ref=ref,
-            when=_Always(),
+            when=Always(),
             keep=keep,
             free_dropped=keep is not None,
             asynchronous=self._asynchronous,

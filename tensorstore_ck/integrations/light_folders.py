@@ -1,0 +1,59 @@
+"""Folders that name a snapshot, where a trainer would write a checkpoint folder."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+from tensorstore_ck.errors import InputError, StoreError
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
+from tensorstore_ck.session.save import PendingSnapshot
+
+POINTER: Final = "snapshot.json"
+
+
+def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
+    """What a folder names; None if the trainer wrote it.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    path = Path(folder) / POINTER
+    try:
+        return SnapshotPointer.decode(path.read_bytes(), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as exc:
+        raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=str(path)) from exc
+
+
+def write_pointer(folder: Path, pointer: SnapshotPointer) -> None:
+    """Writes or replaces what a folder names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / POINTER, pointer.encode())
+
+
+class PendingFolders:
+    """Light folders whose saves have not ended."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[PendingSnapshot, Path]] = []
+
+    def add(self, pending: PendingSnapshot, folder: Path) -> None:
+        """Notes a folder."""
+        self._pending.append((pending, folder))
+
+    def finish(self, store: str) -> None:
+        """Writes the root into folders whose saves have ended; deletes those whose saves failed."""
+        left = []
+        for pending, folder in self._pending:
+            if not pending.done():
+                left.append((pending, folder))
+            elif folder.exists():
+                try:
+                    pointer = SnapshotPointer(store, pending.wait().root)
+                except StoreError:
+                    shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
+                else:
+                    write_pointer(folder, pointer)
+        self._pending = left

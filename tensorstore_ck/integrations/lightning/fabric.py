@@ -1,0 +1,193 @@
+"""Fabric over a store: ``tensorstore_ck.lightning.attach(fabric, store="./ckpt", ref="runs/x")``.
+
+`fabric.save(path, state)` saves into the store then, by all ranks and with their generators, and `path` names the snapshot;
+`fabric.load(path, state)` restores it. Modules and optimizers are stored by parameter name, everything else is each rank's own.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
+from tensorstore_ck.integrations.lightning.lightning_state import numbered
+from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.stateful_parts import is_stateful
+from tensorstore_ck.training.stored_training import StoredTraining, read_training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+State = dict[str, Any]
+STEPS: Final = ("global_step", "step", "iteration", "iter", "iter_num", "step_count")
+"""Keys of a state under which scripts keep their step."""
+OBJECTS: Final = ("model", "optimizer")
+
+
+def attach(
+    fabric: Any, *, store: Store | str | os.PathLike[str], ref: str, step: str | None = None, keep: Mapping[str, object] | None = None
+) -> None:
+    """Makes `fabric.save` and `fabric.load` use a store. Call it after `fabric.launch`, on all ranks.
+
+    Args:
+        fabric: The Fabric.
+        store: The store; or its URL or path, where it is created if there is none.
+        ref: The branch.
+        step: The key of the step in the state that is saved; by default ``global_step``, ``step``, ``iteration``, ``iter``, ``iter_num`` or
+            ``step_count``; without any, saves are counted.
+        keep: The retention policy of the ref, as in `Store.set_policy`.
+
+    Raises:
+        InvalidOptionError: the strategy is not supported, or this Fabric has a store already.
+        MissingExtraError: Lightning has another version than those that are supported.
+    """
+    require_supported_fabric(fabric)
+    strategy = fabric.strategy
+    if isinstance(getattr(strategy.save_checkpoint, "__self__", None), FabricSnapshots):
+        raise InvalidOptionError("this Fabric saves into a store already", object_id="fabric")
+    snapshots = FabricSnapshots(strategy, store if isinstance(store, Store) else open_store(store, create=True), ref, step, keep)
+    strategy.save_checkpoint, strategy.load_checkpoint = snapshots.save_checkpoint, snapshots.load_checkpoint
+
+
+class FabricSnapshots:
+    """What a Strategy of Fabric calls in place of its own methods."""
+
+    def __init__(self, strategy: Any, store: Store, ref: str, step: str | None, keep: Mapping[str, object] | None) -> None:
+        self._strategy, self._store, self._ref, self._step, self._keep = strategy, store, ref, step, keep
+        self._load_natively: Callable[..., State] = strategy.load_checkpoint
+        self._checkpointer: Checkpointer | None = None
+        self._saved: dict[str, dict[str, Any]] = {}
+        self._values: State = {}
+        self._count = 0
+
+    @property
+    def _group(self) -> "dist.ProcessGroup | None":
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: State,
+        storage_options: object = None,
+        filter: object = None,  # noqa: A002
+    ) -> None:
+        """See Fabric.
+
+        Raises:
+            InvalidOptionError: it has options that a store cannot honour.
+            ConflictError: the ref has snapshots of another run, none of which was loaded.
+            StoreError: the save failed permanently; see `Checkpointer`.
+        """
+        if filter is not None or storage_options is not None:
+            raise InvalidOptionError("fabric.save(filter=..., storage_options=...) is not possible with a store", object_id="filter")
+        objects = _objects(state)
+        if self._checkpointer is None or any(objects[kind].items() != self._saved[kind].items() for kind in OBJECTS):
+            require_own_ref(self._store, self._ref, "the newest checkpoint to fabric.load")
+            training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None, rank_values=self._values)
+            self._checkpointer = Checkpointer(
+                self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=self._group
+            )
+            self._saved = objects
+        self._values.clear()
+        self._values.update({name: each.state_dict() if is_stateful(each) else each for name, each in _others(state).items()})
+        self._count += 1
+        saved = self._checkpointer.step(self._step_of(state))
+        if isinstance(saved, Snapshot) and self._strategy.is_global_zero:
+            write_pointer(str(path), SnapshotPointer(self._store.url, saved.root))
+
+    def _step_of(self, state: State) -> int:
+        key = self._step if self._step is not None else next((each for each in STEPS if type(state.get(each)) is int), None)
+        if key is not None and type(state.get(key)) is not int:
+            raise InvalidOptionError(f"the state has no whole number {key!r}, which attach(step=) names", object_id=str(key))
+        return self._count if key is None else int(state[key])
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> State:
+        """See Fabric; restores the generators, too. `path` may be an address in the store, such as ``runs/x@10``.
+
+        Raises:
+            NotFoundError: there is neither a file nor a snapshot.
+            MismatchError: it does not fit the state.
+        """
+        pointer = read_pointer(path)
+        if pointer is None and os.path.exists(path):
+            return self._load_natively(path=path, state=state, strict=strict, weights_only=weights_only)
+        if pointer is not None:
+            pointer.require_store(self._store.url, str(path))
+        address = str(path) if pointer is None else pointer.address
+        sharded = is_sharded(self._strategy)
+        try:
+            stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)
+        except NotFoundError as exc:
+            raise NotFoundError(f"{address!r} is no file, and no snapshot of {self._store.url}: {exc}", object_id=address) from exc
+        if not state:
+            return _checkpoint(stored)
+        if not isinstance(state, dict):
+            raise InvalidOptionError("pass fabric.load a dict, as fabric.save got it", object_id="state")
+        found = self._fill_sharded(state, stored) if sharded else _fill(state, _checkpoint(stored), strict=strict)
+        TrainingState().restore(self._store, stored.snapshot.root, group=self._group, parts=("generators",))
+        return found
+
+    def _fill_sharded(self, state: State, stored: StoredTraining) -> State:
+        """Restores the shards in place."""
+        objects = _objects(state)
+        training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None)
+        training.restore(self._store, stored.snapshot.root, group=self._group, parts=OBJECTS)
+        return _fill({name: state[name] for name in _others(state)}, dict(stored.rank_values), strict=True, into=state)
+
+
+def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None = None) -> State:
+    """Restores what `state` names, as Fabric does; returns the rest."""
+    missing = [name for name in state if name not in checkpoint]
+    if missing and strict:
+        raise MismatchError(f"the snapshot has no {', '.join(map(repr, missing))}: it has {', '.join(checkpoint)}", object_id=missing[0])
+    for name, each in list(state.items()):
+        if name not in checkpoint:
+            continue
+        stored = checkpoint.pop(name)
+        if isinstance(each, nn.Module):
+            _module(each).load_state_dict(stored, strict=strict)
+        elif is_stateful(each):
+            each.load_state_dict(stored)
+        else:
+            (state if into is None else into)[name] = stored
+    return checkpoint
+
+
+def _checkpoint(stored: StoredTraining) -> State:
+    """What Fabric would have read from a file."""
+    optimizers = {name: numbered(each) for name, each in stored.shared.get("optimizer", {}).items()}
+    return {**stored.shared.get("model", {}), **optimizers, **stored.rank_values}
+
+
+def _objects(state: State) -> dict[str, dict[str, Any]]:
+    """Modules and optimizers."""
+    return {
+        "model": {name: _module(each) for name, each in state.items() if isinstance(each, nn.Module)},
+        "optimizer": {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)},
+    }
+
+
+def _others(state: State) -> State:
+    return {name: each for name, each in state.items() if not isinstance(each, nn.Module | torch.optim.Optimizer)}
+
+
+def _module(module: nn.Module) -> nn.Module:
+    """Without what makes it parallel."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -1,0 +1,143 @@
+"""What a snapshot has of a Trainer, and the checkpoint dict that Lightning loads from it.
+
+Weights and optimizers are stored by parameter name, as by every adapter, so that another strategy can restore them. What else Lightning
+dumps is each rank's own, and so is what it loses: positions of loaders and logged values. Generators are part of every `TrainingState`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor, nn
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.lightning import logged_values
+from tensorstore_ck.integrations.lightning.compatibility import is_sharded
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
+from tensorstore_ck.state.check import inspect_state
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.stored_training import StoredTraining
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+State = dict[str, Any]
+OWN: Final = "lightning"
+"""Key of a rank's own values."""
+WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
+WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class TrainerValues:
+    """All but weights, optimizers and generators. A save captures it; Lightning loads it itself."""
+
+    def __init__(self, trainer: Any, *, weights_only: bool) -> None:
+        self._trainer, self._weights_only = trainer, weights_only
+
+    def state_dict(self) -> State:
+        """As Lightning dumps it, with the positions of loaders and the logged values."""
+        trainer = self._trainer
+        with _without_optimizers(trainer.strategy):
+            dumped = trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
+        dumped.pop(OPTIMIZERS, None)
+        if is_sharded(trainer.strategy) or _is_same(dumped.get(WEIGHTS), trainer.strategy.lightning_module_state_dict()):
+            dumped.pop(WEIGHTS, None)
+        loaders = TrainLoaders.of(trainer)
+        return {
+            "checkpoint": dumped,
+            "weights_only": self._weights_only,
+            "loaders": loaders.state(),
+            "loader_generators": loaders.generators(),
+            "logged": logged_values.capture(trainer),
+        }
+
+    def load_state_dict(self, _: State) -> None:
+        """Lightning loads it."""
+
+
+def require_storable(values: State) -> None:
+    """Checks values before the training begins.
+
+    Raises:
+        UnsupportedValueError: one cannot be stored.
+    """
+    problems, _ = inspect_state(values)
+    if problems:
+        raise UnsupportedValueError(
+            f"{problems[0].message}. For a hyperparameter: self.save_hyperparameters(ignore=[...])", object_id=problems[0].path
+        )
+
+
+def training_state(trainer: Any, *, weights_only: bool) -> TrainingState:
+    """The state of a Trainer, for saves."""
+    values = {OWN: TrainerValues(trainer, weights_only=weights_only)}
+    return TrainingState(model=trainer.lightning_module, optimizer=None if weights_only else _optimizers(trainer), rank_values=values)
+
+
+def restore_sharded(trainer: Any, store: Any, root: str, group: "ProcessGroup | None", *, with_optimizers: bool) -> None:
+    """Restores the shards of weights and optimizers in place."""
+    parts = ("model", "optimizer") if with_optimizers else ("model",)
+    training = TrainingState(model=trainer.lightning_module, optimizer=_optimizers(trainer) if with_optimizers else None)
+    training.restore(store, root, group=group, parts=parts)
+
+
+def checkpoint_of(stored: StoredTraining, module: nn.Module | None) -> State:
+    """The dict that Lightning would have read from its file."""
+    values: State = stored.rank_values[OWN]
+    checkpoint: State = dict(values["checkpoint"])
+    if module is not None and WEIGHTS not in checkpoint:
+        weights = {**stored.shared.get("model", {}), **stored.buffers}
+        names = {_unwrapped(name): name for name in module.state_dict()}
+        checkpoint[WEIGHTS] = {names.get(name, name): each for name, each in weights.items()}
+    if not values["weights_only"]:
+        checkpoint[OPTIMIZERS] = [numbered(each) for each in _in_order(stored.shared.get("optimizer", {}))]
+    return checkpoint
+
+
+def _optimizers(trainer: Any) -> list[Any] | None:
+    return list(trainer.strategy.optimizers) or None
+
+
+def _in_order(states: Mapping[str, State]) -> list[State]:
+    return [states[key] for key in sorted(states, key=int)]
+
+
+def numbered(state: State) -> State:
+    """An optimizer's state by numbers, as torch's optimizers take it."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    return {"state": {numbers.get(name, name): each for name, each in state.get("state", {}).items()}, "param_groups": groups}
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:
+    """Whether hooks left the dumped weights as they were."""
+    if not isinstance(dumped, Mapping) or dumped.keys() != own.keys():
+        return False
+    return all(
+        each.shape == own[name].shape and each.dtype == own[name].dtype and each.data_ptr() == own[name].data_ptr()
+        if isinstance(each, Tensor) and isinstance(own[name], Tensor)
+        else each is own[name]
+        for name, each in dumped.items()
+    )
+
+
+class _without_optimizers:  # noqa: N801 - used like a function
+    """The optimizers are stored by name: to gather or copy their states for a dump would be for nothing."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> None:
+        self._strategy.optimizer_state = lambda _: {}
+
+    def __exit__(self, *_: object) -> None:
+        del self._strategy.optimizer_state

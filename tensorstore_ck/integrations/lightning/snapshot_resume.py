@@ -1,0 +1,190 @@
+"""Loads snapshots where Lightning loads checkpoints, and restores what Lightning loses before its loop goes on."""
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
+
+from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError
+from tensorstore_ck.integrations.lightning import logged_values
+from tensorstore_ck.integrations.lightning.compatibility import is_sharded
+from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
+from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
+from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, require_replays
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.stored_training import StoredTraining, read_training
+
+State = dict[str, Any]
+FITTING: Final = "fit"
+RESUMES: Final = "_tsck_resumes"
+"""Attribute of a Strategy."""
+
+
+def world_group() -> "dist.ProcessGroup | None":
+    """All ranks; None for one process."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+class _Loaded(NamedTuple):
+    """The snapshot from which this run continues."""
+
+    root: str
+    values: State
+    """See `TrainerValues`."""
+    is_same_size: bool
+    """As many ranks saved it."""
+
+
+class OpenedStore:
+    """A store; one that was given by its path is opened when it is first used: in the process that trains, which a Strategy may start."""
+
+    def __init__(self, given: Store | str | os.PathLike[str]) -> None:
+        self._given = given
+        self._store: Store | None = None
+
+    def __getstate__(self) -> State:
+        return {"_given": self._given, "_store": None}
+
+    def get(self) -> Store:
+        """The open store."""
+        if self._store is None:
+            self._store = self._given if isinstance(self._given, Store) else open_store(self._given, create=True)
+        return self._store
+
+
+class SnapshotResume:
+    """Of one callback: from its store and ref."""
+
+    def __init__(self, store: "OpenedStore", ref: str) -> None:
+        self._opened, self._ref = store, ref
+        self._loaded: _Loaded | None = None
+        self._newest_pointers: set[str] = set()
+
+    @property
+    def _store(self) -> Store:
+        return self._opened.get()
+
+    def install(self, trainer: Any) -> None:
+        """Takes part in what this Trainer's Strategy loads."""
+        installed: list[SnapshotResume] = getattr(trainer.strategy, RESUMES, [])
+        if not any(each is self for each in installed):
+            install(trainer.strategy, lambda path, native: self._load(trainer, path, native), lambda: self._before_training(trainer))
+            setattr(trainer.strategy, RESUMES, [*installed, self])
+
+    def uninstall(self, trainer: Any) -> None:
+        """Leaves the Strategy as it was, for all callbacks: they are at their end together."""
+        if vars(trainer.strategy).pop(RESUMES, None) is not None:
+            uninstall(trainer.strategy)
+        TrainLoaders.of(trainer).end()
+
+    def begin(self, trainer: Any) -> None:
+        """A run begins, and nothing is loaded yet."""
+        TrainLoaders.of(trainer).begin()
+        self._loaded = None
+
+    def point_to_newest(self) -> str | None:
+        """A new pointer that stands for the newest intact snapshot; None if the ref has none."""
+        if self._ref not in self._store.branches():
+            return None
+        newest = self._store.resolve(self._ref)
+        path = Path(tempfile.mkdtemp(prefix="tsck-last-")) / f"{self._ref.replace('/', '-')}@{newest.step}.ckpt"
+        write_pointer(str(path), SnapshotPointer(self._store.url, newest.root))
+        os.utime(path, ns=(newest.time_ns, newest.time_ns))  # Lightning takes the newest of all callbacks
+        self._newest_pointers.add(str(path))
+        return str(path)
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+
+    def _load(self, trainer: Any, path: str, load_natively: Callable[[], State]) -> State:
+        """The checkpoint that Lightning loads from a path or an address."""
+        others: list[SnapshotResume] = [each for each in getattr(trainer.strategy, RESUMES) if each is not self]
+        if any(path in each._newest_pointers for each in others):
+            return load_natively()
+        is_newest = path in self._newest_pointers
+        pointer = None if is_newest else read_pointer(path)
+        if pointer is not None and pointer.store != self._store.url and any(pointer.store == each._store.url for each in others):
+            return load_natively()
+        if is_newest:
+            stored = self._read_newest(trainer)
+            self._newest_pointers.discard(path)
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+        elif pointer is not None:
+            pointer.require_store(self._store.url, path)
+            stored = self._read(trainer, pointer.address)
+        elif os.path.exists(path) or "://" in path:
+            return load_natively()
+        else:
+            try:
+                stored = self._read(trainer, path)
+            except NotFoundError:
+                if any(each._store.url != self._store.url for each in others):
+                    return load_natively()  # the next callback's store may have it
+                raise
+        return self._checkpoint(trainer, stored)
+
+    def _checkpoint(self, trainer: Any, stored: StoredTraining) -> State:
+        fits = trainer.state.fn == FITTING
+        group = world_group()
+        if fits:
+            values: State = stored.rank_values[OWN]
+            self._loaded = _Loaded(stored.snapshot.root, values, stored.ranks == (1 if group is None else group.size()))
+            if self._loaded.is_same_size:
+                require_replays(values["loaders"], values["checkpoint"]["loops"]["fit_loop"])
+                TrainLoaders.of(trainer).resume(values["loaders"])
+        if not is_sharded(trainer.strategy):
+            return checkpoint_of(stored, trainer.lightning_module)
+        restore_sharded(trainer, self._store, stored.snapshot.root, group, with_optimizers=fits)
+        return checkpoint_of(stored, None)
+
+    def _read(self, trainer: Any, address: str) -> StoredTraining:
+        parts: tuple[str, ...] = ("model", "optimizer") if trainer.state.fn == FITTING else ("model",)
+        try:
+            found = read_training(self._store, address, group=world_group(), parts=() if is_sharded(trainer.strategy) else parts)
+        except NotFoundError as exc:
+            missing = f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}"
+            raise NotFoundError(f"{missing}: {exc}", object_id=address) from exc
+        if OWN not in found.rank_values:
+            raise InvalidOptionError(
+                f"{address!r} was not saved by tensorstore_ck.lightning: restore it with TrainingState.restore", object_id=address
+            )
+        return found
+
+    def _read_newest(self, trainer: Any) -> StoredTraining:
+        """The newest snapshot that is intact, on all ranks the same."""
+        skipped: list[str] = []
+        while True:
+            address = newest_address(self._store, self._ref, skipped, world_group(), "ckpt_path")
+            if address is None:
+                raise NotFoundError(f"the snapshots of {self._ref!r} were deleted meanwhile", object_id=self._ref)
+            try:
+                return self._read(trainer, address)
+            except DamageError as exc:
+                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
+                skipped.append(address)
+
+    # --- the loop goes on ---------------------------------------------------------------------------------------------
+
+    def _before_training(self, trainer: Any) -> None:
+        """After the last hook that may draw random numbers or reset values."""
+        if self._loaded is None:
+            return
+        loaded, self._loaded = self._loaded, None
+        loop = trainer.fit_loop
+        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+        is_complete = epochs.processed >= epochs.ready or batches.ready == 0
+        logged_values.restore(trainer, loaded.values["logged"], batches=0 if is_complete else batches.ready)
+        if is_complete and batches.ready:  # the epoch's end goes on after the save, and Lightning skips this part of it
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        if loaded.is_same_size:
+            TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
+        TrainingState().restore(self._store, loaded.root, group=world_group(), parts=("generators",))

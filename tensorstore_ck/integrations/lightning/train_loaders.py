@@ -1,0 +1,206 @@
+"""Positions of training data loaders. Lightning saves none, so that a run that it resumes within an epoch reads the first batches again.
+
+A loader's order depends on the random numbers that it draws when an iteration begins. A snapshot has the generators of that moment; after a
+resume the loader begins from them once more, the batches that were trained on are read and dropped, and the generators get their values
+back. That happens when the first batch is asked for: Lightning has told the sampler its epoch by then, but has not when it makes the
+iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning, but not always their order: with several
+ranks Lightning wraps their sampler in one that shows no state, so that a run that it resumes has another order: there they are treated as
+the others.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader
+
+from tensorstore_ck.training import rng
+
+LOADERS: Final = "_tsck_train_loaders"
+"""Attribute of a Strategy."""
+GOES: Final = "goes_by_itself"
+"""Whether a loader goes to its position; None if it cannot; false if Lightning's wrapper of its sampler hides where that was."""
+POSITION: Final = "_tsck_position"
+"""Attribute of a loader."""
+SAMPLERS: Final = ("sampler", "batch_sampler", "_sampler")
+KNOWS_POSITION: Final = "_tsck_knows_position"
+"""Attribute of a class of loaders."""
+State = dict[str, Any]
+
+
+def require_replays(stored: list[State], fit_loop: State) -> None:
+    """Keeps Lightning from loading positions into loaders if they would have another order there."""
+    if any(each[GOES] is False for each in stored):
+        fit_loop["state_dict"].pop("combined_loader", None)
+        for each in stored:
+            each[GOES] = None
+
+
+class LoaderPosition:
+    """Where one loader is in its present iteration."""
+
+    def __init__(self, trainer: Any, loader: Any, stored: State | None) -> None:
+        self._trainer, self._loader, self._stored = trainer, loader, stored
+        self._at_iteration: State | None = None
+        self._at_first_batch: State | None = None
+        self._fetched = 0
+
+    def state(self) -> State:
+        """For a snapshot."""
+        is_stateful = callable(getattr(self._loader, "load_state_dict", None))
+        goes = None if not is_stateful else not any(map(_is_wrapper, self._samplers()))
+        return {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "fetched": self._fetched, GOES: goes}
+
+    def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Iterates; the first time after a resume from the stored position on."""
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            return self._counted(lambda: self._resume(stored, begin))
+        self._at_iteration, self._at_first_batch, self._fetched = self._generators(), None, 0
+        begun = begin()
+        return self._counted(lambda: self._note_first_batch(begun))
+
+    def _counted(self, first: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        inner = first()
+        for batch in inner:
+            self._fetched += 1
+            yield batch
+
+    def _note_first_batch(self, begun: Iterator[Any]) -> Iterator[Any]:
+        self._at_first_batch = self._generators()
+        return begun
+
+    def _resume(self, stored: State, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begins where a snapshot was saved, or an epoch if that one was complete."""
+        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if not ready or stored["at_iteration"] is None:
+            self._at_iteration = self._generators()
+            return self._note_first_batch(begin())
+        kept = self._generators()
+        self._at_iteration, self._at_first_batch = stored["at_iteration"], stored["at_first_batch"]
+        self._fetched = max(0, stored["fetched"] - stored["prefetched"] - (stored["ready"] - ready))
+        self._set_generators(self._at_iteration)
+        begun = begin()
+        if not stored[GOES]:
+            self._set_generators(self._at_first_batch or self._at_iteration)
+            for _ in range(self._fetched):
+                next(begun)
+        self._set_generators(kept)
+        return begun
+
+    def _generators(self) -> State:
+        """Of the process, and those that the loader and its samplers hold."""
+        return {"process": rng.get_process_states(), "own": [rng.get_state(each) for each in self._own_generators()]}
+
+    def _set_generators(self, states: State) -> None:
+        rng.set_process_states(states["process"], None)
+        for each, state in zip(self._own_generators(), states["own"], strict=False):
+            rng.set_state(each, state)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Also those below Lightning's wrapper of a sampler, which shows nothing of its state."""
+        found = [getattr(each, "generator", None) for each in self._samplers()]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _samplers(self) -> Iterator[Any]:
+        """The loader, and what its order comes from."""
+        inner: list[Any] = [self._loader]
+        while inner:
+            each = inner.pop()
+            yield each
+            inner += [below for name in SAMPLERS if (below := getattr(each, name, None)) is not None]
+            if _is_wrapper(each):
+                inner.append(each.dataset)
+
+
+def _is_wrapper(sampler: Any) -> bool:
+    """Whether it is Lightning's `DistributedSamplerWrapper`."""
+    return hasattr(getattr(sampler, "dataset", None), "_sampler")
+
+
+def _positioned_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """A class of loaders that know their position. With another base or slots, an object of `kind` could not change to it."""
+
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - the method of the class
+        position: LoaderPosition = getattr(self, POSITION)
+        return position.iterate(lambda: kind.__iter__(self))
+
+    return type(kind.__name__, (kind,), {"__iter__": __iter__, "__slots__": (), KNOWS_POSITION: True})
+
+
+class TrainLoaders:
+    """The training data loaders of a Trainer, as its Strategy gets them."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._stored: list[State] = []
+        self._changed: list[tuple[Any, type]] = []
+        process = trainer.strategy.process_dataloader
+
+        def process_dataloader(dataloader: Any) -> Any:
+            return self._positioned(process(dataloader))
+
+        trainer.strategy.process_dataloader = process_dataloader
+
+    @classmethod
+    def of(cls, trainer: Any) -> "TrainLoaders":
+        """Those of this Trainer."""
+        found: TrainLoaders | None = getattr(trainer.strategy, LOADERS, None)
+        if found is None:
+            found = cls(trainer)
+            setattr(trainer.strategy, LOADERS, found)
+        return found
+
+    def end(self) -> None:
+        """Leaves the Strategy and the loaders as they were, since they may be pickled."""
+        strategy = self._trainer.strategy
+        if getattr(strategy, LOADERS, None) is self:
+            delattr(strategy, LOADERS)
+            del strategy.process_dataloader
+        for loader, kind in self._changed:
+            loader.__class__ = kind
+            delattr(loader, POSITION)
+        self._changed = []
+
+    def begin(self) -> None:
+        """A run begins that resumes nothing, as far as is known."""
+        self._stored = []
+
+    def resume(self, stored: list[State]) -> None:
+        """The loaders that are made from now on begin there."""
+        self._stored = list(stored)
+
+    def state(self) -> list[State]:
+        """The positions, for a snapshot."""
+        loop = self._trainer.fit_loop
+        prefetched = len(getattr(loop._data_fetcher, "batches", ()))
+        loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
+        found = [getattr(loader, POSITION, None) for loader in loaders]
+        here = {"prefetched": prefetched, "ready": loop.epoch_loop.batch_progress.current.ready}
+        nowhere = {"at_iteration": None, "at_first_batch": None, "fetched": 0, GOES: None}
+        return [{**(nowhere if each is None else each.state()), **here} for each in found]
+
+    def generators(self) -> list[Any]:
+        """The states of generators that loaders hold."""
+        loop = self._trainer.fit_loop
+        loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
+        positions = [getattr(loader, POSITION, None) for loader in loaders]
+        return [[] if each is None else [rng.get_state(one) for one in each._own_generators()] for each in positions]
+
+    def set_generators(self, states: list[Any]) -> None:
+        """Restores them."""
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        for loader, own in zip(loaders, states, strict=False):
+            position: LoaderPosition | None = getattr(loader, POSITION, None)
+            for each, state in zip([] if position is None else position._own_generators(), own, strict=False):
+                rng.set_state(each, state)
+
+    def _positioned(self, loader: Any) -> Any:
+        if not self._trainer.training or not isinstance(loader, DataLoader):
+            return loader
+        stored = self._stored.pop(0) if self._stored else None
+        setattr(loader, POSITION, LoaderPosition(self._trainer, loader, stored))
+        if not hasattr(loader, KNOWS_POSITION):
+            self._changed.append((loader, type(loader)))
+            loader.__class__ = _positioned_class(type(loader))
+        return loader

@@ -1,0 +1,59 @@
+"""The small file that names a snapshot, where a trainer expects a checkpoint.
+
+A trainer looks for checkpoints by path, counts them and deletes them. All that a resume needs is in the store, so a pointer that is lost or
+left over does no harm.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tensorstore_ck.errors import InputError, MismatchError
+
+MAX_BYTES: Final = 1 << 16
+"""A longer file is no pointer."""
+
+
+class SnapshotPointer(NamedTuple):
+    """What a pointer file names."""
+
+    store: str
+    """URL, without credentials."""
+    address: str
+    """``ref@step``; or, once the save has ended, the root."""
+
+    def encode(self) -> str:
+        """The text of the file."""
+        return json.dumps(self._asdict(), indent=2)
+
+    @classmethod
+    def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
+        """What the text of the file at `path` names.
+
+        Raises:
+            InputError: it names no snapshot.
+        """
+        try:
+            found = json.loads(text)
+            return cls(str(found["store"]), str(found["address"]))
+        except (ValueError, KeyError, TypeError) as exc:
+            raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=path) from exc
+
+    def require_store(self, url: str, path: str) -> None:
+        """Checks that the pointer at `path` fits the store at `url`. A root is the same snapshot anywhere.
+
+        Raises:
+            MismatchError: it names a step of another store.
+        """
+        if self.store != url and "@" in self.address:
+            raise MismatchError(
+                f"{path} names a snapshot of {self.store}, and this Trainer's store is {url}: pass ref@step of this store", object_id=path
+            )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes or replaces a file at once."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)

@@ -1,0 +1,72 @@
+"""From which snapshot a trainer's run resumes, and whether it may save to a ref."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.errors import ConflictError, CorruptObjectError, SnapshotMarkedBadError
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.store import Store
+from tensorstore_ck.training.checkpointing import Trigger
+from tensorstore_ck.training.checkpointing.resume_candidates import choose
+from tensorstore_ck.training.checkpointing.triggers import TriggerContext
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Always(Trigger):
+    """For a `Checkpointer` that is called only when the trainer has decided to save."""
+
+    def fires(self, moment: TriggerContext) -> bool:
+        """True."""
+        return True
+
+
+def newest_address(store: Store, ref: str, skipped: Collection[str], group: "ProcessGroup | None", argument: str) -> str | None:
+    """The address of the newest snapshot to resume from, on all ranks the same; None if there are none.
+
+    Args:
+        store: The store.
+        ref: The branch.
+        skipped: Addresses that were found damaged.
+        group: The ranks.
+        argument: The trainer's argument that takes an address, for messages.
+
+    Raises:
+        SnapshotMarkedBadError: replicas had drifted apart, so that the user must choose.
+        CorruptObjectError: none of the existing snapshots can be restored.
+    """
+    store.finish_staged(ref, group)
+
+    def choose_here() -> bytes:
+        chosen = choose(store, ref, skipped, None)
+        if chosen.drift:
+            raise SnapshotMarkedBadError(
+                f"{chosen.drift}. A rank may be corrupted: compare the copies, then pass an earlier step, or {argument}={chosen.address!r} "
+                "to accept it",
+                object_id=chosen.address,
+            )
+        if not chosen.address and not chosen.is_new:
+            raise CorruptObjectError(f"none of the snapshots of {ref!r} can be restored: run `tsck fsck --read-data`", object_id=ref)
+        return chosen.address.encode()
+
+    if group is None:
+        return choose_here().decode() or None
+    title = f"the resume of {ref!r}, {len(skipped)} skipped"
+    return store.session.groups.broadcast(group, title, choose_here, timeout_seconds=TIMEOUT_SECONDS).decode() or None
+
+
+def require_own_ref(store: Store, ref: str, argument: str) -> None:
+    """A run that starts from the beginning must not take over the ref of another, which may still be running.
+
+    Raises:
+        ConflictError: the ref has snapshots that this `Store` neither saved nor restored; `argument` continues them.
+    """
+    if store.session.fence.knows(ref) or ref not in store.branches():
+        return
+    newest = store.resolve(ref)
+    raise ConflictError(
+        f"{ref!r} has snapshots of an earlier run (step {newest.step}): pass {argument} to continue it, or another ref to keep both, or "
+        f"delete it first with `tsck forget {ref}`",
+        object_id=ref,
+    )

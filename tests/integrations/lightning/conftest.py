@@ -1,0 +1,32 @@
+"""A store, and the run that nothing disturbed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tests.integrations.lightning import runs
+
+
+class Undisturbed(NamedTuple):
+    logged: runs.Logged
+    weights: dict[str, torch.Tensor]
+    seen: list[tuple[int, float]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """By Lightning alone, without a store."""
+    module = runs.seeded()
+    trainer = runs.trainer(tmp_path_factory.mktemp("undisturbed"), enable_checkpointing=False)
+    trainer.fit(module)
+    return Undisturbed(runs.logged(trainer), runs.weights(module), module.seen)

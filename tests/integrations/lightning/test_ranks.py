@@ -1,0 +1,63 @@
+"""Lightning on two ranks: one is killed with -9, and the resumed job ends as one that nothing disturbed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tests.end_to_end.scripts.launch import launched, torchrun
+from tests.integrations.lightning import runs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+]
+
+
+def _run(folder: Path, *arguments: str, kill: tuple[int, int] | None = None) -> list[dict[str, Any]]:
+    """What the ranks said; `kill`: a rank, and the step after which it is killed."""
+    folder.mkdir(exist_ok=True)
+    said = []
+    command = torchrun(2, "-m", "tests.integrations.lightning.rank_job", str(folder), *arguments)
+    with launched(command, folder, seconds=600.0) as program:
+        for line in program.lines():
+            if not line.startswith('{"rank"'):
+                continue
+            said.append(json.loads(line))
+            if kill is not None and (said[-1]["rank"], said[-1].get("step")) == kill:
+                os.kill(said[-1]["pid"], signal.SIGKILL)
+        code, _ = program.end()
+        assert (code != 0) == (kill is not None), program.errors()
+    return sorted((each for each in said if "logged" in each), key=lambda each: int(each["rank"]))
+
+
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("ddp_workers", 0), ("ddp_stateful", 0), ("fsdp2", 1)])
+def test_a_killed_rank(tmp_path: Path, strategy: str, rank: int) -> None:
+    """Within the second epoch: the sampler of each epoch has another order."""
+    expected = _run(tmp_path / "whole", strategy)
+    assert len(expected) == 2
+    _run(tmp_path / "cut", strategy, kill=(rank, 5))
+    for one, whole in zip(_run(tmp_path / "cut", strategy, "last"), expected, strict=True):
+        assert (one["weights"], one["drawn"]) == (whole["weights"], whole["drawn"])
+        for what in ("seen", "logged"):
+            assert one[what] == whole[what][-len(one[what]) :]
+    with tsck.open(tmp_path / "cut" / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
+        assert store.resolve(runs.REF).step == 8  # of 9
+
+
+def test_another_number_of_ranks_gets_the_weights(tmp_path: Path) -> None:
+    """What two ranks with shards saved, one process loads."""
+    expected = _run(tmp_path / "whole", "fsdp2")
+    with tsck.open(tmp_path / "whole" / "store", cache_dir=tmp_path / "cache") as store:
+        module = runs.seeded()
+        trainer = runs.trainer(tmp_path, runs.checkpoint(tmp_path, store))
+        trainer.validate(module, ckpt_path=runs.REF, verbose=False)
+    hashed = sum(each.double().sum().item() for each in module.state_dict().values())
+    assert hashed == pytest.approx(expected[0]["weights"])
