@@ -1,5 +1,6 @@
 """The public names of `tensorstore_ck`, and the module that each is loaded from when it is first used."""
 
+import tensorstore_ck.integrations.accelerate as _accelerate
 import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
 
@@ -84,6 +85,7 @@ from .training.checkpointing import (
 from .training.progress_line import ProgressLine as ProgressLine
 from .training.sample_cursor import SampleCursor as SampleCursor
 
+accelerate = _accelerate
 hf = _hf
 lightning = _lightning
 __all__: list[str]

@@ -3,6 +3,7 @@
 dcp/                     torch.distributed.checkpoint over a store
 importing/               checkpoints of other libraries -> snapshots
 exporting/               snapshots -> files of other programs
+accelerate/              accelerate's Accelerator over a store
 hf/                      transformers' Trainer over a store
 lightning/               Lightning's Trainer and Fabric over a store
 light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder

@@ -134,7 +134,7 @@ class SnapshotMixin:
             require_own_ref(self._store, ref, "resume_from_checkpoint=True")
             return None
         if given is True:
-            return self._newest(ref, skipped)
+            return newest_address(self._store, ref, skipped, self._group, "resume_from_checkpoint")
         if not os.path.isdir(given):
             return given
         pointer = read_pointer(given)
@@ -181,10 +181,6 @@ class SnapshotMixin:
         if self._group is not None:
             dist.barrier(self._group)
         return str(folder)
-
-    def _newest(self, ref: str, skipped: Collection[str]) -> str | None:
-        """The address of the newest snapshot to resume from; None if there are none, so that transformers looks for its own folders."""
-        return newest_address(self._store, ref, skipped, self._group, "resume_from_checkpoint")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if read_pointer(resume_from_checkpoint) is None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,8 @@ def run(folder: Path, *, at: int = 0, torn: bool = False, resume: bool = False, 
             ended = _train(folder, KillAt(at, torn=torn), resume=resume, asynchronous=asynchronous)
             told.write_text(json.dumps(ended._asdict()))
             os._exit(0)
+        except BaseException:  # noqa: BLE001 - a forked child must not go on with its parent's tests
+            traceback.print_exc()
         finally:
             os._exit(1)
     _, status = os.waitpid(pid, 0)

@@ -1,0 +1,19 @@
+"""accelerate's `Accelerator` over a store: ``tensorstore_ck.accelerate.attach(accelerator, store="./ckpt", ref="runs/x")``.
+
+accelerator.py     attach and SnapshotMixin: save_state and load_state
+data_order.py      the order of data loaders in the pass that a save interrupts
+compatibility.py   versions of accelerate, and the private names that are used
+
+`save_state` and `load_state` keep their meaning. The folders stay, without tensors, for code that looks for them.
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+
+try:
+    import accelerate  # noqa: F401
+except ImportError as exc:
+    raise missing_extra("accelerate", "the Accelerator over a store") from exc
+
+from tensorstore_ck.integrations.accelerate.accelerator import SnapshotMixin, attach
+
+__all__ = ["SnapshotMixin", "attach"]

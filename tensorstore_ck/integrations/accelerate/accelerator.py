@@ -1,0 +1,333 @@
+"""`attach` makes an `accelerate.Accelerator` save into a store: its `save_state` and `load_state` keep their arguments and meaning.
+
+Natively each rank writes its own files, old folders are deleted before the new one is written, and `load_state` takes the newest folder
+without a check. Here a save is one snapshot of all ranks, published at once, and `total_limit` is a policy of the ref.
+"""
+
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from torch import nn
+
+from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError
+from tensorstore_ck.integrations.accelerate import data_order
+from tensorstore_ck.integrations.accelerate.compatibility import require_supported
+from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer
+
+REFUSED: Final = {
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+_AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
+_STEP: Final = "accelerator_step"
+_ITERATION: Final = "save_iteration"
+_LOADERS: Final = "loaders"
+_CUSTOM: Final = "custom"
+
+
+class SnapshotMixin:
+    """Mixed into the class of an `accelerate.Accelerator`: see `attach`."""
+
+    _store: Store
+    _ref: str
+    _asynchronous: bool
+    _checkpointer: Checkpointer | None
+    _folders: PendingFolders
+    _values: dict[str, Any]
+    _interrupted: list[Any]
+    """Loaders that were restored in the middle of a pass."""
+
+    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool) -> None:
+        native = self._native
+        require_supported(native)
+        kind = REFUSED.get(native.distributed_type)
+        if native.distributed_type == DistributedType.FSDP and not native.is_fsdp2:
+            kind = "FSDP version 1 (set fsdp_version: 2)"
+        if kind is not None:
+            raise InvalidOptionError(f"the states of {kind} cannot be saved by tsck.accelerate", object_id="accelerator")
+        self._store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._ref, self._asynchronous, self._checkpointer = ref, asynchronous, None
+        self._folders = PendingFolders()
+        self._values, self._interrupted = {}, []
+        for loader in native._dataloaders:
+            data_order.note_order(loader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled copy is accelerate's own: no two processes save for one."""
+        state = {name: value for name, value in vars(self).items() if name not in SnapshotMixin.__annotations__}
+        return object.__new__, (type(self).__bases__[1],), state
+
+    @property
+    def _native(self) -> Any:
+        """This object, with the private names of accelerate's Accelerator."""
+        return self
+
+    @property
+    def _group(self) -> "dist.ProcessGroup | None":
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        """See accelerate."""
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)  # type: ignore[misc]
+        data_order.note_order(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """See accelerate. It takes over the pass that was restored, so the loader's next pass has the next number."""
+        skipped = super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
+        if any(dataloader is each for each in self._interrupted):
+            self._interrupted = [each for each in self._interrupted if each is not dataloader]
+            dataloader.iteration += 1
+        return skipped
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Path | None:
+        """Saves models, optimizers, schedules, scaler, generators, registered objects and the order of data loaders; on all processes.
+
+        Args:
+            output_dir: A folder that will name the snapshot, for `load_state`; None: with automatic checkpoint naming accelerate's, else
+                no folder.
+            safe_serialization: Ignored: there is no other kind.
+            save_model_func_kwargs: Ignored: they are for DeepSpeed.
+
+        Returns:
+            The folder; None if there is none, or if the save failed with a warning.
+
+        Raises:
+            ConflictError: the ref has snapshots of another run, and this one began without `load_state`.
+            StoreError: the save failed permanently; see `Checkpointer`.
+        """
+        native, config = self._native, self._native.project_configuration
+        if config.automatic_checkpoint_naming:
+            output_dir = Path(native.project_dir) / "checkpoints" / f"checkpoint_{config.iteration}"
+        folder = None if output_dir is None else Path(output_dir)
+        if folder is not None and any(folder.glob("random_states_*.pkl")):
+            raise InvalidOptionError(f"{folder} is a checkpoint that accelerate wrote: save to another folder", object_id=str(folder))
+        self._call_save_hooks(folder)
+        if self._checkpointer is None:
+            self._checkpointer = self._new_checkpointer()
+        self._note_values()
+        saved = self._checkpointer.step(config.iteration)
+        config.iteration += 1
+        self._folders.finish(self._store.url)
+        if saved is None or folder is None:
+            return None
+        if native.is_main_process or (config.save_on_each_node and native.is_local_main_process):
+            address = f"{self._ref}@{config.iteration - 1}" if isinstance(saved, PendingSnapshot) else saved.root
+            write_pointer(folder, SnapshotPointer(self._store.url, address))
+            if isinstance(saved, PendingSnapshot):
+                self._folders.add(saved, folder)
+            if config.automatic_checkpoint_naming and config.total_limit is not None:
+                _rotate(folder.parent, config.total_limit)
+        return folder
+
+    def _call_save_hooks(self, folder: Path | None) -> None:
+        hooks = self._native._save_model_state_pre_hook
+        if not hooks:
+            return
+        if folder is None:
+            raise InvalidOptionError("the hooks of save_state write files: pass output_dir=", object_id="output_dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = [self._native.get_state_dict(model, unwrap=False) for model in self._native._models]
+        for hook in hooks.values():
+            hook(self._native._models, weights, str(folder))
+
+    def _new_checkpointer(self) -> Checkpointer:
+        limit = self._native.project_configuration.total_limit
+        require_own_ref(self._store, self._ref, "load_state()")
+        return Checkpointer(
+            self._store,
+            self._training(),
+            ref=self._ref,
+            when=Always(),
+            keep=None if limit is None else {"keep_last": limit},
+            free_dropped=limit is not None,
+            asynchronous=self._asynchronous,
+            group=self._group,
+        )
+
+    def _training(self) -> TrainingState:
+        native = self._native
+        custom = {f"{_CUSTOM}_{number}": each for number, each in enumerate(native._custom_objects)}
+        shared = {name: each for name, each in custom.items() if isinstance(each, nn.Module) or _has_tensor(each.state_dict())}
+        self._values = {
+            _STEP: 0,
+            _ITERATION: 0,
+            _LOADERS: [],
+            **{name: each for name, each in custom.items() if name not in shared},
+        }
+        return TrainingState(
+            model=_one_or_all(native._models),
+            optimizer=_one_or_all([getattr(each, "optimizer", each) for each in native._optimizers]),
+            scheduler=_one_or_all(native._schedulers),
+            scaler=native.scaler,
+            extra=shared,
+            rank_values=self._values,
+        )
+
+    def _note_values(self) -> None:
+        native = self._native
+        active = [each for each in native.gradient_state.dataloader_references if each is not None]
+        loaders = []
+        for loader in native._dataloaders:
+            sampler = data_order.sampler_of(loader)
+            same = (each for each in active if each is loader or (sampler is not None and data_order.sampler_of(each) is sampler))
+            loaders.append(data_order.capture(loader, next(same, None)))
+        self._values.update({_STEP: native.step, _ITERATION: native.project_configuration.iteration, _LOADERS: loaders})
+
+    def end_training(self) -> None:
+        """Waits for the saves, then see accelerate.
+
+        Raises:
+            StoreError: the newest save failed.
+        """
+        self._finish_saves()
+        super().end_training()  # type: ignore[misc]
+
+    def _finish_saves(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._folders.finish(self._store.url)
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Restores what `save_state` saved, on any number of processes.
+
+        Args:
+            input_dir: A folder of `save_state`; an address in the store, such as ``runs/x@10``; None: the newest intact snapshot of the
+                ref; or, if it has none, what accelerate's Accelerator loads. A folder that accelerate wrote is loaded as it does.
+            load_kwargs: For a folder that accelerate wrote.
+            load_model_func_kwargs: For a folder that accelerate wrote.
+
+        Raises:
+            NotFoundError: there is no such snapshot.
+            MismatchError: it does not fit models, optimizers or registered objects.
+            DamageError: it is damaged; without `input_dir`: all are.
+        """
+        if self._checkpointer is not None:
+            self._finish_saves()
+        skipped: list[str] = []
+        while True:
+            address = self._address_of(input_dir, skipped)
+            if address is None:
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
+                self._count_on_from(input_dir)
+                return
+            try:
+                self._restore(address, input_dir)
+                return
+            except DamageError as exc:
+                if input_dir is not None:
+                    raise
+                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
+                skipped.append(address)
+
+    def _count_on_from(self, folder: str | os.PathLike[str] | None) -> None:
+        """Accelerate does not restore the number of saves: the next save would get the name of an old one."""
+        config = self._native.project_configuration
+        if config.automatic_checkpoint_naming:
+            names = os.listdir(Path(self._native.project_dir) / "checkpoints") if folder is None else [Path(folder).name]
+            numbers = [int(match[1]) for name in names if (match := _AUTOMATIC.fullmatch(name))]
+            config.iteration = max(numbers, default=config.iteration - 1) + 1
+
+    def _address_of(self, given: str | os.PathLike[str] | None, skipped: list[str]) -> str | None:
+        """The snapshot to load; None: accelerate loads a folder of its own."""
+        if given is None:
+            found = newest_address(self._store, self._ref, skipped, self._group, "load_state")
+            if found is None and not self._native.project_configuration.automatic_checkpoint_naming:
+                raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
+            return found
+        path = os.path.expanduser(given)
+        if not os.path.isdir(path):
+            return os.fspath(given)
+        pointer = read_pointer(path)
+        if pointer is not None:
+            pointer.require_store(self._store.url, path)
+        return None if pointer is None else pointer.address
+
+    def _restore(self, address: str, folder: str | os.PathLike[str] | None) -> None:
+        native = self._native
+        training = self._training()
+        try:
+            found = training.restore(self._store, address, group=self._group)
+        except NotFoundError as exc:
+            raise NotFoundError(f"{address!r} is neither a folder nor a snapshot in {self._store.url}: {exc}", object_id=address) from exc
+        if found is None:
+            raise NotFoundError(f"{address!r} is neither a folder nor a snapshot in {self._store.url}", object_id=address)
+        if folder is not None and os.path.isdir(folder):
+            for hook in native._load_model_state_pre_hook.values():
+                hook([*native._models], os.fspath(folder))
+        native.step = self._values[_STEP]
+        native.project_configuration.iteration = self._values[_ITERATION] + 1
+        found_loaders = [*zip(native._dataloaders, self._values[_LOADERS], strict=False)]
+        self._interrupted = [loader for loader, state in found_loaders if data_order.restore(loader, state)]
+        self._checkpointer = None
+
+
+def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
+    """Makes `save_state` and `load_state` of an Accelerator use a store. Call it before `prepare`, on all processes.
+
+    `total_limit` of its `ProjectConfiguration` becomes a policy of the ref: that many of the newest snapshots, at least two. What it drops
+    is freed while the run goes on.
+
+    Args:
+        accelerator: The Accelerator.
+        store: The store; or its URL or path, where it is created if there is none.
+        ref: The branch.
+        asynchronous: Save in the background; `end_training`, and the end of the process, wait for it.
+
+    Raises:
+        InvalidOptionError: it saves into a store already; or DeepSpeed, FSDP version 1, Megatron-LM or XLA is on.
+        MissingExtraError: accelerate has another version than those that are supported.
+    """
+    if isinstance(accelerator, SnapshotMixin):
+        raise InvalidOptionError("this Accelerator saves into a store already", object_id="accelerator")
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
+    try:
+        SnapshotMixin._use_store(accelerator, store, ref, asynchronous=asynchronous)
+    except BaseException:
+        accelerator.__class__ = kind
+        raise
+
+
+def _one_or_all(objects: list[Any]) -> Any:
+    return None if not objects else objects[0] if len(objects) == 1 else list(objects)
+
+
+def _has_tensor(state: object) -> bool:
+    if isinstance(state, dict):
+        return any(map(_has_tensor, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(_has_tensor, state))
+    return isinstance(state, torch.Tensor)
+
+
+def _rotate(folder: Path, limit: int) -> None:
+    """Deletes light folders beyond the limit; not those that accelerate wrote."""
+    found = [(int(match[1]), each) for each in folder.iterdir() if (match := _AUTOMATIC.fullmatch(each.name))]
+    light = [each for _, each in sorted(found) if read_pointer(each) is not None]
+    for each in light[: max(0, len(light) - limit)]:
+        shutil.rmtree(each, ignore_errors=True)

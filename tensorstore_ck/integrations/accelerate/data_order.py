@@ -1,0 +1,109 @@
+"""The order of a data loader in the pass that a save interrupts, so that the resumed pass has the same order.
+
+A shuffling sampler draws its order when a pass begins. A resumed script begins that pass again, with `skip_first_batches`, and would draw
+another order: the generator is further by then. So each sampler notes its generator's state when a pass begins, and a resumed pass begins
+with that state. Beginning a pass also draws from the process's generator, which gets its state back.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+State = dict[str, Any]
+
+
+class NotedSampler(Sampler[Any]):
+    """A sampler, and what is known of its passes. Everything else is the sampler's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.noted = sampler
+        self.pass_start: torch.Tensor | None = None
+        """The state of the generator that the sampler draws from, when the newest pass began."""
+        self._replayed: torch.Tensor | None = None
+        self._process_state: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "noted":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.noted, name)
+
+    def __len__(self) -> int:
+        return len(self.noted)
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.noted, "generator", None) or torch.default_generator
+        if self._replayed is not None:
+            generator.set_state(self._replayed)
+        self.pass_start = generator.get_state()
+        indices = iter(self.noted)
+        first = list(islice(indices, 1))  # the order is drawn with it
+        if self._process_state is not None:
+            torch.set_rng_state(self._process_state)
+        self._replayed = self._process_state = None
+        yield from first
+        yield from indices
+
+    def replay(self, pass_start: torch.Tensor) -> None:
+        """The next pass begins with this state, and ends its draws with the process's generator as it is now."""
+        self.pass_start, self._replayed, self._process_state = pass_start, pass_start, torch.get_rng_state()
+
+
+def note_order(loader: DataLoader[Any]) -> None:
+    """Notes the passes of a prepared loader from now on. Samplers that keep their own state are left as they are."""
+    holder = _holder_of(loader)
+    if holder is not None and not isinstance(holder.sampler, NotedSampler) and not hasattr(holder.sampler, "state_dict"):
+        holder.sampler = NotedSampler(holder.sampler)
+
+
+def sampler_of(loader: DataLoader[Any]) -> NotedSampler | None:
+    """The noted sampler of a loader."""
+    holder = _holder_of(loader)
+    return holder.sampler if holder is not None and isinstance(holder.sampler, NotedSampler) else None
+
+
+def _holder_of(loader: DataLoader[Any]) -> Any:
+    """The batch sampler that has the sampler of indices, below those that share out, or skip, batches."""
+    found: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while getattr(found, "batch_sampler", None) is not None:
+        found = found.batch_sampler
+    return found if isinstance(getattr(found, "sampler", None), Sampler) else None
+
+
+def capture(loader: Any, active: Any) -> State:
+    """The position of a loader's order.
+
+    Args:
+        loader: A prepared loader.
+        active: The loader that is in the middle of a pass of the same sampler, which `skip_first_batches` may have made; None: no pass.
+    """
+    sampler = sampler_of(loader)
+    is_in_pass = active is not None and not active.end_of_dataloader
+    generator = getattr(sampler, "generator", None)
+    return {
+        "loader": loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None,
+        "iteration": getattr(loader, "iteration", 0) if active is None else active.iteration + (not is_in_pass),
+        "pass_start": sampler.pass_start if sampler is not None and is_in_pass else None,
+        "sampler": None if generator is None else generator.get_state(),
+        "seed": getattr(sampler, "initial_seed", None),
+    }
+
+
+def restore(loader: Any, state: State) -> bool:
+    """Restores it, after the process's generators; whether the next pass continues an interrupted one, of which batches are skipped."""
+    loader.iteration = state["iteration"]
+    if state["loader"] is not None:
+        loader.load_state_dict(state["loader"])
+    sampler = sampler_of(loader)
+    if sampler is None:
+        return False
+    generator = getattr(sampler, "generator", None)
+    if generator is not None and state["sampler"] is not None:
+        generator.set_state(state["sampler"])
+    if state["seed"] is not None:
+        sampler.noted.initial_seed = state["seed"]
+    if state["pass_start"] is not None:
+        sampler.replay(state["pass_start"])
+    return state["pass_start"] is not None and state["loader"] is None

@@ -1,0 +1,120 @@
+"""A small loop with an `Accelerator`, in the form of accelerate's own example of checkpointing, over a store or natively."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate
+import numpy as np
+import torch
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch import nn
+
+import tensorstore_ck as tsck
+from tensorstore_ck.store import Store
+
+REF = "runs/a"
+EPOCHS = 3
+SAVE_EVERY = 3
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """20 rows: 10 batches an epoch on one process, 5 on two."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((4,), float(number))
+
+
+class Killed(Exception):
+    """In place of a kill."""
+
+
+class Average:
+    """Registered for checkpointing: a plain number."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Run(NamedTuple):
+    """What a run did."""
+
+    batches: list[list[float]]
+    """The first column of each batch."""
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    average: float
+    iteration: int
+
+
+def train(
+    folder: Path,
+    store: Store | None,
+    *,
+    resume: Any = None,
+    kill_after: int | None = None,
+    config: dict[str, Any] | None = None,
+    loader_kind: str = "",
+    fsdp: bool = False,
+    attach: dict[str, Any] | None = None,
+    on_load: Callable[[dict[str, torch.Tensor]], object] = lambda weights: None,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> Run:
+    """Steps are counted over all epochs. `resume`: False: no; else what `load_state` gets."""
+    for kind in (accelerate.state.AcceleratorState, accelerate.state.GradientState):
+        kind._reset_state()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    project = ProjectConfiguration(**{"project_dir": str(folder), "automatic_checkpoint_naming": True, **(config or {})})
+    loading = DataLoaderConfiguration(use_seedable_sampler=loader_kind == "seedable", use_stateful_dataloader=loader_kind == "stateful")
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP") if fsdp else None
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project, dataloader_config=loading, fsdp_plugin=plugin)
+    if store is not None:
+        tsck.accelerate.attach(accelerator, store=store, ref=REF, **(attach or {}))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    generator = torch.Generator().manual_seed(3) if loader_kind == "generator" else None
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator)
+    model, optimizer, scheduler, rows = accelerator.prepare(model, optimizer, scheduler, rows)
+    average = Average()
+    accelerator.register_for_checkpointing(average)
+    done = 0
+    if resume is not False:
+        accelerator.load_state(resume)
+        on_load({name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()})
+        done = int(average.value // 1000)
+    batches, losses = [], []
+    step = done
+    for epoch in range(done // len(rows), EPOCHS):
+        skipped = done % len(rows) if epoch == done // len(rows) and loader_kind != "stateful" else 0
+        active = accelerator.skip_first_batches(rows, skipped) if skipped else rows
+        for batch in active:
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            batches.append(batch[:, 0].tolist())
+            losses.append(loss.item())
+            average.value = step * 1000 + losses[-1] / 1000
+            if step % SAVE_EVERY == 0:
+                accelerator.save_state()
+            on_step(step)
+            if step == kill_after:
+                raise Killed
+    accelerator.end_training()
+    weights = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    return Run(batches, losses, weights, average.value, accelerator.project_configuration.iteration)

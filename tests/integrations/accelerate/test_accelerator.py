@@ -1,0 +1,156 @@
+"""`tsck.accelerate.attach`: a loop that is killed and resumed does what an undisturbed one does, bit for bit."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+import tensorstore_ck as tsck
+from tests.integrations.accelerate import runs
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        yield store
+
+
+def assert_continues(resumed: runs.Run, whole: runs.Run, done: int) -> None:
+    assert resumed.batches == whole.batches[done:]
+    assert resumed.losses == whole.losses[done:]
+    assert all(torch.equal(tensor, resumed.weights[name]) for name, tensor in whole.weights.items())
+    assert resumed.average == whole.average
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("killed_after", [4, 9, 10, 11, 13, 21, 25])
+def test_a_killed_run_is_resumed_exactly(tmp_path: Path, store: tsck.Store, killed_after: int, asynchronous: bool) -> None:
+    """Within the first epoch, at its end, and in later ones."""
+    attach: dict[str, Any] = {"asynchronous": asynchronous}
+    whole = runs.train(tmp_path / "whole", None, resume=False)
+    with pytest.raises(runs.Killed):
+        runs.train(tmp_path / "out", store, resume=False, kill_after=killed_after, attach=attach)
+    resumed = runs.train(tmp_path / "out", store, attach=attach)
+    assert_continues(resumed, whole, killed_after // runs.SAVE_EVERY * runs.SAVE_EVERY)
+    assert resumed.iteration == whole.iteration
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", ["generator", "seedable", "stateful"])
+def test_loaders_of_other_kinds(tmp_path: Path, store: tsck.Store, kind: str) -> None:
+    """With a generator of the user's, accelerate's seedable sampler, and torchdata's loader, which skips by itself."""
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    options: dict[str, Any] = {"loader_kind": kind}
+    whole = runs.train(tmp_path / "whole", None, resume=False, **options)
+    with pytest.raises(runs.Killed):
+        runs.train(tmp_path / "out", store, resume=False, kill_after=17, **options)
+    resumed = runs.train(tmp_path / "out", store, **options)
+    assert_continues(resumed, whole, 15)
+
+
+@pytest.mark.parametrize("how", ["folder", "address", "native"])
+def test_what_a_run_resumes_from(tmp_path: Path, store: tsck.Store, how: str) -> None:
+    whole = runs.train(tmp_path / "whole", None, resume=False)
+    if how == "native":  # a run that had begun without the store
+        with pytest.raises(runs.Killed):
+            runs.train(tmp_path / "out", None, resume=False, kill_after=13)
+        resumed = runs.train(tmp_path / "out", store)
+        assert len(resumed.losses) == len(whole.losses) - 12
+        return
+    runs.train(tmp_path / "out", store, resume=False)
+    given = tmp_path / "out" / "checkpoints" / "checkpoint_4" if how == "folder" else f"{runs.REF}@4"
+    assert_continues(runs.train(tmp_path / "out", store, resume=given), whole, 15)
+
+
+def test_a_limit_bounds_names_and_bytes(tmp_path: Path, store: tsck.Store) -> None:
+    runs.train(tmp_path / "out", store, resume=False, config={"total_limit": 2})
+    assert [snapshot.step for snapshot in store.log(runs.REF)] == [9, 8]
+    assert sorted(each.name for each in (tmp_path / "out" / "checkpoints").iterdir()) == ["checkpoint_8", "checkpoint_9"]
+    assert store.usage().undo_bytes == 0
+
+
+def test_a_folder_of_accelerates_own_is_not_deleted(tmp_path: Path, store: tsck.Store) -> None:
+    with pytest.raises(runs.Killed):
+        runs.train(tmp_path / "out", None, resume=False, kill_after=7)
+    runs.train(tmp_path / "out", store, config={"total_limit": 2})
+    names = sorted(each.name for each in (tmp_path / "out" / "checkpoints").iterdir())
+    assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_8", "checkpoint_9"]
+    with pytest.raises(tsck.errors.InvalidOptionError, match="that accelerate wrote"):
+        runs.train(tmp_path / "out", tsck.open(tmp_path / "new", create=True), resume=False)
+
+
+def test_a_damaged_snapshot_is_skipped(tmp_path: Path, store: tsck.Store) -> None:
+    whole = runs.train(tmp_path / "whole", None, resume=False)
+    runs.train(tmp_path / "out", store, resume=False)
+    newest = store.resolve(runs.REF)
+    damaged = max(Path(store.url).rglob("packs/*/*"), key=lambda path: path.stat().st_mtime_ns)
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    with pytest.warns(UserWarning, match="was skipped"):
+        assert_continues(runs.train(tmp_path / "out", store), whole, 27)
+    with pytest.raises(tsck.errors.DamageError):
+        runs.train(tmp_path / "out", store, resume=newest.root)
+
+
+def test_a_ref_of_another_run_is_refused(tmp_path: Path, store: tsck.Store) -> None:
+    runs.train(tmp_path / "out", store, resume=False)
+    with tsck.open(store.url) as other, pytest.raises(tsck.errors.ConflictError, match=r"pass load_state\(\) to continue it"):
+        runs.train(tmp_path / "new", other, resume=False)
+
+
+def test_nothing_to_load(tmp_path: Path, store: tsck.Store) -> None:
+    with pytest.raises(tsck.errors.NotFoundError, match="neither a folder nor a snapshot"):
+        runs.train(tmp_path / "out", store, resume="runs/other@3")
+    with pytest.raises(tsck.errors.NotFoundError, match="nothing to load"):
+        runs.train(tmp_path / "out", store, resume=None, config={"automatic_checkpoint_naming": False})
+
+
+def test_a_folder_of_another_store_is_refused(tmp_path: Path, store: tsck.Store) -> None:
+    runs.train(tmp_path / "out", store, resume=False)
+    folder = tmp_path / "out" / "checkpoints" / "checkpoint_3"
+    (folder / "snapshot.json").write_text('{"store": "s3://other/ckpt", "address": "runs/a@3"}')
+    with pytest.raises(tsck.errors.MismatchError, match="s3://other/ckpt"):
+        runs.train(tmp_path / "out", store, resume=folder)
+
+
+def test_attach_twice(tmp_path: Path, store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    with pytest.raises(tsck.errors.InvalidOptionError, match="already"):
+        tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    assert type(pickle.loads(pickle.dumps(accelerator))) is accelerate.Accelerator
+
+
+def test_hooks_and_models_that_are_registered(tmp_path: Path, store: tsck.Store) -> None:
+    """A hook's files are in the folder; a registered module's tensors are in the snapshot; two models have names."""
+
+    def job() -> tuple[accelerate.Accelerator, nn.Linear, nn.Linear, nn.Linear]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+        one, two, average = nn.Linear(3, 3), nn.Linear(2, 2), nn.Linear(4, 4)
+        accelerator.prepare(one, two)
+        accelerator.register_for_checkpointing(average)
+        return accelerator, one, two, average
+
+    accelerator, *models = job()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: (Path(folder) / "noted").write_text(str(len(weights))))
+    with pytest.raises(tsck.errors.InvalidOptionError, match="pass output_dir="):
+        accelerator.save_state()
+    folder = accelerator.save_state(tmp_path / "saved")
+    assert folder == tmp_path / "saved"
+    accelerator.end_training()
+    assert (folder / "noted").read_text() == "2"
+    with store.open_snapshot(runs.REF) as saved:
+        assert {"model.0.weight", "model.1.bias", "extra.custom_0.weight"} <= set(saved.names())
+    again, *others = job()
+    loaded: list[str] = []
+    again.register_load_state_pre_hook(lambda models, given: loaded.append(given))
+    again.load_state(folder)
+    assert loaded == [str(folder)]
+    for model, other in zip(models, others, strict=True):
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
