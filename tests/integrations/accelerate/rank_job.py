@@ -27,6 +27,7 @@ def main(folder: Path, kind: str, resume: str | None) -> None:
             on_load=lambda weights: say(loaded={name: tensor.tolist() for name, tensor in weights.items()}),
             on_step=lambda step: say(pid=os.getpid(), step=step),
         )
+        assert run.is_sharded == (kind == "fsdp")
         weights = {name: tensor.double().sum().item() for name, tensor in run.weights.items()}
         say(batches=run.batches, losses=run.losses, weights=weights, average=run.average, drawn=torch.rand(()).item())
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import accelerate
 import numpy as np
 import torch
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.store import Store
@@ -55,6 +56,13 @@ class Run(NamedTuple):
     weights: dict[str, torch.Tensor]
     average: float
     iteration: int
+    is_sharded: bool
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """On every rank all of each, by the names of the unwrapped model."""
+    found = {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()}
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in found.items()}
 
 
 def train(
@@ -78,8 +86,10 @@ def train(
     torch.manual_seed(1)
     project = ProjectConfiguration(**{"project_dir": str(folder), "automatic_checkpoint_naming": True, **(config or {})})
     loading = DataLoaderConfiguration(use_seedable_sampler=loader_kind == "seedable", use_stateful_dataloader=loader_kind == "stateful")
-    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP") if fsdp else None
-    accelerator = accelerate.Accelerator(cpu=True, project_config=project, dataloader_config=loading, fsdp_plugin=plugin)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project, dataloader_config=loading)
+    if fsdp:  # on CPUs accelerate takes no notice of `fsdp_plugin` (`AcceleratorState.__init__`): all that follows is its own
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
     if store is not None:
         tsck.accelerate.attach(accelerator, store=store, ref=REF, **(attach or {}))
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
@@ -93,7 +103,7 @@ def train(
     done = 0
     if resume is not False:
         accelerator.load_state(resume)
-        on_load({name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()})
+        on_load(whole_weights(model))
         done = int(average.value // 1000)
     batches, losses = [], []
     step = done
@@ -115,6 +125,7 @@ def train(
             on_step(step)
             if step == kill_after:
                 raise Killed
+    weights = whole_weights(model)
     accelerator.end_training()
-    weights = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
-    return Run(batches, losses, weights, average.value, accelerator.project_configuration.iteration)
+    is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    return Run(batches, losses, weights, average.value, accelerator.project_configuration.iteration, is_sharded)
