@@ -13,6 +13,8 @@ from torch import nn
 import tensorstore_ck as tsck
 from tests.integrations.accelerate import runs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[tsck.Store]:

@@ -24,6 +24,8 @@ from tests.cli.conftest import Tsck
 from tests.cli.conftest import tsck as tsck_command
 from tests.integrations.hf import runs
 
+pytestmark = pytest.mark.slow
+
 command = tsck_command
 VOCABULARY = 20_000
 

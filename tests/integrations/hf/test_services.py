@@ -17,6 +17,8 @@ import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
 
+pytestmark = pytest.mark.slow
+
 
 class Upload(NamedTuple):
     path: str | None

@@ -18,6 +18,8 @@ from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
 from tests.integrations.hf.conftest import Undisturbed
 
+pytestmark = pytest.mark.slow
+
 peft_warns = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 

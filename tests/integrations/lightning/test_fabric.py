@@ -11,6 +11,7 @@ from torch import nn
 import tensorstore_ck as tsck
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # what Lightning says of torch, of itself and of these small runs
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),

@@ -16,6 +16,7 @@ from tests.integrations.lightning import runs
 from tests.integrations.lightning.conftest import Undisturbed
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # what Lightning says of torch, of itself and of these small runs
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
