@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
+from tests.effort import effort
 from tests.end_to_end.scripts.launch import launched, torchrun
 from tests.integrations.accelerate import runs
 
@@ -35,7 +36,10 @@ def _ends(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted((each for each in said if "losses" in each), key=lambda each: int(each["rank"]))
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+EVERY = [("ddp", 0), ("ddp", 1), ("fsdp", 1)]
+
+
+@pytest.mark.parametrize(("kind", "rank"), effort(EVERY[1:], EVERY))
 def test_a_killed_rank(tmp_path: Path, kind: str, rank: int) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()

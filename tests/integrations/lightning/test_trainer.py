@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import tensorstore_ck as tsck
+from tests.effort import effort
 from tests.integrations.lightning import runs
 from tests.integrations.lightning.conftest import Undisturbed
 
@@ -87,7 +88,7 @@ def test_a_resume_is_bit_for_bit_the_undisturbed_run(  # noqa: PLR0917 - fixture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill_after", [2, 3, 4, 5, 6, 7, 12])
+@pytest.mark.parametrize("kill_after", effort([3, 6, 12], [2, 3, 4, 5, 6, 7, 12]))
 @pytest.mark.parametrize(
     "given",
     [
