@@ -58,10 +58,11 @@ def test_a_killed_rank(tmp_path: Path, strategy: str, rank: int) -> None:
 
 def test_another_number_of_ranks_gets_the_weights(tmp_path: Path) -> None:
     """What two ranks with shards saved, one process loads."""
-    expected = _run(tmp_path / "whole", "fsdp2")
+    _run(tmp_path / "whole", "fsdp2")
     with tsck.open(tmp_path / "whole" / "store", cache_dir=tmp_path / "cache") as store:
         module = runs.seeded()
         trainer = runs.trainer(tmp_path, runs.checkpoint(tmp_path, store))
         trainer.validate(module, ckpt_path=runs.REF, verbose=False)
+        saved = sum(each.double().sum().item() for each in store.checkout(runs.REF)["model"].values())
     hashed = sum(each.double().sum().item() for each in module.state_dict().values())
-    assert hashed == pytest.approx(expected[0]["weights"])
+    assert hashed == pytest.approx(saved)
