@@ -33,7 +33,7 @@ CUT: Final = 20
 """A run that ends here, after the save of step 18, is resumed."""
 KILLED_SAVE: Final = 15
 VOCABULARY, LENGTH = 2048, 32
-Told = dict[str, Any]
+Report = dict[str, Any]
 
 
 class _Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -87,7 +87,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._kill.strike()
 
 
-def train(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Told:
+def train(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
     """A run up to `end`, or to its own; what was measured of it."""
     torch.set_num_threads(1)
     set_seed(3)
@@ -131,30 +131,30 @@ def train(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kil
     }
 
 
-def apart(folder: Path, *, native: bool, **options: Any) -> Told | str:
+def apart(folder: Path, *, native: bool, **options: Any) -> Report | str:
     """`train` in a process of its own; its error; or ``killed``."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = folder / "told.json"
-    told.unlink(missing_ok=True)
+    report = folder / "report.json"
+    report.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
         try:
-            told.write_text(json.dumps(train(folder, native=native, **options)))
-        except Exception as exc:  # noqa: BLE001 - told to the parent
-            told.write_text(json.dumps(f"{type(exc).__name__}: {exc}"))
+            report.write_text(json.dumps(train(folder, native=native, **options)))
+        except Exception as exc:  # noqa: BLE001 - reported to the parent
+            report.write_text(json.dumps(f"{type(exc).__name__}: {exc}"))
         finally:
             os._exit(0)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         return "killed"
-    found: Told | str = json.loads(told.read_text())
+    found: Report | str = json.loads(report.read_text())
     return found
 
 
-def _expect(told: Told | str) -> Told:
-    if isinstance(told, str):
-        raise SystemExit(told)
-    return told
+def _expect(report: Report | str) -> Report:
+    if isinstance(report, str):
+        raise SystemExit(report)
+    return report
 
 
 def row(folder: Path, *, native: bool) -> str:

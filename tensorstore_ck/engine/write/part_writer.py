@@ -137,9 +137,8 @@ def write_part(
     def write(packs: PackWriter) -> TensorBlocks:
         earlier, block_bytes = None, engine.config.block_bytes
         if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
-            key = PartKey(
-                layout_id(captured.layout.encode()), slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit)
-            )
+            layout, regions = layout_id(captured.layout.encode()), encode_regions(captured.explicit)
+            key = PartKey(layout, slot.rank, slot.world_size, slot.layout_of, regions)
             earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
         return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
 
