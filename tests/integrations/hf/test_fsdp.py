@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.hf.rank_runs import ends, run_ranks
+from tests.integrations.rank_runs import ends, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 JOB = "tests.integrations.hf.fsdp_job"

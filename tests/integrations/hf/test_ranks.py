@@ -6,8 +6,8 @@ import pytest
 
 import tensorstore_ck as tsck
 from tests.effort import effort
-from tests.integrations.hf.rank_runs import ends, run_ranks
 from tests.integrations.hf.runs import STEPS
+from tests.integrations.rank_runs import ends, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 JOB = "tests.integrations.hf.rank_job"

@@ -1,17 +1,13 @@
 """Lightning on two ranks: one is killed with -9, and the resumed job ends as one that nothing disturbed."""
 
-import json
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tensorstore_ck as tsck
 from tests.effort import effort
-from tests.end_to_end.scripts.launch import launched, torchrun
 from tests.integrations.lightning import runs
+from tests.integrations.rank_runs import Said, ends, run_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,21 +18,8 @@ pytestmark = [
 ]
 
 
-def _run(folder: Path, *arguments: str, kill: tuple[int, int] | None = None) -> list[dict[str, Any]]:
-    """What the ranks said; `kill`: a rank, and the step after which it is killed."""
-    folder.mkdir(exist_ok=True)
-    said = []
-    command = torchrun(2, "-m", "tests.integrations.lightning.rank_job", str(folder), *arguments)
-    with launched(command, folder, seconds=600.0) as program:
-        for line in program.lines():
-            if not line.startswith('{"rank"'):
-                continue
-            said.append(json.loads(line))
-            if kill is not None and (said[-1]["rank"], said[-1].get("step")) == kill:
-                os.kill(said[-1]["pid"], signal.SIGKILL)
-        code, _ = program.end()
-        assert (code != 0) == (kill is not None), program.errors()
-    return sorted((each for each in said if "logged" in each), key=lambda each: int(each["rank"]))
+def _run(folder: Path, *arguments: str, kill: tuple[int, int] | None = None) -> list[Said]:
+    return ends(run_ranks("tests.integrations.lightning.rank_job", folder, *arguments, kill=kill), "logged")
 
 
 EVERY = [("ddp", 0), ("ddp", 1), ("ddp_workers", 0), ("ddp_stateful", 0), ("fsdp2", 1)]

@@ -27,6 +27,6 @@ def run_ranks(job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tup
     return said
 
 
-def ends(said: list[Said]) -> list[Said]:
-    """What the ranks said at the end, in their order."""
-    return sorted((each for each in said if "losses" in each), key=lambda each: int(each["rank"]))
+def ends(said: list[Said], key: str = "losses") -> list[Said]:
+    """What the ranks said at the end, which has `key`, in their order."""
+    return sorted((each for each in said if key in each), key=lambda each: int(each["rank"]))
