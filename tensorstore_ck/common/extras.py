@@ -16,7 +16,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "safetensors": ("safetensors>=0.5",),
     "dask": ("distributed>=2025.7",),
     "otel": ("opentelemetry-api>=1.31",),
-    "accelerate": ("accelerate>=1.15,<2",),
+    "accelerate": ("accelerate>=1.12,<2",),
     "hf": ("transformers>=5.3,<6", "accelerate>=1.15"),
     "lightning": ("lightning>=2.6,<3",),
     "plot": ("matplotlib>=3.9",),

@@ -93,6 +93,7 @@ class SnapshotMixin:
         skipped = super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
         if any(dataloader is each for each in self._interrupted):
             self._interrupted = [each for each in self._interrupted if each is not dataloader]
+            skipped.iteration = dataloader.iteration  # accelerate below 1.15 begins at 0
             dataloader.iteration += 1
         return skipped
 

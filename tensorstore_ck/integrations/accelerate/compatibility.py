@@ -7,9 +7,9 @@ import accelerate
 
 from tensorstore_ck.errors import MissingExtraError
 
-SUPPORTED: Final = ((1, 15), (2, 0))
+SUPPORTED: Final = ((1, 12), (2, 0))
 """From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "accelerate>=1.15,<2"
+SUPPORTED_PACKAGE: Final = "accelerate>=1.12,<2"
 TESTED_PACKAGE: Final = "accelerate==1.15.0"
 REPLACED: Final = {
     "save_state": ("self", "output_dir", "safe_serialization", "save_model_func_kwargs"),
