@@ -7,12 +7,16 @@ from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from tensorstore_ck.integrations.light_folders import write_pointer
+from tensorstore_ck.integrations.light_folders import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
 
 
 def write_folder(folder: Path, pointer: SnapshotPointer, trainer_state: str) -> None:
     """Writes or replaces a light folder's files, each at once."""
-    folder.mkdir(parents=True, exist_ok=True)
+    write_pointer(folder, pointer)  # first: a kill before the second file must not leave what looks like a folder of transformers
     replace_file(folder / TRAINER_STATE_NAME, trainer_state)
-    write_pointer(folder, pointer)
+
+
+def is_native(folder: str) -> bool:
+    """Whether transformers wrote the whole folder: `trainer_state.json` is its last file."""
+    return read_pointer(folder) is None and (Path(folder) / TRAINER_STATE_NAME).exists()

@@ -13,13 +13,14 @@ from typing import Any, Final
 import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
 from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
-from tensorstore_ck.integrations.hf.light_folder import write_folder
+from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
@@ -147,11 +148,11 @@ class SnapshotMixin:
         return self._native_folder(given) if address is None else self._light_folder(address, given)
 
     def _native_folder(self, given: str | bool | None) -> str | bool | None:
-        """True: the newest folder that transformers wrote, not a light one, whose save may never have been published."""
+        """True: the newest whole folder that transformers wrote, not a light one, whose save may never have been published."""
         if given is not True:
             return given
         for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
-            if read_pointer(folder) is None:
+            if is_native(folder):
                 return str(folder)
         folder = self._native.args.output_dir
         raise ValueError(f"No valid checkpoint found in output directory ({folder}), and {self._ref!r} has no snapshot")
@@ -173,9 +174,9 @@ class SnapshotMixin:
                 f"Can't find a valid checkpoint at {address}: there is no such folder, and no such snapshot in {self._store.url}",
                 object_id=address,
             )
-        if isinstance(given, str) and os.path.isdir(given):
+        if isinstance(given, str) and os.path.exists(os.path.join(given, TRAINER_STATE_NAME)):
             return given
-        folder = self._folder(found.step)
+        folder = Path(given) if isinstance(given, str) and os.path.isdir(given) else self._folder(found.step)
         if args.local_process_index == 0:
             write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
         if self._group is not None:

@@ -54,12 +54,14 @@ class KillAt(Faults):
 
 
 class _Count(TrainerCallback):  # type: ignore[misc]
-    """Counts calls from the end of the struck step on, which is before its save."""
+    """Counts calls from the end of the struck step on, before its save; and when the save before it has ended."""
 
-    def __init__(self, faults: KillAt) -> None:
-        self._faults = faults
+    def __init__(self, faults: KillAt, store: Store) -> None:
+        self._faults, self._store = faults, store
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == STRUCK_STEP:
+            self._store.drain()
         self._faults.is_counting = state.global_step >= STRUCK_STEP
 
 
@@ -88,7 +90,7 @@ def _train(folder: Path, faults: KillAt, *, resume: bool, asynchronous: bool) ->
     with Store(make_engine(backend, config, MemoryTable())) as store:
         data = _Noted()
         given = runs.parts(folder / "out", save_steps=4, logging_steps=3) | {"train_dataset": data}
-        trainer = hf.Trainer(**given, callbacks=[_Count(faults)], store=store, ref=runs.REF, asynchronous=asynchronous)
+        trainer = hf.Trainer(**given, callbacks=[_Count(faults, store)], store=store, ref=runs.REF, asynchronous=asynchronous)
         trainer.train(resume_from_checkpoint=resume)
         calls, state = faults.calls, store.checkout(runs.REF)
         parts = {name: state[name] for name in ("model", "optimizer", "scheduler")} | {"generators": state["rank"]["generators"]}

@@ -92,6 +92,32 @@ def test_true_takes_a_folder_of_transformers_while_the_store_has_no_snapshot(
     runs.assert_equal(runs.weights(resumed), undisturbed.weights)
 
 
+def test_true_skips_folders_that_a_kill_left_incomplete(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    trainer = runs.native(tmp_path)
+    trainer.add_callback(runs.KillAfter(9))
+    with pytest.raises(runs.Killed):
+        trainer.train()
+    (tmp_path / "checkpoint-12").mkdir()
+    torn = tmp_path / "checkpoint-16"
+    shutil.copytree(tmp_path / "checkpoint-8", torn)
+    (torn / "trainer_state.json").unlink()
+    resumed = runs.over_store(tmp_path, store)
+    resumed.train(resume_from_checkpoint=True)
+    runs.assert_equal(runs.weights(resumed), undisturbed[1])
+
+
+def test_a_light_folder_that_a_kill_left_without_its_state_is_resumed_from(
+    tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed
+) -> None:
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path, store, kill_after=9).train()
+    folder = tmp_path / "checkpoint-8"
+    (folder / "trainer_state.json").unlink()
+    resumed = runs.over_store(tmp_path, store)
+    resumed.train(resume_from_checkpoint=str(folder))
+    runs.assert_equal(runs.weights(resumed), undisturbed[1])
+
+
 def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
     with pytest.raises(runs.Killed):
         runs.over_store(tmp_path / "out", store, kill_after=9, asynchronous=False).train()
