@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 TESTS ?= tests
 
 NEWEST := .venv-newest-torch
-EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,plot,postgres
+EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,plot,postgres
 
 .PHONY: demo test test-slow soak test-newest-torch test-trainers lint package clean
 

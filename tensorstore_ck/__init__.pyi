@@ -3,6 +3,8 @@
 import tensorstore_ck.integrations.accelerate as _accelerate
 import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
+import tensorstore_ck.integrations.mlflow as _mlflow
+import tensorstore_ck.integrations.wandb as _wandb
 
 from .backend.staging import Staging as Staging
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
@@ -88,5 +90,7 @@ from .training.sample_cursor import SampleCursor as SampleCursor
 accelerate = _accelerate
 hf = _hf
 lightning = _lightning
+mlflow = _mlflow
+wandb = _wandb
 __all__: list[str]
 __version__: str

@@ -19,6 +19,8 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "accelerate": ("accelerate>=1.12,<2",),
     "hf": ("transformers>=5.3,<6", "accelerate>=1.15"),
     "lightning": ("lightning>=2.6,<3",),
+    "mlflow": ("mlflow-skinny>=3.6,<4",),
+    "wandb": ("wandb>=0.23,<1",),
     "plot": ("matplotlib>=3.9",),
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),

@@ -9,6 +9,9 @@ lightning/               Lightning's Trainer and Fabric over a store
 light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
 trainer_pointers.py      the small file that names a snapshot, where a trainer expects a checkpoint
 trainer_resume.py        from which snapshot a trainer's run resumes
+mlflow.py                where a snapshot is, noted in a run of MLflow
+wandb.py                 the same, as an artifact of Weights & Biases
+tracked_snapshots.py     what both note of a snapshot, and the pin that keeps it
 filesystem.py            ``tsck://``: snapshots as a read-only fsspec filesystem
 virtual_safetensors.py   the ``.safetensors`` files in it, whose bytes are made when they are read
 safetensors_format.py    dtypes and limits of the safetensors format

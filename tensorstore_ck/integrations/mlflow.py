@@ -1,0 +1,123 @@
+"""Snapshots in MLflow: `log_snapshot` notes in a run where a snapshot is, `find_snapshot` returns that.
+
+The tags ``tsck.root``, ``tsck.ref``, ``tsck.step`` and ``tsck.store`` name the snapshot that was logged last; a small file for each one is
+among the run's artifacts: ``snapshots/runs/gpt@1000.json``. Uses public functions of MLflow only, and its tracking URI.
+"""
+
+import json
+from typing import Any, Final
+
+from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.integrations.tracked_snapshots import Pin, checked_pointer, find_published, pin_snapshot, reference_to, require_version
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.redaction import display_url
+from tensorstore_ck.store import ReadOnlyStore, Store
+
+try:
+    import mlflow
+    from mlflow.entities import RunTag
+    from mlflow.exceptions import MlflowException
+except ImportError as exc:
+    raise missing_extra("mlflow", "logging snapshots to MLflow") from exc
+
+SUPPORTED: Final = ((3, 6), (4, 0))
+"""From the first up to, but not including, the second."""
+SUPPORTED_PACKAGE: Final = "mlflow-skinny>=3.6,<4"
+FOLDER: Final = "snapshots"
+"""Of the run's artifacts."""
+
+
+def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_id: str | None = None, pin: Pin = True) -> Snapshot:
+    """Notes in a run of MLflow where a snapshot is. With several ranks, one of them calls this.
+
+    Args:
+        store: The store. Its URL is logged, without credentials.
+        snapshot: What `Store.put_snapshot` returned, or an address.
+        run_id: The run; by default the active one.
+        pin: Keeps the snapshot, whatever a policy or `Store.forget` drops, until ``store.unpin(root, owner="mlflow:RUN_ID")``; or for so
+            long, such as ``"30d"``. False: does not.
+
+    Returns:
+        The snapshot.
+
+    Raises:
+        InvalidOptionError: no run is active, or the run was deleted.
+        NotFoundError: there is no such snapshot, or no such run.
+        PermissionDeniedError: the store was opened read-only: use ``pin=False``.
+        MissingExtraError: this version of MLflow is not supported.
+        mlflow.exceptions.MlflowException: the tracking server failed. The snapshot is pinned; call this again.
+    """
+    found = find_published(store, snapshot)
+    run = _run(run_id)
+    run_id = run.info.run_id
+    pin_snapshot(store, found, pin, owner=f"mlflow:{run_id}", reason=f"logged to MLflow, run {run.info.run_name}")
+    step = "" if found.step is None else str(found.step)
+    file = {
+        **SnapshotPointer(store.url, found.root)._asdict(),
+        "ref": found.ref,
+        "step": found.step,
+        "url": reference_to(store, found),
+    }
+    tags = {"tsck.store": store.url, "tsck.root": found.root, "tsck.ref": found.ref, "tsck.step": step}
+    client = mlflow.MlflowClient()
+    client.log_text(run_id, json.dumps(file, indent=2), _path(f"{found.ref}@{step}" if step else found.root))
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
+    return found
+
+
+def find_snapshot(run_id: str | None = None, address: str | None = None) -> SnapshotPointer:
+    """The snapshot that a run logged last; or at `address`.
+
+    The result is as trustworthy as the tracking server: whoever can write there can name another store.
+
+    Args:
+        run_id: The run; by default the active one.
+        address: ``ref@step``, as logged; of a snapshot without a step its root.
+
+    Returns:
+        The URL of the store, for `tensorstore_ck.open`, and the root, for `Store.checkout`.
+
+    Raises:
+        InvalidOptionError: no run is active.
+        NotFoundError: there is no such run, or it has not logged this snapshot.
+        InputError: what it has logged names no snapshot.
+        MissingExtraError: this version of MLflow is not supported.
+    """
+    run = _run(run_id, deleted=True)
+    run_id, tags = run.info.run_id, run.data.tags
+    where = f"the run {run_id!r} of MLflow"
+    if address is None:
+        if "tsck.root" not in tags:
+            raise NotFoundError(f"{where} has logged no snapshot: use tsck.mlflow.log_snapshot", object_id=run_id)
+        return checked_pointer(tags.get("tsck.store", ""), tags["tsck.root"], where)
+    path = _path(address)
+    logged = [each.path for each in mlflow.MlflowClient().list_artifacts(run_id, path.rpartition("/")[0])]
+    if path not in logged:
+        near = ", ".join(each.removeprefix(f"{FOLDER}/").removesuffix(".json") for each in logged[:8]) or "no snapshots there"
+        raise NotFoundError(f"{where} has not logged {address!r}, but {near}", object_id=address)
+    found = SnapshotPointer.decode(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"), f"{path} of {where}")
+    return checked_pointer(*found, f"{path} of {where}")
+
+
+def _run(run_id: str | None, *, deleted: bool = False) -> Any:
+    require_version("mlflow", mlflow.__version__, SUPPORTED, SUPPORTED_PACKAGE)
+    if run_id is None:
+        active = mlflow.active_run()
+        if active is None:
+            raise InvalidOptionError("no run of MLflow is active in this thread: use `with mlflow.start_run():`, or pass run_id=")
+        run_id = active.info.run_id
+    try:
+        run = mlflow.MlflowClient().get_run(run_id)
+    except MlflowException as exc:
+        if exc.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise NotFoundError(f"there is no run {run_id!r} at {display_url(mlflow.get_tracking_uri())}", object_id=run_id) from exc
+    if run.info.lifecycle_stage == "deleted" and not deleted:
+        raise InvalidOptionError(f"the run {run_id!r} of MLflow was deleted: restore it, or log to another", object_id=run_id)
+    return run
+
+
+def _path(name: str) -> str:
+    return f"{FOLDER}/{name}.json"

@@ -1,0 +1,79 @@
+"""What an experiment tracker notes of a snapshot, and the pin that keeps the snapshot for as long as the note exists.
+
+A tracker stores no tensors, only where the snapshot is: ``tsck://ROOT::STORE``, which fsspec opens too.
+"""
+
+import re
+from typing import Final
+
+from tensorstore_ck.errors import InputError, MissingExtraError
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.store import ReadOnlyStore, Store
+
+Pin = bool | str | float
+"""True: until it is unpinned; ``"30d"`` or seconds: for so long; False: no pin."""
+
+_ROOT: Final = re.compile(r"[0-9a-f]{64}")
+_REFERENCE: Final = re.compile(r"tsck://(?P<root>[^:/]*)::(?P<store>.*)", re.DOTALL)
+
+
+def require_version(package: str, version: str, supported: tuple[tuple[int, int], tuple[int, int]], requirement: str) -> None:
+    """Checks an installed version; `supported` is from the first up to, but not including, the second.
+
+    Raises:
+        MissingExtraError: it is not supported.
+    """
+    lowest, above = supported
+    if not lowest <= tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2]) < above:
+        raise MissingExtraError(f"{package} {version} is not supported: run `pip install '{requirement}'`", object_id=package)
+
+
+def find_published(store: Store | ReadOnlyStore, snapshot: str | Snapshot) -> Snapshot:
+    """The snapshot at an address, once the saves in progress of this handle have ended; or this snapshot, if it is in the store.
+
+    Raises:
+        NotFoundError: it is not in the store.
+        StoreError: a save in progress has failed.
+    """
+    address = snapshot.root if isinstance(snapshot, Snapshot) else snapshot
+    store.finish_staged(address)
+    return store.resolve(address)
+
+
+def pin_snapshot(store: Store | ReadOnlyStore, snapshot: Snapshot, pin: Pin, *, owner: str, reason: str) -> None:
+    """Pins the snapshot, before anything refers to it. If the tracker fails afterwards, the pin stays: the note may exist.
+
+    Raises:
+        PermissionDeniedError: the store was opened read-only.
+        InvalidOptionError: `pin` is no length of time.
+    """
+    if pin is not False:
+        assert isinstance(store, Store)  # `ReadOnlyStore` is for type checkers: `Store.pin` refuses it
+        store.pin(snapshot.root, owner=owner, reason=reason, expires=None if pin is True else pin)
+
+
+def reference_to(store: Store | ReadOnlyStore, snapshot: Snapshot) -> str:
+    """The URL of a snapshot."""
+    return f"tsck://{snapshot.root}::{store.url}"
+
+
+def decode_reference(reference: str, where: str) -> SnapshotPointer:
+    """What such a URL names.
+
+    Raises:
+        InputError: it names no snapshot; the message says `where` it was found.
+    """
+    found = _REFERENCE.fullmatch(reference)
+    return checked_pointer(found["store"] if found else "", found["root"] if found else "", where)
+
+
+def checked_pointer(store: str, root: str, where: str) -> SnapshotPointer:
+    """The snapshot with this root.
+
+    Raises:
+        InputError: there is no store, or no root.
+    """
+    if not store or not _ROOT.fullmatch(root):
+        raise InputError(f"{where} does not name a snapshot: {root!r} in {store!r}", object_id=where)
+    return SnapshotPointer(store, root)
