@@ -8,10 +8,12 @@ bucket and stops it at the end.
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +181,21 @@ def azurite(program: Path, folder: Path) -> Iterator[ObjectServer]:
     with _process(command) as process:
         _wait(process, port, lambda: adlfs.AzureBlobFileSystem(**options).mkdir(BUCKET))
         yield ObjectServer(f"az://{BUCKET}", options)
+
+
+@contextlib.contextmanager
+def mlflow_tracking(database: Path, folder: Path) -> Iterator[str]:
+    """``mlflow server``, which is several processes; its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri=sqlite:///{database}", f"--artifacts-destination={folder}"]
+    quiet, url = subprocess.DEVNULL, f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd=folder, start_new_session=True) as process:
+        try:
+            _wait(process, port, lambda: urllib.request.urlopen(f"{url}/health").close())
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tool(name: str) -> str:

@@ -1,0 +1,28 @@
+"""A store with snapshots, for the tests of trackers."""
+
+from pathlib import Path
+
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.store import Store
+
+REF = "runs/gpt"
+FREE_ALL = tsck.GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1)
+
+
+def open_store(folder: Path) -> Store:
+    return tsck.open(folder / "store", create=True, cache_dir=folder / "cache")
+
+
+def save(store: Store, step: int | None) -> Snapshot:
+    return store.put_snapshot(state(step), ref=REF, step=step, metrics={"loss": 1 / ((step or 0) + 1), "bad": float("nan")})
+
+
+def state(step: int | None) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1000,), float(step or 0))}
+
+
+def restored(store: Store, address: str) -> float:
+    return float(store.checkout(address)["weight"][999])
