@@ -24,6 +24,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("untimed")
 
 os.environ["XDG_STATE_HOME"] = os.devnull  # what is seen of logs is noted nowhere: not in the home of who runs the tests, nor of copies
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
+os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 SECONDS: defaultdict[str, float] = defaultdict(float)
 """By suite."""

@@ -32,7 +32,6 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tracking(database: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         patch.setenv("MLFLOW_TRACKING_URI", "")  # that `set_tracking_uri` sets
         mlflow.set_tracking_uri(f"sqlite:///{database}/mlflow.db")
         mlflow.set_experiment("snapshots")

@@ -25,7 +25,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("wandb")
         for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
             patch.setenv(f"WANDB_{name}_DIR", str(folder / name))
-        for name, value in (("MODE", "offline"), ("SILENT", "true"), ("ERROR_REPORTING", "false")):
+        for name, value in (("MODE", "offline"), ("SILENT", "true")):
             patch.setenv(f"WANDB_{name}", value)
         yield
         wandb.teardown()
@@ -54,6 +54,7 @@ def artifacts_in(folder: Path) -> list[Any]:
     """The artifacts of the run files in a folder, as ``wandb sync`` would upload them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # `finish` returns before all is written
     found = []
     for path in sorted(folder.rglob("*.wandb")):
         data, position, message = path.read_bytes(), 7, b""
