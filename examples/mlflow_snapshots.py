@@ -23,7 +23,7 @@ def train(folder: Path, steps: int) -> str:
     with tsck.open(folder / "store", create=True) as store, mlflow.start_run() as run:
         for step in range(1, steps + 1):
             loss = nn.functional.mse_loss(model(values), values.sum(1, keepdim=True))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             mlflow.log_metric("loss", loss.item(), step=step)

@@ -24,7 +24,7 @@ def main(folder: Path) -> nn.Module:
     with tsck.open(folder / "store", create=True) as store, wandb.init(project="regression", mode="offline", dir=folder) as run:
         for _ in range(3):
             loss = nn.functional.mse_loss(model(values), values.sum(1, keepdim=True))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             run.log({"loss": loss.item()})

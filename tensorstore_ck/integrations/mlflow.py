@@ -5,12 +5,14 @@ among the run's artifacts: ``snapshots/runs/gpt@1000.json``. Uses public functio
 """
 
 import json
+import re
 from typing import Any, Final
 
 from tensorstore_ck.common.extras import missing_extra
-from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import Pin, checked_pointer, find_published, pin_snapshot, reference_to, require_version
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.log.ref_names import is_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore, Store
@@ -27,6 +29,7 @@ SUPPORTED: Final = ((3, 6), (4, 0))
 SUPPORTED_PACKAGE: Final = "mlflow-skinny>=3.6,<4"
 FOLDER: Final = "snapshots"
 """Of the run's artifacts."""
+_ROOT: Final = re.compile("[0-9a-f]{64}")
 
 
 def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_id: str | None = None, pin: Pin = True) -> Snapshot:
@@ -81,6 +84,7 @@ def find_snapshot(run_id: str | None = None, address: str | None = None) -> Snap
 
     Raises:
         InvalidOptionError: no run is active.
+        InvalidNameError: `address` is malformed.
         NotFoundError: there is no such run, or it has not logged this snapshot.
         InputError: what it has logged names no snapshot.
         MissingExtraError: this version of MLflow is not supported.
@@ -92,6 +96,8 @@ def find_snapshot(run_id: str | None = None, address: str | None = None) -> Snap
         if "tsck.root" not in tags:
             raise NotFoundError(f"{where} has logged no snapshot: use tsck.mlflow.log_snapshot", object_id=run_id)
         return checked_pointer(tags.get("tsck.store", ""), tags["tsck.root"], where)
+    if not is_ref_name(address.partition("@")[0]) and not _ROOT.fullmatch(address):
+        raise InvalidNameError(f"{address!r} is not an address: use ref@step as logged, or a root", object_id=address)
     path = _path(address)
     logged = [each.path for each in mlflow.MlflowClient().list_artifacts(run_id, path.rpartition("/")[0])]
     if path not in logged:

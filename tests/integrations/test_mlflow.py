@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
 
 def logged_files(run_id: str, path: str = "") -> dict[str, Any]:
     """Path -> content of a run's artifacts."""
-    found = {}
+    found: dict[str, Any] = {}
     for each in mlflow.MlflowClient().list_artifacts(run_id, path):
         found |= logged_files(run_id, each.path) if each.is_dir else {each.path: mlflow.artifacts.load_dict(f"runs:/{run_id}/{each.path}")}
     return found
@@ -75,6 +75,9 @@ def test_each_snapshot_of_a_run_is_found_at_its_step(tracking: Path, store: tsck
         tsck.mlflow.find_snapshot(run.info.run_id, f"{REF}@3")
     with pytest.raises(tsck.NotFoundError, match="no snapshots there"):
         tsck.mlflow.find_snapshot(run.info.run_id, "other/gpt@1")
+    for malformed in ("../gpt@1", "runs//gpt@1", "", "abcdef12"):
+        with pytest.raises(tsck.InvalidNameError, match="is not an address"):
+            tsck.mlflow.find_snapshot(run.info.run_id, malformed)
 
 
 def test_what_a_run_shows(tracking: Path, store: tsck.Store) -> None:

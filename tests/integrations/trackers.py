@@ -6,7 +6,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import ReadOnlyStore, Store
 
 REF = "runs/gpt"
 FREE_ALL = tsck.GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1)
@@ -24,5 +24,5 @@ def state(step: int | None) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((1000,), float(step or 0))}
 
 
-def restored(store: Store, address: str) -> float:
+def restored(store: Store | ReadOnlyStore, address: str) -> float:
     return float(store.checkout(address)["weight"][999])
