@@ -4,6 +4,7 @@ import tensorstore_ck.integrations.accelerate as _accelerate
 import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
 import tensorstore_ck.integrations.mlflow as _mlflow
+import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
 
 from .backend.staging import Staging as Staging
@@ -91,6 +92,7 @@ accelerate = _accelerate
 hf = _hf
 lightning = _lightning
 mlflow = _mlflow
+titan = _titan
 wandb = _wandb
 __all__: list[str]
 __version__: str

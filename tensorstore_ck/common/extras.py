@@ -20,6 +20,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "hf": ("transformers>=5.3,<6", "accelerate>=1.15"),
     "lightning": ("lightning>=2.6,<3",),
     "mlflow": ("mlflow-skinny>=3.6,<4",),
+    "titan": ("torchtitan>=0.3,<0.4",),
     "wandb": ("wandb>=0.23,<1",),
     "plot": ("matplotlib>=3.9",),
     "catalog": ("sqlalchemy>=2.0",),

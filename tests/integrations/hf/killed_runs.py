@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.integrations import hf
 from tensorstore_ck.log.cache import MemoryTable
-from tests.end_to_end.crash.faulty import Faults, FaultyBackend
+from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.integrations.hf import runs
+from tests.integrations.kill_at import KillAt
 
 STRUCK_STEP = 8
 """Kills strike in the saves of this step and of the last one; that of step 4 is whole."""
@@ -34,23 +34,6 @@ class Ended(NamedTuple):
     losses: list[list[float]]
     digests: dict[str, str]
     """Of the weights, moments, schedule and generators that the last snapshot has."""
-
-
-class KillAt(Faults):
-    """Kills the process at a call, counted while `is_counting`."""
-
-    def __init__(self, at: int = 0, *, torn: bool = False) -> None:
-        super().__init__()
-        self._at, self._torn, self.is_counting = at, torn, False
-
-    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
-        if self.is_counting:
-            self.calls += 1
-            if self.calls == self._at:
-                if self._torn and tear is not None:
-                    tear()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return effect()
 
 
 class _Count(TrainerCallback):  # type: ignore[misc]

@@ -1,0 +1,18 @@
+"""torchtitan's checkpoint manager over a store: ``checkpoint=tensorstore_ck.titan.SnapshotManager.Config(store="./ckpt", ref="runs/x")``.
+
+snapshot_manager.py   SnapshotManager: saves, loads, and what torchtitan's options mean for a store
+weights.py            parameters and buffers of all model parts as one module
+compatibility.py      versions of torchtitan, and the private names that are used
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.integrations.titan.compatibility import require_supported
+
+try:
+    require_supported()
+except ImportError as exc:
+    raise missing_extra("titan", "the checkpoint manager of torchtitan over a store") from exc
+
+from tensorstore_ck.integrations.titan.snapshot_manager import SnapshotManager
+
+__all__ = ["SnapshotManager"]

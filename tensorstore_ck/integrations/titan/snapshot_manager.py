@@ -1,0 +1,300 @@
+"""`SnapshotManager`: torchtitan's checkpoint manager over a store. torchtitan's options keep their meaning.
+
+Natively each save is a folder of its own, random number generators are lost, and `keep_latest_k` deletes folders in the background. Here a
+save is one snapshot of all ranks, with their generators, and `keep_latest_k` is a policy of the ref.
+"""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.utils.data import DataLoader
+from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.observability import structured_logger
+from torchtitan.tools.logging import logger
+
+from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.integrations.titan.weights import weights_of
+from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.training_state import PARTS
+
+IN_STORE: Final = "tsck://"
+"""`initial_load_path` of a snapshot in the store: ``tsck://runs/base@1000``."""
+_NOTE: Final = "torchtitan"
+"""In a snapshot's metadata: what it holds."""
+_WEIGHTS_ONLY: Final = {"weights_only": True}
+
+
+class _Restored:
+    """Takes a part of a snapshot; it has no state of its own, since reading that of a data loader may start its workers."""
+
+    def __init__(self, take: Callable[[Any], object]) -> None:
+        self.load_state_dict = take
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class SnapshotManager(CheckpointManager):  # type: ignore[misc]
+    """For ``checkpoint=SnapshotManager.Config(...)`` in a `torchtitan.trainer.Trainer.Config`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's options of its CheckpointManager, and the store."""
+
+        enable: bool = True
+        """Whether to save and load."""
+
+        store: str = ""
+        """Path or URL of the store, which is created if there is none."""
+
+        ref: str = ""
+        """The branch that the run saves to, and resumes from."""
+
+        keep: Annotated[dict[str, Any] | None, tyro.conf.Suppress] = None
+        """The retention policy of the ref, as in `Store.set_policy`, instead of `keep_latest_k`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        """Opens the store; torchtitan calls it.
+
+        Raises:
+            InvalidOptionError: `store` or `ref` is missing, or an option is not supported.
+            ValueError: see torchtitan.
+        """
+        self._checkpointer: Checkpointer | None = None
+        self._lent: DataLoader[Any] | None = None
+        native = copy.copy(config)
+        native.keep_latest_k, native.async_mode = 0, "disabled"  # neither its thread that deletes folders, nor another process group
+        super().__init__(
+            native,
+            dataloader=dataloader,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states=states,
+            sd_adapter=sd_adapter,
+            base_folder=base_folder,
+        )
+        if not self.enable:
+            return
+        self.keep_latest_k, self.async_mode = config.keep_latest_k, AsyncMode(config.async_mode)
+        missing = [name for name in ("store", "ref") if not getattr(config, name)]
+        if missing:
+            raise InvalidOptionError(f"checkpoint.{missing[0]} is missing: where are snapshots saved?", object_id=f"checkpoint.{missing[0]}")
+        unknown = [name for name in self.exclude_from_loading if name not in self.states]
+        if unknown:
+            known = ", ".join(sorted(set(self.states) - {MODEL}))
+            raise InvalidOptionError(
+                f"checkpoint.exclude_from_loading has {unknown[0]!r}, and there is only {known}", object_id="checkpoint.exclude_from_loading"
+            )
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            raise InvalidOptionError("nothing can be saved in comm.mode fake_backend: turn checkpoint.enable off", object_id="comm.mode")
+        self._parts, self._ref, self._keep = model_parts, config.ref, config.keep
+        self._store = open_store(config.store, create=True)
+
+    def __del__(self) -> None:
+        """Nothing: `close` waits for other ranks, which a finalizer must not."""
+
+    @property
+    def _group(self) -> "dist.ProcessGroup | None":
+        """All ranks; also of a single one, whose parameters are DTensors, too."""
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def _training(self, *, restores: bool = False) -> TrainingState:
+        """What is saved. `restores`: for a restore, without what is excluded."""
+        optimizers, own = self.states[OPTIMIZER], {TRAIN_STATE: self.states.get(TRAIN_STATE)}
+        is_container = isinstance(optimizers, Iterable)
+        others = {key: each for key, each in self.states.items() if key not in {MODEL, TRAIN_STATE} and each is not None}
+        if is_container:
+            del others[OPTIMIZER]
+        if restores:
+            for states in (own, others):
+                for key in states.keys() & self.exclude_from_loading:
+                    states[key] = _Restored(lambda _: None)
+            if isinstance(others.get(DATALOADER), DataLoader):
+                others[DATALOADER] = _Restored(others[DATALOADER].load_state_dict)
+        trained = [*optimizers] if is_container else []
+        return TrainingState(
+            model=weights_of(self._parts),
+            optimizer=trained[0] if len(trained) == 1 else trained or None,
+            extra=others,
+            rank_values={key: each for key, each in own.items() if each is not None},
+        )
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        structured_logger.add_step_tag("checkpoint_save")
+        with structured_logger.log_trace_span("checkpoint_save"):
+            if last_step and self.last_save_model_only:
+                return self._save_weights(curr_step)
+            if self._checkpointer is None:
+                self._checkpointer = self._new_checkpointer(self._training(), asynchronous=self.async_mode != AsyncMode.DISABLED)
+            saved = self._checkpointer.step(curr_step)
+            self.save_future = saved if isinstance(saved, PendingSnapshot) else None
+            if last_step:
+                self._finish_saves()
+            return saved is not None
+
+    def _save_weights(self, step: int) -> bool:
+        """The last save of a run, in `export_dtype`. The files come first: the snapshot says that the run has ended."""
+        self._finish_saves()
+        if self.last_save_in_hf:
+            self._save_last_step(step)
+        state = TrainingState(model=weights_of(self._parts, self.export_dtype))
+        with self._new_checkpointer(state, asynchronous=False) as checkpointer:
+            return checkpointer.step(step, metadata={_NOTE: _WEIGHTS_ONLY}) is not None
+
+    def _new_checkpointer(self, state: TrainingState, *, asynchronous: bool) -> Checkpointer:
+        require_own_ref(self._store, self._ref, "checkpoint.load_step, or leave it out,")
+        keep = self._keep
+        if keep is None and self.keep_latest_k > 0:
+            keep = {"keep_last": self.keep_latest_k}
+        return Checkpointer(
+            self._store,
+            state,
+            ref=self._ref,
+            when=Always(),
+            keep=keep,
+            free_dropped=keep is not None,
+            asynchronous=asynchronous,
+            group=self._group,
+        )
+
+    def _finish_saves(self) -> None:
+        self.save_future = None
+        if self._checkpointer is not None:
+            checkpointer, self._checkpointer = self._checkpointer, None
+            checkpointer.close()
+
+    def _wait_for_saving(self) -> None:
+        self.save_future = None
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def _maybe_wait_for_staging(self) -> None:
+        """A save has its copy when `_save` returns. torchtitan calls this in each step, after it has begun to iterate."""
+        if self._lent is not None:
+            self._lent.generator = None
+            self._lent = None
+
+    def _close(self) -> None:
+        self._finish_saves()
+        self._store.close()
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def _load(self, step: int = -1) -> bool:
+        with structured_logger.log_trace_span("checkpoint_load"):
+            self._finish_saves()
+            skipped: list[str] = []
+            ended: list[str] = []
+            while True:
+                address = self._next_address(step, skipped, ended)
+                if address is None:
+                    return self._load_initial(step)
+                saved_step, is_weights_only = self._describe(address)
+                if is_weights_only and saved_step != 0:
+                    reason = (
+                        f"a run has ended with {self._ref}@{saved_step}, which has only its weights (checkpoint.last_save_model_only): to train "
+                        f'on from them, pass checkpoint.initial_load_path="{IN_STORE}{self._ref}@{saved_step}" and another checkpoint.ref'
+                    )
+                    if step != -1:
+                        raise MismatchError(reason, object_id=address)
+                    ended.append(reason)
+                    skipped.append(address)
+                    continue
+                try:
+                    self._restore(address, weights_only=saved_step == 0)
+                except DamageError as exc:
+                    if step != -1:
+                        raise
+                    warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
+                    skipped.append(address)
+                    continue
+                if ended:
+                    warnings.warn(f"{ended[0]}. The training goes on from step {saved_step}", stacklevel=2)
+                return True
+
+    def _next_address(self, step: int, skipped: list[str], ended: list[str]) -> str | None:
+        """The snapshot to try next, on all ranks the same; None: the ref has none yet."""
+        if step != -1:
+            exists = self._ask(f"whether {self._ref!r} exists", lambda: self._ref in self._store.branches())
+            return f"{self._ref}@{step}" if exists else None
+        try:
+            return newest_address(self._store, self._ref, skipped, self._group, "checkpoint.load_step")
+        except CorruptObjectError as exc:
+            if not ended:
+                raise
+            raise MismatchError(ended[0], object_id=self._ref) from exc
+
+    def _describe(self, address: str) -> tuple[int | None, bool]:
+        """Step of a snapshot, and whether it has nothing but weights."""
+
+        def look() -> list[Any]:
+            found = self._store.show(address)
+            return [found.snapshot.step, found.metadata.get(_NOTE) == _WEIGHTS_ONLY]
+
+        step, is_weights_only = self._ask(f"what {address!r} has", look)
+        return step, is_weights_only
+
+    def _ask(self, title: str, look: Callable[[], Any]) -> Any:
+        """What the first rank sees."""
+        groups = self._store.session.groups
+        if self._group is None:
+            return look()
+        return json.loads(groups.broadcast(self._group, title, lambda: json.dumps(look()).encode(), timeout_seconds=TIMEOUT_SECONDS))
+
+    def _restore(self, address: str, *, weights_only: bool) -> None:
+        logger.info(f"Loading {address} from {self._store.url}.")
+        parts = [part for part in PARTS if part == "model" or not weights_only]
+        if OPTIMIZER in self.exclude_from_loading:
+            parts.remove("optimizer")
+        found = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
+        if found is None:
+            raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
+        if not weights_only:
+            self._lend_generator()
+
+    def _lend_generator(self) -> None:
+        """An iterator over a loader draws a number when it is made, which the restored generators had drawn before they were saved."""
+        loader = self.states[DATALOADER]
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            loader.generator, self._lent = torch.Generator(), loader
+
+    def _load_initial(self, step: int) -> bool:
+        """What torchtitan loads while it has no checkpoint; or a snapshot of another run."""
+        path = self.initial_load_path
+        if step != -1 or not (path and path.startswith(IN_STORE)):
+            loaded: bool = super()._load(step)
+            return loaded
+        if self.initial_load_in_hf:
+            raise InvalidOptionError(
+                f"checkpoint.initial_load_in_hf reads files, and {path!r} is a snapshot", object_id="checkpoint.initial_load_in_hf"
+            )
+        self._restore(path.removeprefix(IN_STORE), weights_only=self.initial_load_model_only)
+        return True
