@@ -7,9 +7,10 @@ INSTALLED := .venv/.installed
 TESTS ?= tests
 
 NEWEST := .venv-newest-torch
+TITAN := .venv-titan
 EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,plot,postgres
 
-.PHONY: demo test test-slow soak test-newest-torch test-trainers lint package clean
+.PHONY: demo test test-slow soak test-newest-torch test-trainers test-titan lint package clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -43,6 +44,18 @@ test-newest-torch:
 test-trainers: $(INSTALLED)
 	$(BIN)/python .ci/judge_transformers.py $(TRANSFORMERS)
 
+# The tests of torchtitan's checkpoint manager, run by hand: torchtitan needs datasets, whose releases refuse the pinned fsspec and
+# huggingface_hub (they work with them), so that it is in no common environment. This one is on top of .venv, without their dependencies.
+test-titan: $(TITAN)/.installed
+	$(TITAN)/bin/python -m pytest $(TESTS)/integrations/titan
+
+$(TITAN)/.installed: $(INSTALLED) .ci/torchtitan.txt
+	$(PYTHON) -m venv $(TITAN)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > $(TITAN)/base
+	cp $(TITAN)/base $$($(TITAN)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(TITAN)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
+	touch $@
+
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -54,7 +67,7 @@ package: $(INSTALLED)
 	$(BIN)/python .ci/smoke_package.py
 
 clean:
-	rm -rf .venv $(NEWEST) .demo dist
+	rm -rf .venv $(NEWEST) $(TITAN) .demo dist
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv

@@ -102,12 +102,15 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         self.keep_latest_k, self.async_mode = config.keep_latest_k, AsyncMode(config.async_mode)
         missing = [name for name in ("store", "ref") if not getattr(config, name)]
         if missing:
-            raise InvalidOptionError(f"checkpoint.{missing[0]} is missing: where are snapshots saved?", object_id=f"checkpoint.{missing[0]}")
+            raise InvalidOptionError(
+                f"checkpoint.{missing[0]} is missing: where are snapshots saved?", object_id=f"checkpoint.{missing[0]}"
+            )
         unknown = [name for name in self.exclude_from_loading if name not in self.states]
         if unknown:
             known = ", ".join(sorted(set(self.states) - {MODEL}))
             raise InvalidOptionError(
-                f"checkpoint.exclude_from_loading has {unknown[0]!r}, and there is only {known}", object_id="checkpoint.exclude_from_loading"
+                f"checkpoint.exclude_from_loading has {unknown[0]!r}, and there is only {known}",
+                object_id="checkpoint.exclude_from_loading",
             )
         if dist.is_initialized() and dist.get_backend() == "fake":
             raise InvalidOptionError("nothing can be saved in comm.mode fake_backend: turn checkpoint.enable off", object_id="comm.mode")
@@ -213,32 +216,28 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             self._finish_saves()
             skipped: list[str] = []
             ended: list[str] = []
-            while True:
-                address = self._next_address(step, skipped, ended)
-                if address is None:
-                    return self._load_initial(step)
-                saved_step, is_weights_only = self._describe(address)
-                if is_weights_only and saved_step != 0:
-                    reason = (
-                        f"a run has ended with {self._ref}@{saved_step}, which has only its weights (checkpoint.last_save_model_only): to train "
-                        f'on from them, pass checkpoint.initial_load_path="{IN_STORE}{self._ref}@{saved_step}" and another checkpoint.ref'
-                    )
-                    if step != -1:
-                        raise MismatchError(reason, object_id=address)
-                    ended.append(reason)
-                    skipped.append(address)
-                    continue
+            while (address := self._next_address(step, skipped, ended)) is not None:
                 try:
-                    self._restore(address, weights_only=saved_step == 0)
+                    saved_step, is_weights_only = self._describe(address)
+                    if not is_weights_only or saved_step == 0:
+                        self._restore(address, weights_only=saved_step == 0)
+                        if ended:
+                            warnings.warn(f"{ended[0]}. The training goes on from step {saved_step}", stacklevel=2)
+                        return True
                 except DamageError as exc:
                     if step != -1:
                         raise
                     warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                    skipped.append(address)
-                    continue
-                if ended:
-                    warnings.warn(f"{ended[0]}. The training goes on from step {saved_step}", stacklevel=2)
-                return True
+                else:
+                    here = f"{self._ref}@{saved_step}"
+                    ended.append(
+                        f"a run has ended with {here}, which has only its weights (checkpoint.last_save_model_only): to train on from "
+                        f'them, pass checkpoint.initial_load_path="{IN_STORE}{here}" and another checkpoint.ref'
+                    )
+                    if step != -1:
+                        raise MismatchError(ended[0], object_id=address)
+                skipped.append(address)
+            return self._load_initial(step)
 
     def _next_address(self, step: int, skipped: list[str], ended: list[str]) -> str | None:
         """The snapshot to try next, on all ranks the same; None: the ref has none yet."""
@@ -271,9 +270,8 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
 
     def _restore(self, address: str, *, weights_only: bool) -> None:
         logger.info(f"Loading {address} from {self._store.url}.")
-        parts = [part for part in PARTS if part == "model" or not weights_only]
-        if OPTIMIZER in self.exclude_from_loading:
-            parts.remove("optimizer")
+        excluded = {"optimizer"} & set(self.exclude_from_loading)
+        parts = ["model"] if weights_only else [part for part in PARTS if part not in excluded]
         found = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
         if found is None:
             raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
@@ -292,9 +290,5 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         if step != -1 or not (path and path.startswith(IN_STORE)):
             loaded: bool = super()._load(step)
             return loaded
-        if self.initial_load_in_hf:
-            raise InvalidOptionError(
-                f"checkpoint.initial_load_in_hf reads files, and {path!r} is a snapshot", object_id="checkpoint.initial_load_in_hf"
-            )
         self._restore(path.removeprefix(IN_STORE), weights_only=self.initial_load_model_only)
         return True

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,25 +15,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):  # torchtitan takes any other machine for one with CUDA
-    from torchtitan.tools import utils
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torchtitan's imports
+    from tests.integrations.titan import on_cpu  # noqa: F401
 
-import torchtitan.models.llama3 as llama
-from torchtitan.components import metrics
-from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.trainer import Trainer
+    # isort: split
+    import torchtitan.models.llama3 as llama
+    from torchtitan.components import metrics
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.trainer import Trainer
 
 import tensorstore_ck as tsck
 
-assert utils.device_type == "cpu"
 REF = "runs/t"
 STEPS = 10
+WARNINGS = [f"ignore:{message}" for message in ("'set_vital' is deprecated", "DTensor random operators", "To get the last learning rate")]
+"""What torchtitan and its libraries warn of on CPUs."""
 WORDS = 64
 WIDTH = 32
 

@@ -1,0 +1,67 @@
+"""Runs of torchtitan's Trainer in forked processes, which a call of the backend can kill with -9."""
+
+import os
+import pickle
+import signal
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from tensorstore_ck import Store
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.log.cache import MemoryTable
+from tests.end_to_end.crash.faulty import FaultyBackend
+from tests.integrations.kill_at import KillAt
+from tests.integrations.titan import runs
+
+STRUCK_STEP = 6
+"""Kills strike in the saves of this step and later; that of step 3 is whole."""
+
+
+def _train(folder: Path, faults: KillAt, async_mode: str) -> tuple[int, runs.Run]:
+    def open_here(url: str, *, create: bool) -> Store:
+        local = LocalBackend(url)
+        config = read_config(local) or init_store(local)
+        return Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable()))
+
+    def count(trainer: runs.Noisy) -> None:
+        """From the end of the step before on, which is before the save."""
+        wait = trainer.checkpointer.maybe_wait_for_staging
+
+        def wait_and_count() -> None:
+            faults.is_counting = trainer.step >= STRUCK_STEP
+            wait()
+
+        trainer.checkpointer.maybe_wait_for_staging = wait_and_count
+
+    with mock.patch("tensorstore_ck.integrations.titan.snapshot_manager.open_store", open_here):
+        config = runs.make_config(folder, runs.snapshots(folder, async_mode=async_mode), steps=8)
+        run = runs.train(config, before=count)
+    return faults.calls, run
+
+
+def run(folder: Path, *, at: int = 0, torn: bool = False, async_mode: str = "disabled") -> tuple[int, runs.Run] | None:
+    """A run in a process of its own, and its calls since the struck step; None if it was killed, at call `at`."""
+    folder.mkdir(exist_ok=True)
+    told = folder / "ended"
+    told.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
+            told.write_bytes(pickle.dumps(_train(folder, KillAt(at, torn=torn), async_mode)))
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a forked child must not go on with its parent's tests
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+    assert status == 0, "the run failed by itself"
+    calls, ended = pickle.loads(told.read_bytes())
+    return calls, ended

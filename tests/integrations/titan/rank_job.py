@@ -1,0 +1,32 @@
+"""torchtitan's Trainer under torchrun: ``rank_job FOLDER LAYOUT``. Says each step, and at the end what it did."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.integrations.titan import runs
+
+LAYOUTS = {
+    "fsdp": {"data_parallel_shard_degree": -1},
+    "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    "pipeline": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "tensor": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+}
+
+
+def say(**said: object) -> None:
+    """In one write, since the ranks share the pipe."""
+    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
+
+
+def main(folder: Path, layout: str) -> None:
+    checkpoint = runs.snapshots(folder, last_save_model_only=False)
+    config = runs.make_config(folder, checkpoint, **LAYOUTS[layout])
+    run = runs.train(config, on_step=lambda step: say(pid=os.getpid(), step=step))
+    digests = {name: tensor.double().sum().item() for name, tensor in (run.weights | run.moments).items()}
+    say(batches=run.batches, losses=run.losses, digests=digests, drawn=run.drawn)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
