@@ -8,6 +8,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -22,6 +23,7 @@ from torchtitan.tools.logging import logger
 from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.integrations.titan.weights import weights_of
 from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import open as open_store
@@ -158,7 +160,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             if self._checkpointer is None:
                 self._checkpointer = self._new_checkpointer(self._training(), asynchronous=self.async_mode != AsyncMode.DISABLED)
             saved = self._checkpointer.step(curr_step)
-            self.save_future = saved if isinstance(saved, PendingSnapshot) else None
+            self.save_future = _future(saved) if isinstance(saved, PendingSnapshot) else None
             if last_step:
                 self._finish_saves()
             return saved is not None
@@ -292,3 +294,17 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             return loaded
         self._restore(path.removeprefix(IN_STORE), weights_only=self.initial_load_model_only)
         return True
+
+
+def _future(pending: PendingSnapshot) -> Future[Snapshot]:
+    """What torchtitan declares a save in the background to be."""
+    future: Future[Snapshot] = Future()
+
+    def settle(ended: PendingSnapshot) -> None:
+        if ended.snapshot is not None:
+            future.set_result(ended.snapshot)
+        else:
+            future.set_exception(ended.error)
+
+    pending.published.on_settled(settle)
+    return future

@@ -4,14 +4,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.integrations.titan import runs
 
-LAYOUTS = {
-    "fsdp": {"data_parallel_shard_degree": -1},
-    "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
-    "pipeline": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "tensor": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+DTENSOR = {"spmd_backend": "partial_dtensor"}  # the default refuses this model on CPUs
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": DTENSOR,
+    "replicas": DTENSOR | {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    "pipeline": DTENSOR | {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "tensor": DTENSOR | {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
 }
 
 

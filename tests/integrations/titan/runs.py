@@ -96,7 +96,7 @@ def model_spec() -> ModelSpec:
     )
 
 
-def make_config(folder: Path, checkpoint: Any, *, steps: int = STEPS, **parallelism: int) -> Any:
+def make_config(folder: Path, checkpoint: Any, *, steps: int = STEPS, **parallelism: Any) -> Any:
     """`checkpoint`: the only difference between a run with a store and one without."""
     if not (folder / "assets" / "tokenizer.json").exists():
         write_assets(folder / "assets")

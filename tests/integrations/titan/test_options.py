@@ -11,6 +11,7 @@ pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with th
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.titan import compatibility
+from tests.effort import PATIENCE_SECONDS
 from tests.integrations.titan.runs import REF
 from tests.integrations.titan.small import Job, saved_steps
 
@@ -41,6 +42,8 @@ def test_a_run_continues(tmp_path: Path, async_mode: str) -> None:
         whole.train(6)
     with Job(tmp_path / "cut", async_mode=async_mode) as job:
         job.train(4)
+        if async_mode != "disabled":
+            assert job.manager.save_future.result(PATIENCE_SECONDS).step == 4
         job.manager.maybe_wait_for_saving()
         assert job.manager.save_future is None
     with Job(tmp_path / "cut", async_mode=async_mode) as job:
@@ -194,8 +197,9 @@ def test_a_ref_of_another_run(tmp_path: Path) -> None:
 
 def test_options_that_are_missing(tmp_path: Path) -> None:
     for name in ("store", "ref"):
+        missing: dict[str, Any] = {name: ""}
         with pytest.raises(tsck.errors.InvalidOptionError, match=rf"checkpoint\.{name} is missing"):
-            Job(tmp_path, **{name: ""})
+            Job(tmp_path, **missing)
     with pytest.raises(ValueError, match="sd_adapter is not provided"):
         Job(tmp_path, last_save_in_hf=True)
     with Job(tmp_path) as job:
