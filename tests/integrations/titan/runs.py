@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 with warnings.catch_warnings():
@@ -132,6 +133,8 @@ class Noisy(Trainer):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        for module in (each for part in self.model_parts for each in part.modules() if isinstance(each, FSDPModule)):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
         self.batches: list[list[int]] = []
         self.losses: list[tuple[int, float, int]] = []
         self.metrics_processor.log = self._note
