@@ -21,6 +21,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "lightning": ("lightning>=2.6,<3",),
     "mlflow": ("mlflow-skinny>=3.6,<4",),
     "wandb": ("wandb>=0.23,<1",),
+    "ray": ("ray[train]>=2.60,<3",),
     "plot": ("matplotlib>=3.9",),
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),
