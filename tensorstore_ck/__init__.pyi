@@ -4,6 +4,7 @@ import tensorstore_ck.integrations.accelerate as _accelerate
 import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
 import tensorstore_ck.integrations.mlflow as _mlflow
+import tensorstore_ck.integrations.ray as _ray
 import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
 
@@ -56,6 +57,7 @@ from .integrations.importing import (
     inspect_checkpoint as inspect_checkpoint,
     inspect_history as inspect_history,
 )
+from .integrations.torch_checkpointing import CheckpointManager as CheckpointManager
 from .log import LogChangedWarning as LogChangedWarning
 from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetails
 from .maintenance.copy_store import copy as copy
@@ -92,6 +94,7 @@ accelerate = _accelerate
 hf = _hf
 lightning = _lightning
 mlflow = _mlflow
+ray = _ray
 titan = _titan
 wandb = _wandb
 __all__: list[str]

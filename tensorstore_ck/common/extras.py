@@ -22,6 +22,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "mlflow": ("mlflow-skinny>=3.6,<4",),
     "titan": ("torchtitan>=0.3,<0.4",),
     "wandb": ("wandb>=0.23,<1",),
+    "ray": ("ray[train]>=2.60,<3",),
     "plot": ("matplotlib>=3.9",),
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),

@@ -5,7 +5,9 @@ importing/               checkpoints of other libraries -> snapshots
 exporting/               snapshots -> files of other programs
 accelerate/              accelerate's Accelerator over a store
 hf/                      transformers' Trainer over a store
+torch_checkpointing/     torch_checkpointing's CheckpointManager over a store
 lightning/               Lightning's Trainer and Fabric over a store
+ray/                     Ray Train over a store
 titan/                   torchtitan's checkpoint manager over a store
 light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
 trainer_pointers.py      the small file that names a snapshot, where a trainer expects a checkpoint

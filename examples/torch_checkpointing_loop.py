@@ -1,0 +1,48 @@
+"""torch_checkpointing's API with snapshots in a store: ``python -m examples.torch_checkpointing_loop FOLDER [STEPS]``. It continues when
+it is started again.
+
+With torch_checkpointing, the line of the manager is `CheckpointManager.Config(...).build()`, and the script looks for the newest folder.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tensorstore_ck as tsck
+
+SAVE_EVERY = 5
+
+
+def main(folder: Path, steps: int) -> float:
+    """Trains; returns the newest loss."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step, loss = 0, torch.zeros(())
+    with tsck.CheckpointManager(store=folder / "store", ref="runs/regression", keep={"keep_last": 3}) as manager:
+        newest = manager.newest_id()
+        if newest is not None:
+            into: dict[str, Any] = {"model": model.state_dict(), "optimizer": None, "step": None, "generator": None}
+            found = manager.load(newest, into=into, strict=True)
+            optimizer.load_state_dict(found["optimizer"])
+            torch.set_rng_state(found["generator"])
+            step = found["step"]
+        while step < steps:
+            values = torch.randn(16, 8)
+            loss = nn.functional.mse_loss(model(values), values.sum(1, keepdim=True))
+            loss.backward()  # type: ignore[no-untyped-call]
+            with manager.lock():
+                optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % SAVE_EVERY == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                manager.save(f"step_{step}", {**state, "step": step, "generator": torch.get_rng_state()})
+    return loss.item()
+
+
+if __name__ == "__main__":
+    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20))

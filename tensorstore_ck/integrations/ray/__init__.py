@@ -1,0 +1,18 @@
+"""Ray Train over a store: ``tensorstore_ck.ray.report(metrics, state, store=store, ref="runs/x", step=step)``.
+
+reporting.py      report: saves a snapshot, and reports a checkpoint that names it; restore
+compatibility.py  versions of Ray, and the private names that are used
+
+Ray keeps, counts and deletes small folders; the snapshots are in the store.
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+
+try:
+    import ray.train  # noqa: F401
+except ImportError as exc:
+    raise missing_extra("ray", "Ray Train over a store") from exc
+
+from tensorstore_ck.integrations.ray.reporting import report, restore
+
+__all__ = ["report", "restore"]

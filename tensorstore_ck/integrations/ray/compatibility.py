@@ -1,0 +1,52 @@
+"""The versions of Ray that are supported, and what is used of its private names."""
+
+from typing import Any, Final
+
+import ray
+
+from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
+
+SUPPORTED: Final = ((2, 60), (3, 0))
+"""From the first up to, but not including, the second."""
+SUPPORTED_PACKAGE: Final = "ray[train]>=2.60,<3"
+TESTED_PACKAGE: Final = "ray[train]==2.60.0"
+
+
+def checkpoint_config() -> Any:
+    """The `CheckpointConfig` of the run that this process is a worker of.
+
+    Raises:
+        MissingExtraError: Ray's version is not supported, or a private name is not what it was.
+        InvalidOptionError: this process is no worker of Ray Train.
+    """
+    lowest, above = SUPPORTED
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if not lowest <= version < above:
+        raise MissingExtraError(f"Ray {ray.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="ray")
+    try:
+        from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415 - a private name
+    except ImportError as exc:
+        raise _changed("get_train_context") from exc
+    try:
+        context = get_train_context()
+    except RuntimeError as exc:
+        raise InvalidOptionError(
+            "tsck.ray is for functions that Ray Train runs in its workers, such as the train_loop_per_worker of a TorchTrainer; elsewhere "
+            "use tsck.Checkpointer",
+            object_id="ray",
+        ) from exc
+    try:
+        config = context.train_run_context.run_config.checkpoint_config
+        for name in ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"):
+            getattr(config, name)
+    except AttributeError as exc:
+        raise _changed(exc.name) from exc
+    return config
+
+
+def _changed(name: str | None) -> MissingExtraError:
+    return MissingExtraError(
+        f"Ray {ray.__version__} has no {name}, or Ray Train version 1 is switched on: run `pip install '{TESTED_PACKAGE}'`, with which "
+        "this was tested",
+        object_id=f"ray.{name}",
+    )

@@ -1,0 +1,189 @@
+"""`report` and `restore`, in the workers of Ray Train.
+
+Natively each worker uploads its own files. Here all workers save one snapshot, and Ray gets a folder with the snapshot's name. What Ray's
+`CheckpointConfig` keeps is a policy of the ref, so that the store drops a snapshot when Ray drops its folder.
+"""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import ray.train
+import torch.distributed as dist
+
+from tensorstore_ck.errors import DamageError, InputError, InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.integrations.light_folders import POINTER, read_pointer, write_pointer
+from tensorstore_ck.integrations.ray.compatibility import checkpoint_config
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer_resume import Always
+from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group import process_groups
+from tensorstore_ck.store import Store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AHEAD: Final = 2
+"""One report waits for Ray, and one snapshot is saved meanwhile."""
+DROPPED: Final = 4
+"""So many snapshots that the policy dropped are freed together."""
+
+
+def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str, step: int, **options: Any) -> Snapshot:
+    """In place of `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
+
+    `CheckpointConfig` becomes a policy of the ref: the newest `num_to_keep`, or the best by the score attribute in `metrics`, and two more;
+    and in any case the newest. What it drops is freed while the run goes on.
+
+    Args:
+        metrics: As for `ray.train.report`; the first worker's numbers are stored with the snapshot.
+        state: A `TrainingState`; or any state that `Store.put_snapshot` takes.
+        store: The open store. Its path must be absolute: Ray starts workers in folders of their own.
+        ref: The branch.
+        step: The number of completed steps.
+        options: For `ray.train.report`: ``checkpoint_dir_name=``, ``validation=``.
+
+    Returns:
+        The snapshot. A failure that may pass is tried again.
+
+    Raises:
+        InvalidOptionError: an argument is invalid, or this is no worker of Ray Train.
+        ConflictError: the ref has snapshots of another run, and this one began without `restore`.
+        StoreError: the save failed; nothing was reported.
+    """
+    group = _require_worker(store)
+    policy = _policy()
+    is_first = group is None or group.rank() == 0
+    if is_first and policy is not None and store.policies().get(ref) != policy:
+        store.set_policy(ref, **policy.encode())
+    given: dict[str, Any] = {"ref": ref, "step": step, "metrics": _numbers(metrics, store, group), "group": group}
+    if isinstance(state, TrainingState):
+        training = state
+        snapshot = store.retrying(lambda: training.put(store, **given))
+    else:
+        snapshot = store.retrying(lambda: store.put_snapshot(state, **given))
+    if not is_first:
+        ray.train.report(dict(metrics), checkpoint=None, **options)
+        return snapshot
+    if policy is not None:
+        _free_dropped(store, ref)
+    with tempfile.TemporaryDirectory(prefix="tsck-") as folder:
+        write_pointer(Path(folder), SnapshotPointer(store.url, snapshot.root))
+        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
+    return snapshot
+
+
+def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
+    """Restores `state` on all workers, on any number of them: from `ray.train.get_checkpoint()`; if Ray has none, from the ref's newest
+    snapshot that is intact.
+
+    Ray has none when a new experiment continues an earlier one. If the snapshot that Ray names is damaged or gone, a warning says so, and
+    the newest intact one is restored.
+
+    Args:
+        state: As for `report`; tensors are filled in place.
+        store: The open store.
+        ref: The branch.
+
+    Returns:
+        The snapshot, whose `step` tells where to continue; None: there is none yet.
+
+    Raises:
+        InputError: the checkpoint that Ray has was not reported by `report`.
+        NotFoundError: Ray has a checkpoint, and the ref no snapshots.
+        MismatchError: it does not fit.
+        DamageError: none of the existing snapshots can be restored.
+    """
+    group = _require_worker(store)
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            pointer = read_pointer(folder)
+        if pointer is None:
+            raise InputError(
+                f"the checkpoint {checkpoint.path} has no {POINTER}: another program reported it. Load it as before, and begin another ref",
+                object_id=str(checkpoint.path),
+            )
+        try:
+            return _restore_named(pointer.address, state, store, ref, group)
+        except (DamageError, NotFoundError) as exc:
+            warnings.warn(f"the snapshot {pointer.address[:16]} that Ray's checkpoint names was skipped: {exc}", stacklevel=2)
+    found = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()
+    if found is None and checkpoint is not None:
+        raise NotFoundError(
+            f"{ref!r} in {store.url} has no snapshots, and Ray has a checkpoint, {checkpoint.path}, that names one: open the store that "
+            "it was reported from",
+            object_id=ref,
+        )
+    return found
+
+
+def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
+    found = store.resolve(root)
+    address = root
+    if ref in store.branches():
+        address = f"{ref}@{found.step}"  # through the ref, so that the next save may follow it
+        if store.resolve(address).root != found.root:
+            raise NotFoundError(f"{address} is another snapshot by now", object_id=root)
+    if isinstance(state, TrainingState):
+        training = state
+        store.retrying(lambda: training.restore(store, address, group=group))
+    else:
+        store.retrying(lambda: store.checkout(address, into=state, group=group))
+    return found
+
+
+def _require_worker(store: Store) -> "ProcessGroup | None":
+    """The group of all workers."""
+    if not isinstance(store, Store):
+        raise InvalidOptionError(f"store= must be an open store, such as tsck.open('/data/ckpt'), not {store!r}", object_id="store")
+    checkpoint_config()
+    workers = ray.train.get_context().get_world_size()
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if workers != ranks:
+        raise InvalidOptionError(
+            f"Ray Train has {workers} workers, and torch.distributed {ranks} ranks: a TorchTrainer connects them",
+            object_id="ray",
+        )
+    return dist.group.WORLD if ranks > 1 else None
+
+
+def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | None") -> dict[str, float]:
+    """The metrics of the first worker, as in Ray."""
+
+    def numbers() -> bytes:
+        return json.dumps({name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}).encode()
+
+    title = "the metrics of the first worker"
+    said = (
+        numbers()
+        if group is None
+        else store.session.groups.broadcast(group, title, numbers, timeout_seconds=process_groups.TIMEOUT_SECONDS)
+    )
+    return dict(json.loads(said))
+
+
+def _policy() -> Policy | None:
+    """What Ray keeps, and two more: workers are up to two reports ahead of Ray, which may have to go back to what it knows."""
+    config = checkpoint_config()
+    if config.num_to_keep is None:
+        return None
+    count = config.num_to_keep + AHEAD
+    if config.checkpoint_score_attribute is None:
+        return Policy.of(keep_last=count)
+    return Policy.of(keep_best=(count, config.checkpoint_score_attribute, config.checkpoint_score_order))
+
+
+def _free_dropped(store: Store, ref: str) -> None:
+    if sum(each.ref == ref for each in store.forgotten()) < DROPPED:
+        return
+    try:
+        store.free_dropped(ref)
+    except StoreError as exc:
+        warnings.warn(f"the snapshots that the policy of {ref!r} dropped still take space: {exc}; a later save tries again", stacklevel=3)

@@ -1,0 +1,12 @@
+"""torch_checkpointing's `CheckpointManager` over a store: ``tsck.CheckpointManager(store="./ckpt", ref="runs/x")``.
+
+checkpoint_manager.py  CheckpointManager: save, load, prewarm_staging, lock and close keep their meaning
+rank_items.py          which parts of a payload all ranks have in common, and which are each rank's own
+item_specs.py          which items a payload may, and must, have
+
+It does not import torch_checkpointing, whose `CheckpointManager.Config` and `ItemSpec` it accepts.
+"""
+
+from tensorstore_ck.integrations.torch_checkpointing.checkpoint_manager import CheckpointManager
+
+__all__ = ["CheckpointManager"]

@@ -1,0 +1,367 @@
+"""`CheckpointManager`: the methods of torch_checkpointing's, whose checkpoints are snapshots on one ref of a store.
+
+A checkpoint's id is in the metadata of its snapshot. If it ends with a number that is not below the step of the newest snapshot, the
+number is the snapshot's step, too.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+import torch.distributed as dist
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
+from tensorstore_ck.integrations.torch_checkpointing import rank_items
+from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
+from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.state import LoadReport, LoadWarning
+from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NOTE: Final = "torch_checkpointing"
+"""Key in a snapshot's metadata."""
+_NUMBER: Final = re.compile(r"([0-9]{1,18})$")
+
+
+class NoSuchCheckpointError(NotFoundError, FileNotFoundError):
+    """There is no checkpoint of that id, or it lacks an item; torch_checkpointing raises the built-in error."""
+
+    __str__ = Exception.__str__
+
+
+class MissingKeysError(MismatchError, RuntimeError):
+    """A checkpoint lacks keys of ``into=``, or does not fit it; torch_checkpointing raises the built-in error."""
+
+
+class ClosedManagerError(InvalidOptionError, RuntimeError):
+    """The manager is closed; torch_checkpointing raises the built-in error."""
+
+
+class CheckpointManager:
+    """In place of `torch_checkpointing.CheckpointManager`::
+
+        manager = tsck.CheckpointManager(store="./ckpt", ref="runs/gpt")
+        manager.load("step_1000", into={"model": model.state_dict(), "step": 0})
+        manager.save("step_2000", {"model": model.state_dict(), "step": 2000})
+
+    With torch.distributed, all ranks create it, save and load together. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        store: Store | str | os.PathLike[str],
+        ref: str,
+        keep: Mapping[str, object] | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """All ranks create one with the same arguments.
+
+        Args:
+            config: A `CheckpointManager.Config` of torch_checkpointing. Used are the items' ``required`` and ``resharder``, ``default``,
+                and whether saves are asynchronous; whatever concerns its files and its process is ignored. An item with a resharder must be
+                equal on all ranks, but for what is spread over them. None: any items, asynchronous.
+            store: The store; or its URL or path, where it is created if there is none, and closed by `close`.
+            ref: The branch for all checkpoints.
+            keep: The retention policy of the ref, as in `Store.set_policy`; what it drops is freed while the job runs.
+            timeout_seconds: How long to wait for the other ranks.
+
+        Raises:
+            InvalidOptionError: an argument is invalid.
+        """
+        self._specs = ItemSpecs.of(config)
+        policy = None if keep is None else Policy.of(**keep)
+        self._owns_store = not isinstance(store, Store)
+        self._store: Store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._ref, self._timeout_seconds = ref, timeout_seconds
+        self._pending: PendingSnapshot | None = None
+        self._closed = False
+        is_first = self._group is None or self._group.rank() == 0
+        if policy is not None and is_first and self._store.policies().get(ref) != policy:
+            self._store.set_policy(ref, **policy.encode())
+        self._dropped = DroppedSnapshots(self._store, ref) if policy is not None and is_first else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close() if kind is None else None
+
+    @property
+    def _group(self) -> "ProcessGroup | None":
+        """Also of one rank, which may have DTensors."""
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> "Future[Snapshot] | None":
+        """Saves a payload, after the previous save has ended. All ranks call it, each with its own side.
+
+        The payload may be changed when it returns. Of several saves with one id, `load` finds the newest.
+
+        Args:
+            checkpoint_id: Any text, such as ``"step_1000"`` or a path.
+            checkpoint: Items by key.
+
+        Returns:
+            The Future of the published snapshot; None if saves are synchronous.
+
+        Raises:
+            UnfitItemsError: an item is missing or not allowed; a `KeyError`.
+            ClosedManagerError: after `close`; a `RuntimeError`.
+            ConflictError: the ref has checkpoints of another run, and this one began without `load`.
+            StoreError: this save failed, or the previous one.
+        """
+        self._require_open("save")
+        self._finish_pending()
+        checkpoint_id = require_id(checkpoint_id)
+        group = self._group
+        state, own, step = self._sides(checkpoint_id, checkpoint, group)
+        options: dict[str, Any] = {
+            "ref": self._ref,
+            "step": step,
+            "metadata": {NOTE: {"id": checkpoint_id, "ranks": 1 if group is None else group.size()}},
+            "group": group,
+            "rank_state": own,
+            "timeout_seconds": self._timeout_seconds,
+        }
+        if not self._specs.asynchronous:
+            self._store.put_snapshot(state, **options)
+            self._note_save()
+            return None
+        self._pending = self._store.put_snapshot_async(state, **options)
+        self._note_save()
+        return _future_of(self._pending)
+
+    def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "ProcessGroup | None") -> tuple[Any, Any, int | None]:
+        """What all ranks have in common, and this rank's own; a failure here is raised on all ranks. With the step."""
+
+        def step() -> int | None:
+            number, head = _NUMBER.search(checkpoint_id), self._store.branches().get(self._ref)
+            found = None if number is None else int(number[1])
+            return None if found is None or (head is not None and found < (head.step or 0)) else found
+
+        def prepare() -> tuple[rank_items.Leaves, Any]:
+            self._specs.require_fitting(checkpoint)
+            plain = (pair for pair in rank_items.leaves({**checkpoint}) if pair[0] and not self._specs.is_shared(pair[0][0]))
+            return {path: leaf for path, leaf in plain if not rank_items.is_spread(leaf)}, step()
+
+        if group is None or group.size() == 1:
+            self._specs.require_fitting(checkpoint)
+            return {**checkpoint}, None, step()
+        paths, common_step = rank_items.find_own(self._store, group, prepare, self._timeout_seconds)
+        payload: Any = {**checkpoint}
+        own = [[list(path), leaf] for path, leaf in rank_items.leaves(payload) if path in paths]
+        return rank_items.without(payload, paths), {"own": own}, common_step
+
+    def _note_save(self) -> None:
+        if self._dropped is not None:
+            self._dropped.note_save()
+
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait(self._timeout_seconds)
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        checkpoint_id: str | os.PathLike[str],
+        into: Mapping[str, Any] | None = None,
+        *,
+        map_location: Any = None,
+        strict: bool = False,
+        metadata_format: object = None,
+    ) -> Mapping[str, Any]:
+        """Loads a checkpoint, on any number of ranks. All ranks call it, each with its own side.
+
+        Args:
+            checkpoint_id: The id of a save of this ref; or the address of any snapshot in the store, such as ``"runs/x@1000"``.
+            into: What to load: tensors are filled in place, other values replaced; None stands for all of an item. By default the items
+                of the `Config`.
+            map_location: The device of new tensors.
+            strict: Whether keys of `into` that the checkpoint lacks are an error; else a warning names them.
+            metadata_format: Not supported.
+
+        Returns:
+            The loaded items.
+
+        Raises:
+            NoSuchCheckpointError: no such checkpoint, or it lacks an item; a `FileNotFoundError`.
+            MissingKeysError: `strict`, and the checkpoint lacks keys; or a tensor has another shape or dtype; a `RuntimeError`.
+            DamageError: it is damaged.
+            ClosedManagerError: after `close`.
+        """
+        self._require_open("load")
+        self._finish_pending()
+        if metadata_format is not None:
+            raise InvalidOptionError("metadata_format= is for files: `tsck import` makes snapshots of them", object_id="metadata_format")
+        if not (map_location is None or isinstance(map_location, str | torch.device)):
+            raise InvalidOptionError(f"map_location= must be a device, not {map_location!r}", object_id="map_location")
+        if into is None:
+            into = dict.fromkeys(self._specs.items)
+            if not into:
+                raise UnfitItemsError("load requires into=, or items in the Config, to know which items to read", object_id="into")
+        checkpoint_id = require_id(checkpoint_id)
+        group = self._group
+        if group is None:
+            address = self._address_of(checkpoint_id)
+        else:
+            title = f"the load of checkpoint {checkpoint_id!r}"
+            find = partial(self._address_of, checkpoint_id)
+            address = self._store.session.groups.broadcast(
+                group, title, lambda: find().encode(), timeout_seconds=self._timeout_seconds
+            ).decode()
+        read = partial(self._read, checkpoint_id, into, strict, "cpu" if map_location is None else map_location)
+        found: Mapping[str, Any] = self._store.restoring(address, read, group=group, timeout_seconds=self._timeout_seconds)[0]
+        return found
+
+    def _address_of(self, checkpoint_id: str) -> str:
+        """Where the newest checkpoint with this id is; through the ref, if possible, so that the next save may follow it."""
+        number = _NUMBER.search(checkpoint_id)
+        steps = (None,) if number is None else (int(number[1]), None)
+        try:
+            for back, snapshot in enumerate(self._store.log(self._ref)):
+                if snapshot.step in steps and self._note(snapshot.root).get("id") == checkpoint_id:
+                    at_step = f"{self._ref}@{snapshot.step}" if snapshot.step is not None else self._ref
+                    through = (self._ref, at_step, f"{self._ref}~{back}")
+                    return next((each for each in through if self._is_at(each, snapshot)), snapshot.root)
+        except NotFoundError:
+            pass  # nothing was saved yet
+        try:
+            return self._store.resolve(checkpoint_id).root
+        except StoreError as exc:
+            raise NoSuchCheckpointError(
+                f"{self._ref!r} in {self._store.url} has no checkpoint {checkpoint_id!r}, and it is no address: `tsck log {self._ref}` "
+                "lists the snapshots",
+                object_id=checkpoint_id,
+            ) from exc
+
+    def _is_at(self, address: str, snapshot: Snapshot) -> bool:
+        try:
+            return self._store.resolve(address).root == snapshot.root
+        except NotFoundError:
+            return False
+
+    def _note(self, root: str) -> dict[str, Any]:
+        note = self._store.show(root).metadata.get(NOTE)
+        return note if isinstance(note, dict) else {}
+
+    def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, found: Restoring) -> dict[str, Any]:
+        """Loads into `into`, which can fail on one rank alone."""
+        self._specs.require_fitting(into)
+        own = self._own(checkpoint_id, into, found)
+        target, report, stored = {**into}, LoadReport(), found.lazy()
+        shared = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
+        left = rank_items.without(target, own)
+        restored = found.checkout(into=left, strict=False, report=report, device=device) if left else {}
+        for key in target:
+            if key not in shared and not any(path[0] == key for path in own) and any(_is_below(name, key) for name in report.missing):
+                raise NoSuchCheckpointError(f"checkpoint {checkpoint_id!r} has no item {key!r}", object_id=key)
+        if report.mismatched:
+            raise MissingKeysError(f"checkpoint {checkpoint_id!r} does not fit into=: {report.mismatched}", object_id=checkpoint_id)
+        if report.missing and strict:
+            raise MissingKeysError(f"checkpoint {checkpoint_id!r} is missing keys: {report.missing}", object_id=checkpoint_id)
+        if report.missing:
+            warnings.warn(f"checkpoint {checkpoint_id!r} lacks keys, which stay as they are: {report.missing}", LoadWarning, stacklevel=2)
+        return dict(rank_items.put_back(target, restored, own))
+
+    def _own(self, checkpoint_id: str, into: Mapping[str, Any], found: Restoring) -> rank_items.Leaves:
+        """This rank's own leaves, of those that are wanted."""
+        ranks = self._note(found.info.root.hex()).get("ranks", 1)
+        if ranks == 1:
+            return {}
+        rank = 0 if found.group is None else found.group.rank()
+        stored = found.rank_state(rank if rank < ranks else 0)["own"]
+        own = {tuple(path): leaf for path, leaf in stored if rank_items.is_wanted({**into}, tuple(path))}
+        if rank >= ranks and own:
+            names = [".".join(map(str, path)) for path in own]
+            raise NoSuchCheckpointError(
+                f"checkpoint {checkpoint_id!r} was saved by {ranks} ranks, each with {names} of its own: rank {rank} has none. Load "
+                "it on as many ranks, or leave these out of into=",
+                object_id=names[0],
+            )
+        return own
+
+    def newest_id(self) -> str | None:
+        """The id of the newest checkpoint that is not marked as damaged or bad, on all ranks the same; None: there is none yet.
+
+        torch_checkpointing has no such method: its users look for folders.
+        """
+        self._require_open("look")
+        address = newest_address(self._store, self._ref, (), self._group, "load")
+        if address is None:
+            return None
+        root = self._store.resolve(address).root
+        return str(self._note(root).get("id", root))
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
+        """Checks a payload. The buffers for background saves are allocated at the first one, and reused.
+
+        Raises:
+            UnfitItemsError: an item is missing or not allowed.
+        """
+        self._require_open("prewarm staging")
+        self._specs.require_fitting(checkpoint)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """For ``with manager.lock(): optimizer.step()``: does nothing, since `save` has captured the payload when it returns."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Waits for the save in progress; idempotent.
+
+        Raises:
+            StoreError: it failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish_pending()
+            if self._dropped is not None:
+                self._dropped.finish()
+        finally:
+            if self._owns_store:
+                self._store.close()
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedManagerError(f"cannot {what} with a closed CheckpointManager: create another one", object_id="CheckpointManager")
+
+
+def _future_of(pending: PendingSnapshot) -> "Future[Snapshot]":
+    future: Future[Snapshot] = Future()
+    future.set_running_or_notify_cancel()
+
+    def settle(ended: PendingSnapshot) -> None:
+        if ended.snapshot is not None:
+            future.set_result(ended.snapshot)
+        else:
+            future.set_exception(ended.error or StoreError("the save ended without a snapshot"))
+
+    pending.published.on_settled(settle)
+    return future
+
+
+def _is_below(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
