@@ -16,7 +16,7 @@ from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
-from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, require_replays
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import newest_address
 from tensorstore_ck.store import Store
@@ -180,11 +180,31 @@ class SnapshotResume:
             return
         loaded, self._loaded = self._loaded, None
         loop = trainer.fit_loop
-        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
-        is_complete = epochs.processed >= epochs.ready or batches.ready == 0
-        logged_values.restore(trainer, loaded.values["logged"], batches=0 if is_complete else batches.ready)
-        if is_complete and batches.ready:  # the epoch's end goes on after the save, and Lightning skips this part of it
-            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        is_ended = has_ended(loop)
+        batches = 0 if is_ended else loop.epoch_loop.batch_progress.current.ready
+        logged_values.restore(trainer, loaded.values["logged"], batches=batches)
+        if is_ended:
+            _end_epoch(loop)
+        else:
+            _continue_epoch(loop)
         if loaded.is_same_size:
             TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
         TrainingState().restore(self._store, loaded.root, group=world_group(), parts=("generators",))
+
+
+def _end_epoch(loop: Any) -> None:
+    """Does what comes after the save at the end of an epoch. Lightning skips it; or, with `max_steps`, ends the epoch once more."""
+    epochs = loop.epoch_progress
+    if loop.epoch_loop._num_ready_batches_reached():
+        epochs.current.completed = epochs.current.processed - 1
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    epochs.current.completed, epochs.total.completed = epochs.current.processed, epochs.total.processed
+    loop._restarting = loop.epoch_loop.restarting = False
+    loop._resuming_from_checkpoint = False  # so that it begins the data of the next epoch
+    loop.reset_restart_stage()
+
+
+def _continue_epoch(loop: Any) -> None:
+    """Goes on within an epoch, which a former `max_steps` may have ended."""
+    for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
+        epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))
