@@ -28,10 +28,13 @@ def load_from_checkpoint(
         options: For `kind.load_from_checkpoint`.
 
     Raises:
-        InvalidOptionError: `path` is an address, and no store is given; or the snapshot is not of a Trainer of Lightning.
+        InvalidOptionError: `path` is an address, and no store is given; or it is not of a Trainer of Lightning over a store.
         NotFoundError: there is no such snapshot.
     """
     pointer = read_pointer(path)
+    if pointer is None and os.path.isfile(path):
+        native = f"{kind.__name__}.load_from_checkpoint"
+        raise InvalidOptionError(f"{path} names no snapshot: if Lightning wrote it, use {native}", object_id=str(path))
     if pointer is None and store is None:
         raise InvalidOptionError(f"{path} names no snapshot: for an address pass store=", object_id=str(path))
     if store is None or isinstance(store, str | os.PathLike):

@@ -19,6 +19,7 @@ from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninst
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
@@ -38,7 +39,7 @@ def world_group() -> "dist.ProcessGroup | None":
 class _Loaded(NamedTuple):
     """The snapshot from which this run continues."""
 
-    root: str
+    snapshot: Snapshot
     values: State
     """See `TrainerValues`."""
     is_same_size: bool
@@ -92,6 +93,11 @@ class SnapshotResume:
         TrainLoaders.of(trainer).begin()
         self._loaded = None
 
+    @property
+    def loaded(self) -> Snapshot | None:
+        """The snapshot from which this run continues, until its first step."""
+        return None if self._loaded is None else self._loaded.snapshot
+
     def point_to_newest(self) -> str | None:
         """A new pointer that stands for the newest intact snapshot; None if the ref has none."""
         if self._ref not in self._store.branches():
@@ -137,7 +143,7 @@ class SnapshotResume:
         group = world_group()
         if fits:
             values: State = stored.rank_values[OWN]
-            self._loaded = _Loaded(stored.snapshot.root, values, stored.ranks == (1 if group is None else group.size()))
+            self._loaded = _Loaded(stored.snapshot, values, stored.ranks == (1 if group is None else group.size()))
             if self._loaded.is_same_size:
                 require_replays(values["loaders"], values["checkpoint"]["loops"]["fit_loop"])
                 TrainLoaders.of(trainer).resume(values["loaders"])
@@ -189,7 +195,7 @@ class SnapshotResume:
             _continue_epoch(loop)
         if loaded.is_same_size:
             TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
-        TrainingState().restore(self._store, loaded.root, group=world_group(), parts=("generators",))
+        TrainingState().restore(self._store, loaded.snapshot.root, group=world_group(), parts=("generators",))
 
 
 def _end_epoch(loop: Any) -> None:

@@ -51,7 +51,7 @@ class Killed(Exception):
     """In place of a kill: the process goes on, without what it had in memory."""
 
 
-class KillAfter(Callback):  # type: ignore[misc]
+class Killing:
     """Ends a run when a batch begins, after `step` steps."""
 
     def __init__(self, step: int) -> None:
@@ -60,6 +60,10 @@ class KillAfter(Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._step:
             raise Killed
+
+
+class KillAfter(Killing, Callback):  # type: ignore[misc]
+    """Of `lightning.pytorch`."""
 
 
 class Kept(Logger):  # type: ignore[misc]
@@ -78,7 +82,7 @@ class Kept(Logger):  # type: ignore[misc]
         """Not kept."""
 
 
-class Model(lightning.LightningModule):  # type: ignore[misc]
+class Training:
     """Dropout, batch norm, a metric, a schedule that watches a value, and values that are logged as means over an epoch."""
 
     def __init__(self, width: int = 8, loader: Any = None, workers: int = 0, frequency: int = 1) -> None:
@@ -113,6 +117,10 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
 
     def val_dataloader(self) -> Any:
         return DataLoader(Numbers(), batch_size=10)
+
+
+class Model(Training, lightning.LightningModule):  # type: ignore[misc]
+    """Of `lightning.pytorch`."""
 
 
 def trainer(folder: Path, *callbacks: Any, **options: Any) -> lightning.Trainer:

@@ -39,6 +39,23 @@ def test_a_killed_rank(tmp_path: Path, strategy: str, rank: int, step: int) -> N
         assert store.resolve(runs.REF).step == 8  # of 9
 
 
+FABRIC = "tests.integrations.lightning.fabric_rank_job"
+
+
+@pytest.mark.parametrize(("strategy", "form"), [("ddp", "file"), ("fsdp2", "address")])
+def test_a_killed_rank_of_fabric(tmp_path: Path, strategy: str, form: str) -> None:
+    """Losses, weights, each rank's buffers and generators."""
+    expected = ends(run_ranks(FABRIC, tmp_path / "whole", strategy))
+    assert len(expected) == 2
+    assert expected[0]["losses"] != expected[1]["losses"]
+    cut = tmp_path / "cut"
+    run_ranks(FABRIC, cut, strategy, kill=(1, 5))
+    resumed = ends(run_ranks(FABRIC, cut, strategy, str(cut / "step-4.ckpt") if form == "file" else runs.REF))
+    assert resumed == expected
+    with tsck.open(cut / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
+        assert [each.step for each in store.log(runs.REF)] == [8, 6, 4, 2]
+
+
 def test_another_number_of_ranks_gets_the_weights(tmp_path: Path) -> None:
     """What two ranks with shards saved, one process loads."""
     _run(tmp_path / "whole", "fsdp2")

@@ -90,6 +90,8 @@ def test_a_resume_is_bit_for_bit_the_undisturbed_run(  # noqa: PLR0917 - fixture
     killed = _fit(tmp_path, runs.checkpoint(tmp_path, store, asynchronous=asynchronous, **options), kill_after=kill_after)
     resumed = _fit(tmp_path, runs.checkpoint(tmp_path, store, asynchronous=asynchronous, **options), "last")
     _assert_continues(killed, resumed, undisturbed)
+    if "when" in options:
+        assert _steps(store) == [2, 4, 6, 8, 10, 12, 14]
 
 
 @pytest.mark.slow
@@ -173,6 +175,15 @@ def test_the_limit_holds_in_the_store(tmp_path: Path, store: tsck.Store) -> None
     _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=1, save_top_k=1))
     assert [each.name for each in (tmp_path / "files").iterdir()] == ["step=15.ckpt"]
     assert _steps(store) == [14, 15]
+
+
+def test_a_limit_of_snapshots_bounds_their_bytes(tmp_path: Path, store: tsck.Store) -> None:
+    options = {"max_epochs": 20, "limit_val_batches": 1}
+    _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=1, save_top_k=1), **options)
+    assert _steps(store) == [99, 100]
+    usage = store.usage()
+    assert usage.undo_bytes == 0
+    assert usage.objects_bytes < 2.5 * usage.stored_bytes
 
 
 def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
@@ -271,6 +282,10 @@ def test_saves_that_fail_end_the_run(tmp_path: Path, store: tsck.Store) -> None:
 
 
 def test_arguments_that_contradict_each_other_are_refused(tmp_path: Path, store: tsck.Store) -> None:
+    with pytest.raises(tsck.InvalidNameError, match="cannot be the name"):
+        tsck.lightning.SnapshotCheckpoint(store, "a b")
+    with pytest.raises(tsck.InvalidOptionError, match="no rule 'keep_lst'"):
+        tsck.lightning.SnapshotCheckpoint(store, runs.REF, keep={"keep_lst": 1})
     with pytest.raises(tsck.InvalidOptionError, match="not both"):
         tsck.lightning.SnapshotCheckpoint(store, runs.REF, when=tsck.every_steps(2), every_n_train_steps=2)
     one, two = runs.checkpoint(tmp_path, store), runs.checkpoint(tmp_path, store, every_n_train_steps=4)
