@@ -133,11 +133,9 @@ class FabricSnapshots:
         pointer = read_pointer(path)
         if pointer is None and (os.path.exists(path) or "://" in str(path)):
             return self._load_natively(path=path, state=state, strict=strict, weights_only=weights_only)
-        if pointer is not None:
-            pointer.require_store(self._store.url, str(path))
         if state is not None:
             _require_dict(state, "load")
-        address = str(path) if pointer is None else pointer.address
+        address = str(path) if pointer is None else pointer.address_in(self._store, str(path))
         sharded = is_sharded(self._strategy)
         try:
             stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)

@@ -41,9 +41,8 @@ def load_from_checkpoint(
         url = pointer.store if store is None and pointer is not None else store
         with open_store(url or "", read_only=True) as opened:
             return load_from_checkpoint(kind, path, store=opened, **options)
-    if pointer is not None:
-        pointer.require_store(store.url, str(path))
-    stored = read_training(store, str(path) if pointer is None else pointer.address, parts=("model",))
+    address = str(path) if pointer is None else pointer.address_in(store, str(path))
+    stored = read_training(store, address, parts=("model",))
     if OWN not in stored.rank_values:
         raise InvalidOptionError(f"{path} is not of a Trainer of Lightning", object_id=str(path))
     checkpoint = dict(stored.rank_values[OWN]["checkpoint"])

@@ -125,8 +125,7 @@ class SnapshotResume:
             self._newest_pointers.discard(path)
             shutil.rmtree(Path(path).parent, ignore_errors=True)
         elif pointer is not None:
-            pointer.require_store(self._store.url, path)
-            stored = self._read(trainer, pointer.address)
+            stored = self._read(trainer, pointer.address_in(self._store, path))
         elif os.path.exists(path) or "://" in path:
             return load_natively()
         else:

@@ -55,7 +55,8 @@ def test_a_resume_is_bit_for_bit_the_undisturbed_run(tmp_path: Path, store: tsck
     """Also the random numbers, which Fabric does not save."""
     whole = _script(tmp_path, None, 7)
     _script(tmp_path, store, 5)
-    resumed = _script(tmp_path, store, 7, str(tmp_path / "step-4.ckpt") if form == "file" else f"{REF}@4")
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another:
+        resumed = _script(tmp_path, another, 7, str(tmp_path / "step-4.ckpt") if form == "file" else f"{REF}@4")
     assert resumed["losses"] == whole["losses"]
     assert resumed["schedule"].state_dict() == whole["schedule"].state_dict()
     for one, other in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):

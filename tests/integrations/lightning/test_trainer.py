@@ -144,7 +144,8 @@ def test_a_run_that_ended_goes_on_with_more_steps(tmp_path: Path, store: tsck.St
 def test_a_resume_from_an_earlier_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed, form: str) -> None:
     _fit(tmp_path, runs.checkpoint(tmp_path, store))
     path = f"{runs.REF}@6" if form == "address" else str(tmp_path / "files" / "step=6.ckpt")
-    resumed = _fit(tmp_path, runs.checkpoint(tmp_path, store), path)
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another:
+        resumed = _fit(tmp_path, runs.checkpoint(tmp_path, another), path)
     assert runs.logged(resumed) == undisturbed.logged[-len(runs.logged(resumed)) :]
     runs.assert_equal(runs.weights(resumed.lightning_module), undisturbed.weights)
 
