@@ -22,7 +22,8 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
     """Each layer, and the rest."""
     for each in module.children():
         fully_shard(each, mesh=mesh["data_parallel"])
-    return fully_shard(module, mesh=mesh["data_parallel"])
+    fully_shard(module, mesh=mesh["data_parallel"])
+    return module
 
 
 def main(folder: Path, kind: str, path: str | None) -> None:

@@ -85,6 +85,11 @@ class Kept(Logger):  # type: ignore[misc]
 class Training:
     """Dropout, batch norm, a metric, a schedule that watches a value, and values that are logged as means over an epoch."""
 
+    trainer: Any
+    log: Any
+    parameters: Any
+    save_hyperparameters: Any
+
     def __init__(self, width: int = 8, loader: Any = None, workers: int = 0, frequency: int = 1) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["loader"])

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-LIMITED = {"max_steps": 13, "max_epochs": -1}
+LIMITED: dict[str, Any] = {"max_steps": 13, "max_epochs": -1}
 
 
 class Own:
@@ -179,7 +179,7 @@ def test_the_limit_holds_in_the_store(tmp_path: Path, store: tsck.Store) -> None
 
 
 def test_a_limit_of_snapshots_bounds_their_bytes(tmp_path: Path, store: tsck.Store) -> None:
-    options = {"max_epochs": 20, "limit_val_batches": 1}
+    options: dict[str, Any] = {"max_epochs": 20, "limit_val_batches": 1}
     _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=1, save_top_k=1), **options)
     assert _steps(store) == [99, 100]
     usage = store.usage()
