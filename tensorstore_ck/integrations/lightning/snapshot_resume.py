@@ -186,8 +186,8 @@ class SnapshotResume:
         loaded, self._loaded = self._loaded, None
         loop = trainer.fit_loop
         is_ended = has_ended(loop)
-        batches = 0 if is_ended else loop.epoch_loop.batch_progress.current.ready
-        logged_values.restore(trainer, loaded.values["logged"], batches=batches)
+        within_epoch = not is_ended and loop.epoch_loop.batch_progress.current.ready > 0
+        logged_values.restore(trainer, loaded.values["logged"], within_epoch=within_epoch)
         if is_ended:
             _end_epoch(loop)
         else:

@@ -98,6 +98,9 @@ class Training:
         self.seen: list[tuple[int, float]] = []
         self._loader, self._workers, self._frequency = loader or DataLoader, workers, frequency
 
+    def on_train_batch_start(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> None:
+        self.log("input", batch[0].mean(), on_step=False, on_epoch=True)
+
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
         values, wanted = batch
         found = self.net(values)

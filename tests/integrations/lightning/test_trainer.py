@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,27 @@ def test_a_resume_after_every_step(
         _assert_continues(killed, resumed, undisturbed)
 
 
+def test_a_save_that_is_due_between_the_batches_of_a_step_comes_after_it(tmp_path: Path, store: tsck.Store) -> None:
+    class Due(Callback):  # type: ignore[misc]
+        """The clock of `train_time_interval`."""
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if (trainer.global_step, trainer.fit_loop.batch_idx) == (1, 2):
+                saves._last_time_checked = float("-inf")
+
+    saves = runs.checkpoint(tmp_path, store, every_n_train_steps=None, train_time_interval=timedelta(days=1))
+    runs.trainer(tmp_path, Due(), saves, accumulate_grad_batches=2, max_epochs=1).fit(runs.seeded())
+    assert _steps(store) == [2]
+
+
 def test_a_run_that_ended_goes_on_with_more_steps(tmp_path: Path, store: tsck.Store) -> None:
     """As if it had had so many from the beginning: within the epoch that the former limit ended."""
     saves: dict[str, Any] = {"every_n_train_steps": None, "every_n_epochs": 1}
-    whole = _fit(tmp_path, ModelCheckpoint(tmp_path / "native"), max_steps=18, max_epochs=-1)
+    longer: dict[str, Any] = {"max_steps": 18, "max_epochs": 4}
+    whole = _fit(tmp_path, ModelCheckpoint(tmp_path / "native"), **longer)
     undisturbed = Undisturbed(runs.logged(whole), runs.weights(whole.lightning_module), whole.lightning_module.seen)
     first = _fit(tmp_path, runs.checkpoint(tmp_path, store, **saves), **LIMITED)
-    _assert_continues(first, _fit(tmp_path, runs.checkpoint(tmp_path, store, **saves), "last", max_steps=18, max_epochs=-1), undisturbed)
+    _assert_continues(first, _fit(tmp_path, runs.checkpoint(tmp_path, store, **saves), "last", **longer), undisturbed)
 
 
 @pytest.mark.parametrize("form", ["address", "file"])
@@ -313,4 +328,6 @@ def test_a_store_that_is_given_by_its_path(tmp_path: Path) -> None:
     assert loaded.hparams == trainer.lightning_module.hparams
     copied = pickle.loads(pickle.dumps(trainer.lightning_module))
     runs.assert_equal(runs.weights(copied), runs.weights(trainer.lightning_module))
-    trainer.checkpoint_callback._store.close()
+    saves = trainer.checkpoint_callback
+    assert pickle.loads(pickle.dumps(saves)).best_model_path == saves.best_model_path
+    saves._store.close()
