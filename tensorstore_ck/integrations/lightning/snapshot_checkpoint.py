@@ -215,6 +215,8 @@ class SnapshotMixin:
         if self._waits:
             self._postponed = True
             return
+        if self._native.save_last == "link":  # made before the file that it names, and so maybe before its folder
+            os.makedirs(self._native.dirpath, exist_ok=True)
         super()._save_last_checkpoint(trainer, monitor_candidates)  # type: ignore[misc]
         if self._asked and not self._is_naming:
             self._step(trainer)

@@ -186,6 +186,13 @@ def test_the_best_and_the_last(tmp_path: Path, store: tsck.Store) -> None:
     assert last["address"] == store.resolve(runs.REF).root
 
 
+def test_the_last_can_be_a_link(tmp_path: Path, store: tsck.Store) -> None:
+    _fit(tmp_path, runs.checkpoint(tmp_path, store, save_last="link"), max_epochs=1)
+    last = tmp_path / "files" / "last.ckpt"
+    assert last.is_symlink()
+    assert json.loads(last.read_text())["address"] == store.resolve(runs.REF).root
+
+
 def test_the_limit_holds_in_the_store(tmp_path: Path, store: tsck.Store) -> None:
     """The newest snapshot that is not damaged stays beside the newest, as in every ref with a policy."""
     _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=1, save_top_k=1))
