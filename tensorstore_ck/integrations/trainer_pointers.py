@@ -7,9 +7,12 @@ left over does no harm.
 import json
 import os
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tensorstore_ck.errors import InputError, MismatchError
+from tensorstore_ck.errors import InputError, MismatchError, NotFoundError
+
+if TYPE_CHECKING:
+    from tensorstore_ck.store import ReadOnlyStore
 
 MAX_BYTES: Final = 1 << 16
 """A longer file is no pointer."""
@@ -50,6 +53,22 @@ class SnapshotPointer(NamedTuple):
             raise MismatchError(
                 f"{path} names a snapshot of {self.store}, and this Trainer's store is {url}: pass ref@step of this store", object_id=path
             )
+
+    def address_in(self, store: "ReadOnlyStore", path: str) -> str:
+        """The address in `store` of the snapshot that the pointer at `path` names.
+
+        A root becomes ref@step, where that is the same snapshot: a run that restores it continues the ref.
+
+        Raises:
+            MismatchError: it names a step of another store.
+        """
+        self.require_store(store.url, path)
+        try:
+            found = store.resolve(self.address)
+            named = f"{found.ref}@{found.step}"
+            return named if store.resolve(named).root == found.root else self.address
+        except NotFoundError:
+            return self.address
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -264,9 +264,7 @@ class SnapshotMixin:
         if not os.path.isdir(path):
             return os.fspath(given)
         pointer = read_pointer(path)
-        if pointer is not None:
-            pointer.require_store(self._store.url, path)
-        return None if pointer is None else pointer.address
+        return None if pointer is None else pointer.address_in(self._store, path)
 
     def _restore(self, address: str, folder: str | os.PathLike[str] | None) -> None:
         native = self._native

@@ -139,9 +139,7 @@ class SnapshotMixin:
         if not os.path.isdir(given):
             return given
         pointer = read_pointer(given)
-        if pointer is not None:
-            pointer.require_store(self._store.url, given)
-        return None if pointer is None else pointer.address
+        return None if pointer is None else pointer.address_in(self._store, given)
 
     def _folder_for(self, address: str | None, given: str | bool | None) -> str | bool | None:
         """What transformers resumes from."""

@@ -27,7 +27,9 @@ METHODS: Final = {
     "trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": ("self", "weights_only"),
     "loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx": ("self", "data_fetcher"),
     "loops.training_epoch_loop._TrainingEpochLoop._should_accumulate": ("self",),
+    "loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached": ("self",),
     "loops.training_epoch_loop._TrainingEpochLoop.update_lr_schedulers": ("self", "interval", "update_plateau_schedulers"),
+    "loops.fit_loop._FitLoop.reset_restart_stage": ("self",),
     "trainer.connectors.logger_connector.result._ResultMetric.__init__": ("self", "metadata", "is_tensor"),
 }
 """Method -> the parameters that it must have."""
@@ -44,7 +46,7 @@ FIELDS: Final = {
 }
 """Dataclass of logged values -> its fields."""
 ATTRIBUTES: Final = {
-    "fit_loop": ("_restarting", "_data_fetcher", "_combined_loader", "epoch_loop", "epoch_progress"),
+    "fit_loop": ("_restarting", "_resuming_from_checkpoint", "_data_fetcher", "_combined_loader", "epoch_loop", "epoch_progress"),
     "fit_loop.epoch_loop": ("_results", "batch_progress"),
     "_logger_connector": ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx"),
     "_checkpoint_connector": ("trainer",),

@@ -18,6 +18,7 @@ from tensorstore_ck.integrations.lightning.lightning_state import numbered
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
@@ -50,8 +51,10 @@ def attach(
 
     Raises:
         InvalidOptionError: the strategy is not supported, or this Fabric has a store already.
+        InvalidNameError: `ref` is no valid name.
         MissingExtraError: Lightning has another version than those that are supported.
     """
+    validate_ref_name(ref)
     require_supported_fabric(fabric)
     strategy = fabric.strategy
     if isinstance(getattr(strategy.save_checkpoint, "__self__", None), FabricSnapshots):
@@ -87,12 +90,13 @@ class FabricSnapshots:
         """See Fabric.
 
         Raises:
-            InvalidOptionError: it has options that a store cannot honour.
+            InvalidOptionError: it has options that a store cannot honour, or the state is no dict.
             ConflictError: the ref has snapshots of another run, none of which was loaded.
             StoreError: the save failed permanently; see `Checkpointer`.
         """
         if filter is not None or storage_options is not None:
             raise InvalidOptionError("fabric.save(filter=..., storage_options=...) is not possible with a store", object_id="filter")
+        _require_dict(state, "save")
         objects = _objects(state)
         if self._checkpointer is None or any(objects[kind].items() != self._saved[kind].items() for kind in OBJECTS):
             require_own_ref(self._store, self._ref, "the newest checkpoint to fabric.load")
@@ -124,32 +128,37 @@ class FabricSnapshots:
         Raises:
             NotFoundError: there is neither a file nor a snapshot.
             MismatchError: it does not fit the state.
+            InvalidOptionError: the state is no dict.
         """
         pointer = read_pointer(path)
-        if pointer is None and os.path.exists(path):
+        if pointer is None and (os.path.exists(path) or "://" in str(path)):
             return self._load_natively(path=path, state=state, strict=strict, weights_only=weights_only)
-        if pointer is not None:
-            pointer.require_store(self._store.url, str(path))
-        address = str(path) if pointer is None else pointer.address
+        if state is not None:
+            _require_dict(state, "load")
+        address = str(path) if pointer is None else pointer.address_in(self._store, str(path))
         sharded = is_sharded(self._strategy)
         try:
             stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)
         except NotFoundError as exc:
             raise NotFoundError(f"{address!r} is no file, and no snapshot of {self._store.url}: {exc}", object_id=address) from exc
+        self._checkpointer, self._count = None, stored.snapshot.step or 0  # the next save may go back to an earlier step
         if not state:
             return _checkpoint(stored)
-        if not isinstance(state, dict):
-            raise InvalidOptionError("pass fabric.load a dict, as fabric.save got it", object_id="state")
-        found = self._fill_sharded(state, stored) if sharded else _fill(state, _checkpoint(stored), strict=strict)
+        found = self._fill_sharded(state, stored, strict=strict) if sharded else _fill(state, _checkpoint(stored), strict=strict)
         TrainingState().restore(self._store, stored.snapshot.root, group=self._group, parts=("generators",))
         return found
 
-    def _fill_sharded(self, state: State, stored: StoredTraining) -> State:
+    def _fill_sharded(self, state: State, stored: StoredTraining, *, strict: bool) -> State:
         """Restores the shards in place."""
         objects = _objects(state)
         training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None)
         training.restore(self._store, stored.snapshot.root, group=self._group, parts=OBJECTS)
-        return _fill({name: state[name] for name in _others(state)}, dict(stored.rank_values), strict=True, into=state)
+        return _fill({name: state[name] for name in _others(state)}, dict(stored.rank_values), strict=strict, into=state)
+
+
+def _require_dict(state: object, method: str) -> None:
+    if not isinstance(state, dict):
+        raise InvalidOptionError(f"pass fabric.{method} a dict of objects by name, not a {type(state).__name__}", object_id="state")
 
 
 def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None = None) -> State:
@@ -173,7 +182,8 @@ def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None =
 def _checkpoint(stored: StoredTraining) -> State:
     """What Fabric would have read from a file."""
     optimizers = {name: numbered(each) for name, each in stored.shared.get("optimizer", {}).items()}
-    return {**stored.shared.get("model", {}), **optimizers, **stored.rank_values}
+    modules = {name: {**each, **stored.buffers.get(name, {})} for name, each in stored.shared.get("model", {}).items()}
+    return {**modules, **optimizers, **stored.rank_values}
 
 
 def _objects(state: State) -> dict[str, dict[str, Any]]:

@@ -28,19 +28,21 @@ def load_from_checkpoint(
         options: For `kind.load_from_checkpoint`.
 
     Raises:
-        InvalidOptionError: `path` is an address, and no store is given; or the snapshot is not of a Trainer of Lightning.
+        InvalidOptionError: `path` is an address, and no store is given; or it is not of a Trainer of Lightning over a store.
         NotFoundError: there is no such snapshot.
     """
     pointer = read_pointer(path)
+    if pointer is None and os.path.isfile(path):
+        native = f"{kind.__name__}.load_from_checkpoint"
+        raise InvalidOptionError(f"{path} names no snapshot: if Lightning wrote it, use {native}", object_id=str(path))
     if pointer is None and store is None:
         raise InvalidOptionError(f"{path} names no snapshot: for an address pass store=", object_id=str(path))
     if store is None or isinstance(store, str | os.PathLike):
         url = pointer.store if store is None and pointer is not None else store
         with open_store(url or "", read_only=True) as opened:
             return load_from_checkpoint(kind, path, store=opened, **options)
-    if pointer is not None:
-        pointer.require_store(store.url, str(path))
-    stored = read_training(store, str(path) if pointer is None else pointer.address, parts=("model",))
+    address = str(path) if pointer is None else pointer.address_in(store, str(path))
+    stored = read_training(store, address, parts=("model",))
     if OWN not in stored.rank_values:
         raise InvalidOptionError(f"{path} is not of a Trainer of Lightning", object_id=str(path))
     checkpoint = dict(stored.rank_values[OWN]["checkpoint"])

@@ -29,14 +29,14 @@ def capture(trainer: Any) -> State:
     }
 
 
-def restore(trainer: Any, stored: State, *, batches: int) -> None:
-    """Restores it before the loop goes on, after `batches` batches of the present epoch."""
+def restore(trainer: Any, stored: State, *, within_epoch: bool) -> None:
+    """Restores it before the loop goes on."""
     connector = trainer._logger_connector
     for name, values in stored["newest"].items():
         setattr(connector, name, dict(values))
-    if not batches:
+    if not within_epoch:
         return
-    connector._first_loop_iter, connector._current_fx = batches == 1, stored["hook"]
+    connector._first_loop_iter, connector._current_fx = False, stored["hook"]
     results = trainer.fit_loop.epoch_loop._results
     for each in stored["epoch"]:
         results[each["key"]] = _result(trainer, results, each)

@@ -25,6 +25,8 @@ from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, re
 from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume, world_group
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
@@ -44,7 +46,7 @@ class SnapshotMixin:
         ref: str,
         *,
         when: Trigger | None = None,
-        keep: Mapping[str, object] | None = None,
+        keep: Mapping[str, Any] | None = None,
         asynchronous: bool = True,
         **options: Any,
     ) -> None:
@@ -59,8 +61,12 @@ class SnapshotMixin:
             options: For ModelCheckpoint.
 
         Raises:
-            InvalidOptionError: `when` is no trigger, or ModelCheckpoint is told when to save as well.
+            InvalidOptionError: `when` is no trigger, ModelCheckpoint is given a moment as well, or `keep` is no valid policy.
+            InvalidNameError: `ref` is no valid name.
         """
+        validate_ref_name(ref)
+        if keep is not None:
+            Policy.of(**keep)
         if when is not None:
             given = [name for name in ("every_n_train_steps", "every_n_epochs", "train_time_interval") if options.get(name) is not None]
             if given or not isinstance(when, Trigger):
@@ -137,6 +143,8 @@ class SnapshotMixin:
         keep = self._policy()
         options: dict[str, Any] = {"keep": keep, "free_dropped": keep is not None, "asynchronous": self._asynchronous}
         self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=world_group(), **options)
+        if self._resume.loaded is not None:
+            self._checkpointer.note_resumed(self._resume.loaded)
 
     def _policy(self) -> Mapping[str, object] | None:
         """What `save_top_k` means for the ref."""
@@ -207,6 +215,8 @@ class SnapshotMixin:
         if self._waits:
             self._postponed = True
             return
+        if self._native.save_last == "link":  # made before the file that it names, and so maybe before its folder
+            os.makedirs(self._native.dirpath, exist_ok=True)
         super()._save_last_checkpoint(trainer, monitor_candidates)  # type: ignore[misc]
         if self._asked and not self._is_naming:
             self._step(trainer)

@@ -16,9 +16,10 @@ from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
-from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, require_replays
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
@@ -38,7 +39,7 @@ def world_group() -> "dist.ProcessGroup | None":
 class _Loaded(NamedTuple):
     """The snapshot from which this run continues."""
 
-    root: str
+    snapshot: Snapshot
     values: State
     """See `TrainerValues`."""
     is_same_size: bool
@@ -92,6 +93,11 @@ class SnapshotResume:
         TrainLoaders.of(trainer).begin()
         self._loaded = None
 
+    @property
+    def loaded(self) -> Snapshot | None:
+        """The snapshot from which this run continues, until its first step."""
+        return None if self._loaded is None else self._loaded.snapshot
+
     def point_to_newest(self) -> str | None:
         """A new pointer that stands for the newest intact snapshot; None if the ref has none."""
         if self._ref not in self._store.branches():
@@ -119,8 +125,7 @@ class SnapshotResume:
             self._newest_pointers.discard(path)
             shutil.rmtree(Path(path).parent, ignore_errors=True)
         elif pointer is not None:
-            pointer.require_store(self._store.url, path)
-            stored = self._read(trainer, pointer.address)
+            stored = self._read(trainer, pointer.address_in(self._store, path))
         elif os.path.exists(path) or "://" in path:
             return load_natively()
         else:
@@ -137,7 +142,7 @@ class SnapshotResume:
         group = world_group()
         if fits:
             values: State = stored.rank_values[OWN]
-            self._loaded = _Loaded(stored.snapshot.root, values, stored.ranks == (1 if group is None else group.size()))
+            self._loaded = _Loaded(stored.snapshot, values, stored.ranks == (1 if group is None else group.size()))
             if self._loaded.is_same_size:
                 require_replays(values["loaders"], values["checkpoint"]["loops"]["fit_loop"])
                 TrainLoaders.of(trainer).resume(values["loaders"])
@@ -180,11 +185,31 @@ class SnapshotResume:
             return
         loaded, self._loaded = self._loaded, None
         loop = trainer.fit_loop
-        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
-        is_complete = epochs.processed >= epochs.ready or batches.ready == 0
-        logged_values.restore(trainer, loaded.values["logged"], batches=0 if is_complete else batches.ready)
-        if is_complete and batches.ready:  # the epoch's end goes on after the save, and Lightning skips this part of it
-            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        is_ended = has_ended(loop)
+        within_epoch = not is_ended and loop.epoch_loop.batch_progress.current.ready > 0
+        logged_values.restore(trainer, loaded.values["logged"], within_epoch=within_epoch)
+        if is_ended:
+            _end_epoch(loop)
+        else:
+            _continue_epoch(loop)
         if loaded.is_same_size:
             TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
-        TrainingState().restore(self._store, loaded.root, group=world_group(), parts=("generators",))
+        TrainingState().restore(self._store, loaded.snapshot.root, group=world_group(), parts=("generators",))
+
+
+def _end_epoch(loop: Any) -> None:
+    """Does what comes after the save at the end of an epoch. Lightning skips it; or, with `max_steps`, ends the epoch once more."""
+    epochs = loop.epoch_progress
+    if loop.epoch_loop._num_ready_batches_reached():
+        epochs.current.completed = epochs.current.processed - 1
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    epochs.current.completed, epochs.total.completed = epochs.current.processed, epochs.total.processed
+    loop._restarting = loop.epoch_loop.restarting = False
+    loop._resuming_from_checkpoint = False  # so that it begins the data of the next epoch
+    loop.reset_restart_stage()
+
+
+def _continue_epoch(loop: Any) -> None:
+    """Goes on within an epoch, which a former `max_steps` may have ended."""
+    for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
+        epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))

@@ -6,9 +6,12 @@ back. That happens when the first batch is asked for: Lightning has told the sam
 iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning, but not always their order: with several
 ranks Lightning wraps their sampler in one that shows no state, so that a run that it resumes has another order: there they are treated as
 the others.
+
+Lightning fetches one batch in advance if a loader has no length. That batch is fetched again, with the generators of that moment.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any, Final
 
 import torch
@@ -29,11 +32,20 @@ State = dict[str, Any]
 
 
 def require_replays(stored: list[State], fit_loop: State) -> None:
-    """Keeps Lightning from loading positions into loaders if they would have another order there."""
-    if any(each[GOES] is False for each in stored):
+    """Keeps Lightning from loading positions into loaders that would have another order there, lack a batch, or are at their end."""
+    epochs = fit_loop["epoch_progress"]["current"]
+    is_ended = 0 < epochs["ready"] <= epochs["processed"] and fit_loop["epoch_loop.batch_progress"]["is_last_batch"]
+    if is_ended or any(each[GOES] is False or each["prefetched"] for each in stored):
         fit_loop["state_dict"].pop("combined_loader", None)
         for each in stored:
             each[GOES] = None
+
+
+def has_ended(loop: Any) -> bool:
+    """Whether a FitLoop that was loaded is at the end of an epoch; where a former `max_steps` ended one, Lightning goes on within it."""
+    epochs = loop.epoch_progress.current
+    ended: bool = 0 < epochs.ready <= epochs.processed and (not loop.restarting or loop.epoch_loop._num_ready_batches_reached())
+    return ended
 
 
 class LoaderPosition:
@@ -43,13 +55,15 @@ class LoaderPosition:
         self._trainer, self._loader, self._stored = trainer, loader, stored
         self._at_iteration: State | None = None
         self._at_first_batch: State | None = None
+        self._at_fetch: State | None = None
         self._fetched = 0
 
     def state(self) -> State:
         """For a snapshot."""
         is_stateful = callable(getattr(self._loader, "load_state_dict", None))
         goes = None if not is_stateful else not any(map(_is_wrapper, self._samplers()))
-        return {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "fetched": self._fetched, GOES: goes}
+        at = {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "at_fetch": self._at_fetch}
+        return {**at, "fetched": self._fetched, GOES: goes}
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterates; the first time after a resume from the stored position on."""
@@ -62,7 +76,13 @@ class LoaderPosition:
 
     def _counted(self, first: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         inner = first()
-        for batch in inner:
+        while True:
+            if self._trainer.fit_loop._data_fetcher.length is None:
+                self._at_fetch = self._generators()
+            try:
+                batch = next(inner)
+            except StopIteration:
+                return
             self._fetched += 1
             yield batch
 
@@ -71,8 +91,11 @@ class LoaderPosition:
         return begun
 
     def _resume(self, stored: State, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begins where a snapshot was saved, or an epoch if that one was complete."""
-        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        """Begins where a snapshot was saved. At the end of an epoch Lightning asks once more when the next one begins."""
+        loop = self._trainer.fit_loop
+        ready = loop.epoch_loop.batch_progress.current.ready
+        if has_ended(loop):
+            return iter(())
         if not ready or stored["at_iteration"] is None:
             self._at_iteration = self._generators()
             return self._note_first_batch(begin())
@@ -83,8 +106,11 @@ class LoaderPosition:
         begun = begin()
         if not stored[GOES]:
             self._set_generators(self._at_first_batch or self._at_iteration)
-            for _ in range(self._fetched):
-                next(begun)
+            for _ in islice(begun, self._fetched):
+                pass
+        if stored["prefetched"]:
+            self._set_generators(stored["at_fetch"])
+            begun = chain(list(islice(begun, 1)), begun)
         self._set_generators(kept)
         return begun
 
@@ -177,7 +203,7 @@ class TrainLoaders:
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
         found = [getattr(loader, POSITION, None) for loader in loaders]
         here = {"prefetched": prefetched, "ready": loop.epoch_loop.batch_progress.current.ready}
-        nowhere = {"at_iteration": None, "at_first_batch": None, "fetched": 0, GOES: None}
+        nowhere = {"at_iteration": None, "at_first_batch": None, "at_fetch": None, "fetched": 0, GOES: None}
         return [{**(nowhere if each is None else each.state()), **here} for each in found]
 
     def generators(self) -> list[Any]:

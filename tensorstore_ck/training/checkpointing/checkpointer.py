@@ -162,11 +162,12 @@ class Checkpointer:
         found = self._attempt.restore(drift)
         if found is not None:
             self._restart = self._clock() - began
-            self._note_resumed(found)
+            self.note_resumed(found)
         self._unsaved.begin()
         return found
 
-    def _note_resumed(self, found: Snapshot) -> None:
+    def note_resumed(self, found: Snapshot) -> None:
+        """For a job that has restored a snapshot by itself: the triggers count from its step on. All ranks call it."""
         note = self._attempt.note(found)
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)

@@ -67,7 +67,8 @@ def test_what_a_run_resumes_from(tmp_path: Path, store: tsck.Store, how: str) ->
         return
     runs.train(tmp_path / "out", store, resume=False)
     given = tmp_path / "out" / "checkpoints" / "checkpoint_4" if how == "folder" else f"{runs.REF}@4"
-    assert_continues(runs.train(tmp_path / "out", store, resume=given), whole, 15)
+    with tsck.open(store.url, cache_dir=tmp_path / "another-cache") as another:
+        assert_continues(runs.train(tmp_path / "out", another, resume=given), whole, 15)
 
 
 def test_a_limit_bounds_names_and_bytes(tmp_path: Path, store: tsck.Store) -> None:

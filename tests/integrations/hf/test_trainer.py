@@ -68,8 +68,9 @@ def test_the_folders_are_not_needed_to_resume(tmp_path: Path, store: tsck.Store,
 @pytest.mark.parametrize("form", ["address", "folder"])
 def test_a_resume_from_an_earlier_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed, form: str) -> None:
     runs.over_store(tmp_path / "out", store).train()
-    resumed = runs.over_store(tmp_path / "out", store)
-    resumed.train(resume_from_checkpoint=f"{runs.REF}@4" if form == "address" else str(tmp_path / "out" / "checkpoint-4"))
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another:
+        resumed = runs.over_store(tmp_path / "out", another)
+        resumed.train(resume_from_checkpoint=f"{runs.REF}@4" if form == "address" else str(tmp_path / "out" / "checkpoint-4"))
     assert runs.losses(resumed) == undisturbed.losses
     runs.assert_equal(runs.weights(resumed), undisturbed.weights)
 

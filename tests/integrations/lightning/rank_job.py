@@ -29,8 +29,9 @@ def main(folder: Path, strategy: str, ckpt_path: str | None) -> None:
     rank = os.environ["RANK"]
     with tsck.open(folder / "store", create=True, cache_dir=folder / f"cache-{rank}") as store:
         module, chosen = runs.of_strategy(strategy)
+        limit = {"max_steps": 9, "max_epochs": -1} if strategy == "ddp_steps" else {}
         saves = runs.checkpoint(folder, store, every_n_train_steps=2, asynchronous=False)
-        trainer = runs.trainer(folder, SayStep(), saves, strategy=chosen, devices=2)
+        trainer = runs.trainer(folder, SayStep(), saves, strategy=chosen, devices=2, **limit)
         trainer.fit(module, ckpt_path=ckpt_path)
         hashed = sum(runs.whole(each).double().sum().item() for each in module.state_dict().values())
         say(logged=runs.logged(trainer), seen=module.seen, weights=hashed, drawn=torch.rand(()).item())

@@ -1,5 +1,6 @@
 """A small run of Lightning's Trainer, over a store or natively."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
@@ -34,11 +35,23 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return drawn, drawn.sum().reshape(1)
 
 
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same samples in an order that is drawn, without a length."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (Numbers()[number] for number in torch.randperm(20).tolist())
+
+
+def streamed(_: Any, *, batch_size: int, num_workers: int, **options: Any) -> DataLoader[Any]:
+    """In place of a DataLoader of `Numbers`."""
+    return DataLoader(Stream(), batch_size=batch_size, num_workers=num_workers)
+
+
 class Killed(Exception):
     """In place of a kill: the process goes on, without what it had in memory."""
 
 
-class KillAfter(Callback):  # type: ignore[misc]
+class Killing:
     """Ends a run when a batch begins, after `step` steps."""
 
     def __init__(self, step: int) -> None:
@@ -47,6 +60,10 @@ class KillAfter(Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._step:
             raise Killed
+
+
+class KillAfter(Killing, Callback):  # type: ignore[misc]
+    """Of `lightning.pytorch`."""
 
 
 class Kept(Logger):  # type: ignore[misc]
@@ -65,16 +82,24 @@ class Kept(Logger):  # type: ignore[misc]
         """Not kept."""
 
 
-class Model(lightning.LightningModule):  # type: ignore[misc]
+class Training:
     """Dropout, batch norm, a metric, a schedule that watches a value, and values that are logged as means over an epoch."""
 
-    def __init__(self, width: int = 8, loader: Any = None, workers: int = 0) -> None:
+    trainer: Any
+    log: Any
+    parameters: Any
+    save_hyperparameters: Any
+
+    def __init__(self, width: int = 8, loader: Any = None, workers: int = 0, frequency: int = 1) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["loader"])
         self.net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
         self.error = MeanSquaredError()
         self.seen: list[tuple[int, float]] = []
-        self._loader, self._workers = loader or DataLoader, workers
+        self._loader, self._workers, self._frequency = loader or DataLoader, workers, frequency
+
+    def on_train_batch_start(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> None:
+        self.log("input", batch[0].mean(), on_step=False, on_epoch=True)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
         values, wanted = batch
@@ -93,13 +118,17 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, mode="max")
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", "frequency": self._frequency}}
 
     def train_dataloader(self) -> Any:
         return self._loader(Numbers(), batch_size=4, shuffle=True, num_workers=self._workers)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Numbers(), batch_size=10)
+
+
+class Model(Training, lightning.LightningModule):  # type: ignore[misc]
+    """Of `lightning.pytorch`."""
 
 
 def trainer(folder: Path, *callbacks: Any, **options: Any) -> lightning.Trainer:

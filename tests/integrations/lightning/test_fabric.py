@@ -55,7 +55,8 @@ def test_a_resume_is_bit_for_bit_the_undisturbed_run(tmp_path: Path, store: tsck
     """Also the random numbers, which Fabric does not save."""
     whole = _script(tmp_path, None, 7)
     _script(tmp_path, store, 5)
-    resumed = _script(tmp_path, store, 7, str(tmp_path / "step-4.ckpt") if form == "file" else f"{REF}@4")
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another:
+        resumed = _script(tmp_path, another, 7, str(tmp_path / "step-4.ckpt") if form == "file" else f"{REF}@4")
     assert resumed["losses"] == whole["losses"]
     assert resumed["schedule"].state_dict() == whole["schedule"].state_dict()
     for one, other in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):
@@ -75,6 +76,18 @@ def test_what_the_state_does_not_name_is_returned(tmp_path: Path, store: tsck.St
     assert state["step"] == 2
     with pytest.raises(tsck.MismatchError, match="has no 'other'"):
         fabric.load(tmp_path / "step-2.ckpt", {"other": 1})
+
+
+def test_an_earlier_snapshot_goes_on_in_the_same_process(tmp_path: Path, store: tsck.Store) -> None:
+    """Also one without a step, whose saves are counted."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    tsck.lightning.attach(fabric, store=store, ref=REF)
+    for value in (1, 2, 3):
+        fabric.save(tmp_path / f"{value}.ckpt", {"value": value})
+    assert fabric.load(tmp_path / "1.ckpt") == {"value": 1}
+    fabric.save(tmp_path / "again.ckpt", {"value": 9})
+    assert [each.step for each in store.log(REF)] == [2, 3, 2, 1]
+    assert fabric.load(f"{REF}@2") == {"value": 9}
 
 
 def test_a_file_of_fabric_is_loaded_as_before(tmp_path: Path, store: tsck.Store) -> None:
@@ -97,5 +110,15 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, store: tsck.Store) -> No
             fabric.load("runs/none@3", {"step": 1})
         with pytest.raises(tsck.InvalidOptionError, match="filter"):
             fabric.save(tmp_path / "a.ckpt", {"model": nn.Linear(1, 1)}, filter={"model": lambda *_: True})
+        with pytest.raises(tsck.InvalidOptionError, match="a dict of objects by name, not a Linear"):
+            fabric.save(tmp_path / "a.ckpt", nn.Linear(1, 1))
+        with pytest.raises(tsck.InvalidOptionError, match="a dict of objects by name, not a Linear"):
+            fabric.load(REF, nn.Linear(1, 1))
+        one = lightning.Fabric(accelerator="cpu", devices=1)
+        tsck.lightning.attach(one, store=another, ref="runs/b", step="count")
+        with pytest.raises(tsck.InvalidOptionError, match="no whole number 'count'"):
+            one.save(tmp_path / "a.ckpt", {"step": 1})
+    with pytest.raises(tsck.InvalidNameError, match="cannot be the name"):
+        tsck.lightning.attach(lightning.Fabric(accelerator="cpu", devices=1), store=store, ref="a b")
     with pytest.raises(tsck.InvalidOptionError, match="is not a Fabric"):
         tsck.lightning.attach(store, store=store, ref=REF)

@@ -22,21 +22,38 @@ def _run(folder: Path, *arguments: str, kill: tuple[int, int] | None = None) -> 
     return ends(run_ranks("tests.integrations.lightning.rank_job", folder, *arguments, kill=kill), "logged")
 
 
-EVERY = [("ddp", 0), ("ddp", 1), ("ddp_workers", 0), ("ddp_stateful", 0), ("fsdp2", 1)]
+EVERY = [("ddp", 1, 5), ("ddp_steps", 1, 7), ("ddp_stateful", 0, 5), ("fsdp2", 1, 5), ("ddp", 0, 5), ("ddp_workers", 0, 5)]
 
 
-@pytest.mark.parametrize(("strategy", "rank"), effort([EVERY[1], EVERY[3], EVERY[4]], EVERY))
-def test_a_killed_rank(tmp_path: Path, strategy: str, rank: int) -> None:
-    """Within the second epoch: the sampler of each epoch has another order."""
+@pytest.mark.parametrize(("strategy", "rank", "step"), effort(EVERY[:4], EVERY))
+def test_a_killed_rank(tmp_path: Path, strategy: str, rank: int, step: int) -> None:
+    """Within the second epoch, or at its end: the sampler of each epoch has another order."""
     expected = _run(tmp_path / "whole", strategy)
     assert len(expected) == 2
-    _run(tmp_path / "cut", strategy, kill=(rank, 5))
+    _run(tmp_path / "cut", strategy, kill=(rank, step))
     for one, whole in zip(_run(tmp_path / "cut", strategy, "last"), expected, strict=True):
         assert (one["weights"], one["drawn"]) == (whole["weights"], whole["drawn"])
         for what in ("seen", "logged"):
             assert one[what] == whole[what][-len(one[what]) :]
     with tsck.open(tmp_path / "cut" / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
         assert store.resolve(runs.REF).step == 8  # of 9
+
+
+FABRIC = "tests.integrations.lightning.fabric_rank_job"
+
+
+@pytest.mark.parametrize(("strategy", "form"), [("ddp", "file"), ("fsdp2", "address")])
+def test_a_killed_rank_of_fabric(tmp_path: Path, strategy: str, form: str) -> None:
+    """Losses, weights, each rank's buffers and generators."""
+    expected = ends(run_ranks(FABRIC, tmp_path / "whole", strategy))
+    assert len(expected) == 2
+    assert expected[0]["losses"] != expected[1]["losses"]
+    cut = tmp_path / "cut"
+    run_ranks(FABRIC, cut, strategy, kill=(1, 5))
+    resumed = ends(run_ranks(FABRIC, cut, strategy, str(cut / "step-4.ckpt") if form == "file" else runs.REF))
+    assert resumed == expected
+    with tsck.open(cut / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
+        assert [each.step for each in store.log(runs.REF)] == [8, 6, 4, 2]
 
 
 def test_another_number_of_ranks_gets_the_weights(tmp_path: Path) -> None:
