@@ -38,10 +38,10 @@ test-newest-torch:
 	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state
 
-# transformers' own checkpoint tests, run against the Trainer here; docs/trainers.md has the table. Downloads their sources at the version that
-# is installed; without a network: make test-trainers TRANSFORMERS=<checkout of transformers>
+# The trainers' own checkpoint tests, run against the adapters here; docs/trainers.md has the tables. Downloads their sources at the versions
+# that are installed: accelerate's from PyPI, the others from GitHub. One of them, from a folder of sources: TRAINERS="lightning=FOLDER"
 test-trainers: $(INSTALLED)
-	$(BIN)/python .ci/judge_transformers.py $(TRANSFORMERS)
+	$(BIN)/python .ci/judge_trainers.py $(TRAINERS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check

@@ -1,4 +1,4 @@
-"""Trainers, native and over a store, side by side: `python -m benches.trainers transformers --folder /tmp/bench`, in some two minutes.
+"""Trainers, native and over a store, side by side: `python -m benches.trainers accelerate --folder /tmp/bench`, in some two minutes.
 
 10 checkpoints of a GPT-2 with default settings (AdamW, nothing deleted, saves in the background): files and bytes on disk, how long the
 training stands still for a save, how long a resume takes up to its first step, whether the resumed run is bit for bit the one that nothing
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import accelerate
 import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
@@ -87,13 +88,22 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._kill.strike()
 
 
-def train(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
-    """A run up to `end`, or to its own; what was measured of it."""
+def _model() -> GPT2LMHeadModel:
     torch.set_num_threads(1)
     set_seed(3)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def _hash(model: torch.nn.Module) -> str:
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.state_dict().values())).hexdigest()
+
+
+def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
+    """A run up to `end`, or to its own; what was measured of it."""
     stalls: list[float] = []
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config)
+    model = _model()
     settings: dict[str, Any] = {"max_steps": STEPS, "save_steps": EACH, "logging_steps": 4, "per_device_train_batch_size": 2}
     args = TrainingArguments(output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
     watch = _Watch(end, kill)
@@ -119,19 +129,81 @@ def train(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kil
             trainer.train(resume_from_checkpoint=resume)
         if not native:
             store.drain()
-    weights = b"".join(each.numpy().tobytes() for each in model.state_dict().values())
     logged = [(each["step"], each["loss"]) for each in trainer.state.log_history if "loss" in each]
     return {
         "stalls": stalls,
         "until_first_step": watch.first_step - began,
         "losses": logged,
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "parameters": sum(each.numel() for each in model.parameters()),
+        "weights": _hash(model),
         "step": trainer.state.global_step,
     }
 
 
-def apart(folder: Path, *, native: bool, **options: Any) -> Report | str:
+class _Progress:
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
+    """As `with_transformers`."""
+    stalls, losses, first_step = list[float](), list[tuple[int, float]](), 0.0
+    config = accelerate.utils.ProjectConfiguration(project_dir=str(folder / "out"), automatic_checkpoint_naming=True)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=config)
+    if kill is not None:
+        kill.arm(native=native)
+    with contextlib.ExitStack() as stack:
+        if not native:
+            store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache"))
+            tsck.accelerate.attach(accelerator, store=store, ref="runs/bench")
+        model, progress = _model(), _Progress()
+        loader = torch.utils.data.DataLoader(_Words(), batch_size=2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        accelerator.register_for_checkpointing(progress)
+        began = time.perf_counter()
+        if resume:
+            accelerator.load_state()
+            config.iteration = progress.step // EACH  # accelerate alone would save to an existing folder, which is an error
+        while progress.step < (end or STEPS):
+            done = progress.step % len(loader)
+            for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+                first_step = first_step or time.perf_counter()
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.step += 1
+                losses.append((progress.step, loss.item()))
+                if kill is not None and progress.step == KILLED_SAVE:
+                    kill.strike()
+                if progress.step % EACH == 0:
+                    saving = time.perf_counter()
+                    accelerator.save_state()
+                    stalls.append(time.perf_counter() - saving)
+                if progress.step == (end or STEPS):
+                    break
+        accelerator.end_training()
+    return {
+        "stalls": stalls,
+        "until_first_step": first_step - began,
+        "losses": [each for each in losses if each[0] > CUT],
+        "weights": _hash(model),
+        "step": progress.step,
+    }
+
+
+TRAINERS: Final[dict[str, tuple[Callable[..., Report], str]]] = {
+    "transformers": (with_transformers, "tensorstore_ck.hf"),
+    "accelerate": (with_accelerate, "tensorstore_ck.accelerate"),
+}
+
+
+def apart(train: Callable[..., Report], folder: Path, *, native: bool, **options: Any) -> Report | str:
     """`train` in a process of its own; its error; or ``killed``."""
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report.json"
@@ -157,19 +229,20 @@ def _expect(report: Report | str) -> Report:
     return report
 
 
-def row(folder: Path, *, native: bool) -> str:
-    whole = _expect(apart(folder / "whole", native=native))
+def row(trainer: str, folder: Path, *, native: bool) -> str:
+    train, ours = TRAINERS[trainer]
+    whole = _expect(apart(train, folder / "whole", native=native))
     kept = [each for part in ("out", "store") for each in (folder / "whole" / part).rglob("*") if each.is_file()]
     stored = sum(each.stat().st_size for each in kept)
-    _expect(apart(folder / "cut", native=native, end=CUT))
-    resumed = _expect(apart(folder / "cut", native=native, resume=True))
+    _expect(apart(train, folder / "cut", native=native, end=CUT))
+    resumed = _expect(apart(train, folder / "cut", native=native, resume=True))
     equal = [f"{name}: {'yes' if resumed[name] == whole[name] else 'no'}" for name in ("weights", "losses")]
-    killed = apart(folder / "killed", native=native, kill=_Kill())
-    survived = apart(folder / "killed", native=native, resume=True)
+    killed = apart(train, folder / "killed", native=native, kill=_Kill())
+    survived = apart(train, folder / "killed", native=native, resume=True)
     after = f"yes, ends at step {survived['step']}" if isinstance(survived, dict) else f"no: {survived.partition(':')[0]}"
     assert killed == "killed"
     cells = [
-        "transformers" if native else "tensorstore_ck.hf",
+        trainer if native else ours,
         f"{len(kept)}",
         f"{stored / 1e6:.0f} MB",
         f"{statistics.median(whole['stalls']) * 1e3:.0f} ms",
@@ -182,7 +255,7 @@ def row(folder: Path, *, native: bool) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("trainer", choices=["transformers"])
+    options.add_argument("trainer", choices=[*TRAINERS])
     options.add_argument("--folder", type=Path, required=True)
     given = options.parse_args()
     folder = given.folder / "trainers"
@@ -190,7 +263,7 @@ def main() -> None:
     print("| | files | bytes of 10 checkpoints | stall per save, median | resume to first step | exact | resumes after a kill in a save |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for native in (True, False):
-        print(row(folder / ("native" if native else "ours"), native=native), flush=True)
+        print(row(given.trainer, folder / ("native" if native else "ours"), native=native), flush=True)
     shutil.rmtree(folder)
 
 

@@ -224,13 +224,27 @@ class SnapshotMixin:
         Raises:
             StoreError: the newest save failed.
         """
+        try:
+            self._finish_saves()
+        finally:
+            super().end_training()  # type: ignore[misc]
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Waits for the saves, then see accelerate."""
         self._finish_saves()
-        super().end_training()  # type: ignore[misc]
+        self._interrupted = []
+        released: list[Any] = super().free_memory(*objects)  # type: ignore[misc]
+        return released
 
     def _finish_saves(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-        self._folders.finish(self._store.url)
+        """Waits, and keeps no reference to what was saved."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        self._saved, self._values = [], {}
+        try:
+            if checkpointer is not None:
+                checkpointer.close()
+        finally:
+            self._folders.finish(self._store.url)
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -251,7 +265,6 @@ class SnapshotMixin:
             DamageError: it is damaged; without `input_dir`: all are.
         """
         self._finish_saves()
-        self._checkpointer = None
         skipped: list[str] = []
         while True:
             address = self._address_of(input_dir, skipped)

@@ -1,6 +1,8 @@
 """`tsck.accelerate.attach`: a loop that is killed and resumed does what an undisturbed one does, bit for bit."""
 
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,18 @@ def test_what_is_prepared_between_two_saves_is_saved(tmp_path: Path, store: tsck
     with store.open_snapshot(runs.REF) as saved:
         assert torch.equal(saved["model.1.weight"][:], average.weight)
         assert "extra.custom_0.weight" in saved.names()
+
+
+def test_free_memory_frees_what_was_saved(store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    model = accelerator.prepare(nn.Linear(3, 3))
+    freed = weakref.ref(model)
+    accelerator.save_state()
+    [model] = accelerator.free_memory(model)
+    gc.collect()
+    assert freed() is None
+    assert store.resolve(runs.REF).step == 0
 
 
 def test_hooks_get_no_weights_of_shards(tmp_path: Path, store: tsck.Store) -> None:
