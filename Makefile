@@ -41,6 +41,7 @@ test-newest-torch:
 # The trainers' own checkpoint tests, run against the adapters here; docs/trainers.md has the tables. Downloads their sources at the versions
 # that are installed: accelerate's from PyPI, the others from GitHub. One of them, from a folder of sources: TRAINERS="lightning=FOLDER"
 test-trainers: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	$(BIN)/python .ci/judge_trainers.py $(TRAINERS)
 
 lint: $(INSTALLED)

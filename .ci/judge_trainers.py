@@ -73,7 +73,7 @@ def run(trainer: str, judged: Judged, sources: Path, *options: str) -> dict[str,
         command += [f"--trainer={trainer}", f"--junitxml={report}", "--rootdir", str(sources), *options, *judged.tests]
         if judged.left_out:
             command += ["-k", " and ".join(f"not {name}" for name in judged.left_out)]
-        env = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}:{sources / 'tests'}", "XDG_CACHE_HOME": folder}
+        env = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
         done = subprocess.run(command, cwd=sources, env=env, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if not report.exists():
             sys.exit(f"pytest ended with {done.returncode} and without a report:\n{done.stdout}")
