@@ -50,7 +50,7 @@ ACCELERATE = Judged(
     kept=("tests/",),
     archive=None,
     fails={},
-    left_out={},
+    left_out={"test_free_memory_dereferences_prepared_components": "a machine whose free memory no other process changes"},
 )
 
 LIGHTNING = Judged(

@@ -2,7 +2,9 @@
 
 transformers' Trainer has a ref for each output folder. With `--with-files` it also leaves in each checkpoint folder what transformers' own
 tests look for there, so that these tests judge the rest: the model as `save_model` writes it, and empty files in place of the optimizer's.
-A resume reads none of them. An Accelerator has a ref for each project folder, and each ModelCheckpoint of Lightning a ref of its own.
+A resume reads none of them. An Accelerator has a ref for each project folder.
+
+Each ModelCheckpoint of Lightning has a ref of its own, and `torch.load`, with which Lightning's tests open its files, reads the snapshot.
 """
 
 import functools
@@ -10,6 +12,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.training.stored_training import read_training
 
 REFS = itertools.count()
 
@@ -77,17 +82,29 @@ def _replace_accelerate(store: tsck.Store, *, with_files: bool) -> None:
 
 
 def _replace_lightning(store: tsck.Store, *, with_files: bool) -> None:
+    from tensorstore_ck.integrations.lightning.lightning_state import OWN, WEIGHTS  # noqa: PLC0415
+    from tensorstore_ck.integrations.lightning.pointer_files import read_pointer  # noqa: PLC0415
+
     callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
-    native = callbacks.ModelCheckpoint
+    native, load = callbacks.ModelCheckpoint, torch.load
     arguments = inspect.signature(native)
 
     class ModelCheckpoint(tsck.lightning.SnapshotMixin, native):  # type: ignore[misc]
         @functools.wraps(native.__init__)
         def __init__(self, *args: Any, **options: Any) -> None:
-            given = arguments.bind(*args, **options).arguments
-            super().__init__(store, _ref_of(None), **given)
+            super().__init__(store, f"runs/{next(REFS)}", **arguments.bind(*args, **options).arguments)
 
-    callbacks.ModelCheckpoint = callbacks.model_checkpoint.ModelCheckpoint = ModelCheckpoint
+    def load_snapshot(file: Any, *args: Any, **options: Any) -> Any:
+        path = getattr(file, "name", file)
+        pointer = read_pointer(path) if isinstance(path, str | os.PathLike) else None
+        if pointer is None:
+            return load(file, *args, **options)
+        store.drain()
+        stored = read_training(store, pointer.address)
+        return {WEIGHTS: stored.shared.get("model"), **stored.rank_values[OWN]["checkpoint"]}
+
+    ModelCheckpoint.__module__, ModelCheckpoint.__qualname__ = callbacks.__name__, native.__qualname__
+    callbacks.ModelCheckpoint, torch.load = ModelCheckpoint, load_snapshot
 
 
 REPLACE: dict[str, Callable[..., None]] = {

@@ -265,6 +265,7 @@ class SnapshotMixin:
             DamageError: it is damaged; without `input_dir`: all are.
         """
         self._finish_saves()
+        input_dir = None if input_dir is None else os.path.expanduser(input_dir)
         skipped: list[str] = []
         while True:
             address = self._address_of(input_dir, skipped)
@@ -291,19 +292,27 @@ class SnapshotMixin:
                     return folder
         raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
-    def _address_of(self, given: str | os.PathLike[str] | None, skipped: list[str]) -> str | None:
+    def _address_of(self, given: str | None, skipped: list[str]) -> str | None:
         """The snapshot to load; None: accelerate loads a folder of its own."""
         if given is None:
             return newest_address(self._store, self._ref, skipped, self._group, "load_state")
-        path = os.path.expanduser(given)
-        if not os.path.isdir(path):
-            return os.fspath(given)
-        pointer = read_pointer(path)
+        if not os.path.isdir(given):
+            return given
+        pointer = read_pointer(given)
         if pointer is not None:
-            pointer.require_store(self._store.url, path)
+            pointer.require_store(self._store.url, given)
         return None if pointer is None else pointer.address
 
-    def _restore(self, address: str, folder: str | os.PathLike[str] | None) -> None:
+    def _call_load_hooks(self, given: str | None) -> None:
+        """With the folder that the hooks of the save wrote to, if it is there."""
+        hooks = self._native._load_model_state_pre_hook
+        if hooks and given is None and self._native.project_configuration.automatic_checkpoint_naming:
+            given = str(self._automatic_folders() / f"checkpoint_{self._values[_ITERATION]}")
+        if given is not None and os.path.isdir(given):
+            for hook in hooks.values():
+                hook([*self._native._models], given)
+
+    def _restore(self, address: str, given: str | None) -> None:
         native = self._native
         training = self._training()
         unknown = f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
@@ -313,9 +322,7 @@ class SnapshotMixin:
             raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
         if found is None:
             raise NotFoundError(unknown, object_id=address)
-        if folder is not None and os.path.isdir(folder):
-            for hook in native._load_model_state_pre_hook.values():
-                hook([*native._models], os.fspath(folder))
+        self._call_load_hooks(given)
         native.step = self._values[_STEP]
         native.project_configuration.iteration = self._values[_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[_LOADERS], strict=False)]

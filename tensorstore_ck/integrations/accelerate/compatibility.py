@@ -21,7 +21,15 @@ REPLACED: Final = {
 }
 """Method -> the parameters that it must have."""
 USED: Final = (
-    *("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook", "_load_model_state_pre_hook"),
+    *(
+        "_models",
+        "_optimizers",
+        "_schedulers",
+        "_dataloaders",
+        "_custom_objects",
+        "_save_model_state_pre_hook",
+        "_load_model_state_pre_hook",
+    ),
     *("scaler", "step", "is_fsdp2", "project_configuration", "gradient_state.dataloader_references"),
 )
 

@@ -219,6 +219,21 @@ def test_optimizers_and_objects_without_a_prepared_model(tmp_path: Path, store: 
     assert other_later.mean.tolist() == [0, 1, 2]
 
 
+def test_hooks_with_automatic_naming(tmp_path: Path, store: tsck.Store) -> None:
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=config)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    accelerator.prepare(nn.Linear(3, 3))
+    given: list[str] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: given.append(folder))
+    accelerator.register_load_state_pre_hook(lambda models, folder: given.append(folder))
+    accelerator.save_state()
+    accelerator.save_state()
+    accelerator.load_state()
+    folders = [str(tmp_path / "checkpoints" / f"checkpoint_{number}") for number in (0, 1)]
+    assert given == [*folders, folders[1]]
+
+
 def test_what_is_prepared_between_two_saves_is_saved(tmp_path: Path, store: tsck.Store) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
