@@ -95,8 +95,8 @@ def _replace_lightning(store: tsck.Store, *, with_files: bool) -> None:
             super().__init__(store, f"runs/{next(REFS)}", **arguments.bind(*args, **options).arguments)
 
     def load_snapshot(file: Any, *args: Any, **options: Any) -> Any:
-        path = getattr(file, "name", file)
-        pointer = read_pointer(path) if isinstance(path, str | os.PathLike) else None
+        path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
+        pointer = None if path is None else read_pointer(path)
         if pointer is None:
             return load(file, *args, **options)
         store.drain()
