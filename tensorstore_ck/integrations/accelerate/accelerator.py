@@ -126,7 +126,7 @@ class SnapshotMixin:
         if config.automatic_checkpoint_naming:
             output_dir = self._automatic_folders() / f"checkpoint_{config.iteration}"
         folder = None if output_dir is None else Path(output_dir)
-        if folder is not None and any(folder.glob("random_states_*.pkl")):
+        if folder is not None and _is_native(folder):
             raise InvalidOptionError(f"{folder} is a checkpoint that accelerate wrote: save to another folder", object_id=str(folder))
         self._call_save_hooks(folder)
         checkpointer = self._checkpointer_of_now()
@@ -285,10 +285,10 @@ class SnapshotMixin:
                 skipped.append(address)
 
     def _newest_native_folder(self) -> Path:
-        """The newest that accelerate wrote, which itself would take one that names a snapshot, too."""
+        """The newest that accelerate wrote; itself it would take one that names a snapshot, or that a kill left empty."""
         if self._native.project_configuration.automatic_checkpoint_naming:
             for _, folder in reversed(_numbered(self._automatic_folders())):
-                if read_pointer(folder) is None:
+                if _is_native(folder):
                     return folder
         raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
@@ -362,6 +362,11 @@ def _one_or_all(objects: list[Any]) -> Any:
 
 def _trains_none_of(names: ParameterNames, optimizer: torch.optim.Optimizer) -> bool:
     return all(names.of(parameter) is None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_native(folder: Path) -> bool:
+    """Whether accelerate wrote it: generators are among the last of its files."""
+    return any(folder.glob("random_states_*.pkl"))
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -152,6 +152,7 @@ def test_a_folder_of_a_save_that_never_ended_is_nothing_to_load(tmp_path: Path, 
     light = tmp_path / "out" / "checkpoints" / "checkpoint_5"
     light.mkdir(parents=True)
     (light / "snapshot.json").write_text(f'{{"store": "{store.url}", "address": "{runs.REF}@5"}}')
+    (light.parent / "checkpoint_6").mkdir()
     with pytest.raises(tsck.errors.NotFoundError, match="nothing to load"):
         runs.train(tmp_path / "out", store)
     with pytest.raises(runs.Killed):
