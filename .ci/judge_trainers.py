@@ -99,7 +99,7 @@ def judge(judged: Judged, plain: dict[str, Ending], with_files: dict[str, Ending
     for name, ending in plain.items():
         second = with_files.get(name)
         last = ending if second is None else second
-        why = judged.fails.get(name, judged.fails.get(name.partition(".")[2]))
+        why = judged.fails.get(name.partition(".")[2].partition("[")[0])
         if ending.how == "skipped":
             counts["skipped"] += 1
         elif last.how == "failed" and any(word in last.text for word in HUB):

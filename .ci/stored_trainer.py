@@ -104,7 +104,9 @@ def _replace_lightning(store: tsck.Store, *, with_files: bool) -> None:
         return {WEIGHTS: stored.shared.get("model"), **stored.rank_values[OWN]["checkpoint"]}
 
     ModelCheckpoint.__module__, ModelCheckpoint.__qualname__ = callbacks.__name__, native.__qualname__
-    callbacks.ModelCheckpoint, torch.load = ModelCheckpoint, load_snapshot
+    connector: Any = importlib.import_module("lightning.pytorch.trainer.connectors.callback_connector")
+    callbacks.ModelCheckpoint = connector.ModelCheckpoint = ModelCheckpoint  # the other one is that of a Trainer without callbacks
+    torch.load = load_snapshot
 
 
 REPLACE: dict[str, Callable[..., None]] = {
