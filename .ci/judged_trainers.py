@@ -74,6 +74,8 @@ LIGHTNING = Judged(
         "test_save_last_every_n_epochs_interaction": "counts calls of trainer.save_checkpoint",
         "test_save_last_saves_correct_last_model_path": "calls private methods for a save outside a run",
         "test_none_monitor_saves_correct_best_model_path": "calls private methods for a save outside a run",
+        "test_model_torch_save_ddp_cpu": "pickles a callback over an open store",
+        "test_model_torch_save": "pickles a callback over an open store",
         "test_pickling": "pickles a callback over an open store; one with the path of a store can be pickled",
     },
     left_out={},
