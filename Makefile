@@ -39,10 +39,11 @@ test-newest-torch:
 	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state
 
-# transformers' own checkpoint tests, run against the Trainer here; docs/trainers.md has the table. Downloads their sources at the version that
-# is installed; without a network: make test-trainers TRANSFORMERS=<checkout of transformers>
+# The trainers' own checkpoint tests, run against the adapters here; docs/trainers.md has the tables. Downloads their sources at the versions
+# that are installed: accelerate's from PyPI, the others from GitHub. One of them, from a folder of sources: TRAINERS="lightning=FOLDER"
 test-trainers: $(INSTALLED)
-	$(BIN)/python .ci/judge_transformers.py $(TRANSFORMERS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
+	$(BIN)/python .ci/judge_trainers.py $(TRAINERS)
 
 # The tests of torchtitan's checkpoint manager, run by hand: torchtitan needs datasets, whose releases refuse the pinned fsspec and
 # huggingface_hub (they work with them), so that it is in no common environment. This one is on top of .venv, without their dependencies.

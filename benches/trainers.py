@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import accelerate
 import lightning
 import torch
 import transformers
@@ -232,7 +233,71 @@ def with_lightning(folder: Path, *, native: bool, end: int = 0, resume: bool = F
     }
 
 
-TRAINERS: Final = {"transformers": (with_transformers, "tensorstore_ck.hf"), "lightning": (with_lightning, "tensorstore_ck.lightning")}
+class _Progress:
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
+    """As `with_transformers`."""
+    stalls, losses, first_step = list[float](), list[tuple[int, float]](), 0.0
+    config = accelerate.utils.ProjectConfiguration(project_dir=str(folder / "out"), automatic_checkpoint_naming=True)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=config)
+    if kill is not None and native:
+        kill.arm(torch, "save", file="optimizer")
+    elif kill is not None:
+        _arm_store(kill)
+    with contextlib.ExitStack() as stack:
+        if not native:
+            store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache"))
+            tsck.accelerate.attach(accelerator, store=store, ref="runs/bench")
+        model, progress = _model(), _Progress()
+        loader = torch.utils.data.DataLoader(_Words(), batch_size=2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        accelerator.register_for_checkpointing(progress)
+        began = time.perf_counter()
+        if resume:
+            accelerator.load_state()
+            config.iteration = progress.step // EACH  # accelerate alone would save to an existing folder, which is an error
+        while progress.step < (end or STEPS):
+            done = progress.step % len(loader)
+            for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+                first_step = first_step or time.perf_counter()
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.step += 1
+                losses.append((progress.step, loss.item()))
+                if kill is not None and progress.step == KILLED_SAVE:
+                    kill.strike()
+                if progress.step % EACH == 0:
+                    saving = time.perf_counter()
+                    accelerator.save_state()
+                    stalls.append(time.perf_counter() - saving)
+                if progress.step == (end or STEPS):
+                    break
+        accelerator.end_training()
+    return {
+        "stalls": stalls,
+        "until_first_step": first_step - began,
+        "losses": losses,
+        "weights": _hash(model),
+        "step": progress.step,
+    }
+
+
+TRAINERS: Final[dict[str, tuple[Callable[..., Report], str]]] = {
+    "transformers": (with_transformers, "tensorstore_ck.hf"),
+    "lightning": (with_lightning, "tensorstore_ck.lightning"),
+    "accelerate": (with_accelerate, "tensorstore_ck.accelerate"),
+}
 
 
 def apart(name: str, folder: Path, *, native: bool, **options: Any) -> Report | str:

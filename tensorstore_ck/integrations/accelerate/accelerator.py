@@ -4,6 +4,7 @@ Natively each rank writes its own files, old folders are deleted before the new 
 without a check. Here a save is one snapshot of all ranks, published at once, and `total_limit` is a policy of the ref.
 """
 
+import operator
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 
-from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
@@ -28,6 +29,8 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.parameter_names import ParameterNames
+from tensorstore_ck.training.stateful_parts import StatefulPart
 
 REFUSED: Final = {
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -38,7 +41,6 @@ _AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
 _STEP: Final = "accelerator_step"
 _ITERATION: Final = "save_iteration"
 _LOADERS: Final = "loaders"
-_CUSTOM: Final = "custom"
 
 
 class SnapshotMixin:
@@ -48,6 +50,8 @@ class SnapshotMixin:
     _ref: str
     _asynchronous: bool
     _checkpointer: Checkpointer | None
+    _saved: list[Any]
+    """What the Checkpointer saves."""
     _folders: PendingFolders
     _values: dict[str, Any]
     _interrupted: list[Any]
@@ -64,7 +68,7 @@ class SnapshotMixin:
         self._store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._asynchronous, self._checkpointer = ref, asynchronous, None
         self._folders = PendingFolders()
-        self._values, self._interrupted = {}, []
+        self._saved, self._values, self._interrupted = [], {}, []
         for loader in native._dataloaders:
             data_order.note_order(loader)
 
@@ -115,19 +119,19 @@ class SnapshotMixin:
 
         Raises:
             ConflictError: the ref has snapshots of another run, and this one began without `load_state`.
+            InvalidOptionError: hooks or automatic naming lack a folder, or accelerate wrote it.
             StoreError: the save failed permanently; see `Checkpointer`.
         """
         native, config = self._native, self._native.project_configuration
         if config.automatic_checkpoint_naming:
-            output_dir = Path(native.project_dir) / "checkpoints" / f"checkpoint_{config.iteration}"
+            output_dir = self._automatic_folders() / f"checkpoint_{config.iteration}"
         folder = None if output_dir is None else Path(output_dir)
-        if folder is not None and any(folder.glob("random_states_*.pkl")):
+        if folder is not None and _is_native(folder):
             raise InvalidOptionError(f"{folder} is a checkpoint that accelerate wrote: save to another folder", object_id=str(folder))
         self._call_save_hooks(folder)
-        if self._checkpointer is None:
-            self._checkpointer = self._new_checkpointer()
+        checkpointer = self._checkpointer_of_now()
         self._note_values()
-        saved = self._checkpointer.step(config.iteration)
+        saved = checkpointer.step(config.iteration)
         config.iteration += 1
         self._folders.finish(self._store.url)
         if saved is None or folder is None:
@@ -141,6 +145,11 @@ class SnapshotMixin:
                 _rotate(folder.parent, config.total_limit)
         return folder
 
+    def _automatic_folders(self) -> Path:
+        if self._native.project_dir is None:
+            raise InvalidOptionError("automatic_checkpoint_naming needs project_dir= of the Accelerator", object_id="project_dir")
+        return Path(self._native.project_dir) / "checkpoints"
+
     def _call_save_hooks(self, folder: Path | None) -> None:
         hooks = self._native._save_model_state_pre_hook
         if not hooks:
@@ -148,9 +157,21 @@ class SnapshotMixin:
         if folder is None:
             raise InvalidOptionError("the hooks of save_state write files: pass output_dir=", object_id="output_dir")
         folder.mkdir(parents=True, exist_ok=True)
-        weights = [self._native.get_state_dict(model, unwrap=False) for model in self._native._models]
+        native = self._native
+        is_sharded = native.distributed_type == DistributedType.FSDP  # accelerate gives the hooks no weights then
+        weights = [] if is_sharded else [native.get_state_dict(model, unwrap=False) for model in native._models]
         for hook in hooks.values():
-            hook(self._native._models, weights, str(folder))
+            hook(native._models, weights, str(folder))
+
+    def _checkpointer_of_now(self) -> Checkpointer:
+        """A script may prepare or register objects between two saves: what exists now is saved."""
+        native = self._native
+        objects = [*native._models, *native._optimizers, *native._schedulers, *native._custom_objects, native.scaler]
+        is_same = len(objects) == len(self._saved) and all(map(operator.is_, objects, self._saved))
+        if self._checkpointer is None or not is_same:
+            self._finish_saves()
+            self._checkpointer, self._saved = self._new_checkpointer(), objects
+        return self._checkpointer
 
     def _new_checkpointer(self) -> Checkpointer:
         limit = self._native.project_configuration.total_limit
@@ -168,20 +189,22 @@ class SnapshotMixin:
 
     def _training(self) -> TrainingState:
         native = self._native
-        custom = {f"{_CUSTOM}_{number}": each for number, each in enumerate(native._custom_objects)}
-        shared = {name: each for name, each in custom.items() if isinstance(each, nn.Module) or _has_tensor(each.state_dict())}
-        self._values = {
-            _STEP: 0,
-            _ITERATION: 0,
-            _LOADERS: [],
-            **{name: each for name, each in custom.items() if name not in shared},
-        }
+        models = _one_or_all(native._models)
+        names = ParameterNames(StatefulPart.of("model", models).objects)
+        optimizers = [getattr(each, "optimizer", each) for each in native._optimizers]
+        custom = {f"custom_{number}": each for number, each in enumerate(native._custom_objects)}
+        modules = {name: each for name, each in custom.items() if isinstance(each, nn.Module)}
+        # accelerate also saves optimizers of models that were not prepared: their gradients may differ between processes
+        alone = {f"optimizer_{number}": each for number, each in enumerate(optimizers) if _trains_none_of(names, each)}
+        # other objects are each process's own as well: nothing says that their values are equal, or become tensors later
+        own = {name: each for name, each in custom.items() if name not in modules}
+        self._values = {_STEP: 0, _ITERATION: 0, _LOADERS: [], **alone, **own}
         return TrainingState(
-            model=_one_or_all(native._models),
-            optimizer=_one_or_all([getattr(each, "optimizer", each) for each in native._optimizers]),
+            model=models,
+            optimizer=_one_or_all([each for each in optimizers if not _trains_none_of(names, each)]),
             scheduler=_one_or_all(native._schedulers),
             scaler=native.scaler,
-            extra=shared,
+            extra=modules,
             rank_values=self._values,
         )
 
@@ -201,13 +224,27 @@ class SnapshotMixin:
         Raises:
             StoreError: the newest save failed.
         """
+        try:
+            self._finish_saves()
+        finally:
+            super().end_training()  # type: ignore[misc]
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Waits for the saves, then see accelerate."""
         self._finish_saves()
-        super().end_training()  # type: ignore[misc]
+        self._interrupted = []
+        released: list[Any] = super().free_memory(*objects)  # type: ignore[misc]
+        return released
 
     def _finish_saves(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-        self._folders.finish(self._store.url)
+        """Waits, and keeps no reference to what was saved."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        self._saved, self._values = [], {}
+        try:
+            if checkpointer is not None:
+                checkpointer.close()
+        finally:
+            self._folders.finish(self._store.url)
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -227,14 +264,16 @@ class SnapshotMixin:
             MismatchError: it does not fit models, optimizers or registered objects.
             DamageError: it is damaged; without `input_dir`: all are.
         """
-        if self._checkpointer is not None:
-            self._finish_saves()
+        self._finish_saves()
+        input_dir = None if input_dir is None else os.path.expanduser(input_dir)
         skipped: list[str] = []
         while True:
             address = self._address_of(input_dir, skipped)
             if address is None:
-                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
-                self._count_on_from(input_dir)
+                folder = self._newest_native_folder() if input_dir is None else Path(input_dir)
+                super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
+                if match := _AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
+                    self._native.project_configuration.iteration = int(match[1]) + 1
                 return
             try:
                 self._restore(address, input_dir)
@@ -245,44 +284,47 @@ class SnapshotMixin:
                 warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
                 skipped.append(address)
 
-    def _count_on_from(self, folder: str | os.PathLike[str] | None) -> None:
-        """Accelerate does not restore the number of saves: the next save would get the name of an old one."""
-        config = self._native.project_configuration
-        if config.automatic_checkpoint_naming:
-            names = os.listdir(Path(self._native.project_dir) / "checkpoints") if folder is None else [Path(folder).name]
-            numbers = [int(match[1]) for name in names if (match := _AUTOMATIC.fullmatch(name))]
-            config.iteration = max(numbers, default=config.iteration - 1) + 1
+    def _newest_native_folder(self) -> Path:
+        """The newest that accelerate wrote; itself it would take one that names a snapshot, or that a kill left empty."""
+        if self._native.project_configuration.automatic_checkpoint_naming:
+            for _, folder in reversed(_numbered(self._automatic_folders())):
+                if _is_native(folder):
+                    return folder
+        raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
-    def _address_of(self, given: str | os.PathLike[str] | None, skipped: list[str]) -> str | None:
+    def _address_of(self, given: str | None, skipped: list[str]) -> str | None:
         """The snapshot to load; None: accelerate loads a folder of its own."""
         if given is None:
-            found = newest_address(self._store, self._ref, skipped, self._group, "load_state")
-            if found is None and not self._native.project_configuration.automatic_checkpoint_naming:
-                raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
-            return found
-        path = os.path.expanduser(given)
-        if not os.path.isdir(path):
-            return os.fspath(given)
-        pointer = read_pointer(path)
-        return None if pointer is None else pointer.address_in(self._store, path)
+            return newest_address(self._store, self._ref, skipped, self._group, "load_state")
+        if not os.path.isdir(given):
+            return given
+        pointer = read_pointer(given)
+        return None if pointer is None else pointer.address_in(self._store, given)
 
-    def _restore(self, address: str, folder: str | os.PathLike[str] | None) -> None:
+    def _call_load_hooks(self, given: str | None) -> None:
+        """With the folder that the hooks of the save wrote to, if it is there."""
+        hooks = self._native._load_model_state_pre_hook
+        if hooks and given is None and self._native.project_configuration.automatic_checkpoint_naming:
+            given = str(self._automatic_folders() / f"checkpoint_{self._values[_ITERATION]}")
+        if given is not None and os.path.isdir(given):
+            for hook in hooks.values():
+                hook([*self._native._models], given)
+
+    def _restore(self, address: str, given: str | None) -> None:
         native = self._native
         training = self._training()
+        unknown = f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
         try:
             found = training.restore(self._store, address, group=self._group)
-        except NotFoundError as exc:
-            raise NotFoundError(f"{address!r} is neither a folder nor a snapshot in {self._store.url}: {exc}", object_id=address) from exc
+        except (InvalidNameError, NotFoundError) as exc:
+            raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
         if found is None:
-            raise NotFoundError(f"{address!r} is neither a folder nor a snapshot in {self._store.url}", object_id=address)
-        if folder is not None and os.path.isdir(folder):
-            for hook in native._load_model_state_pre_hook.values():
-                hook([*native._models], os.fspath(folder))
+            raise NotFoundError(unknown, object_id=address)
+        self._call_load_hooks(given)
         native.step = self._values[_STEP]
         native.project_configuration.iteration = self._values[_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[_LOADERS], strict=False)]
         self._interrupted = [loader for loader, state in found_loaders if data_order.restore(loader, state)]
-        self._checkpointer = None
 
 
 def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
@@ -316,17 +358,22 @@ def _one_or_all(objects: list[Any]) -> Any:
     return None if not objects else objects[0] if len(objects) == 1 else list(objects)
 
 
-def _has_tensor(state: object) -> bool:
-    if isinstance(state, dict):
-        return any(map(_has_tensor, state.values()))
-    if isinstance(state, list | tuple):
-        return any(map(_has_tensor, state))
-    return isinstance(state, torch.Tensor)
+def _trains_none_of(names: ParameterNames, optimizer: torch.optim.Optimizer) -> bool:
+    return all(names.of(parameter) is None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_native(folder: Path) -> bool:
+    """Whether accelerate wrote it: generators are among the last of its files."""
+    return any(folder.glob("random_states_*.pkl"))
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Folders of automatic naming, in their order; none if `folder` does not exist."""
+    return sorted((int(match[1]), each) for each in folder.glob("checkpoint_*") if (match := _AUTOMATIC.fullmatch(each.name)))
 
 
 def _rotate(folder: Path, limit: int) -> None:
     """Deletes light folders beyond the limit; not those that accelerate wrote."""
-    found = [(int(match[1]), each) for each in folder.iterdir() if (match := _AUTOMATIC.fullmatch(each.name))]
-    light = [each for _, each in sorted(found) if read_pointer(each) is not None]
+    light = [each for _, each in _numbered(folder) if read_pointer(each) is not None]
     for each in light[: max(0, len(light) - limit)]:
         shutil.rmtree(each, ignore_errors=True)

@@ -17,9 +17,21 @@ REPLACED: Final = {
     "prepare_data_loader": ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
     "skip_first_batches": ("self", "dataloader", "num_batches"),
     "end_training": ("self",),
+    "free_memory": ("self", "objects"),
 }
 """Method -> the parameters that it must have."""
-USED: Final = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "step", "gradient_state")
+USED: Final = (
+    *(
+        "_models",
+        "_optimizers",
+        "_schedulers",
+        "_dataloaders",
+        "_custom_objects",
+        "_save_model_state_pre_hook",
+        "_load_model_state_pre_hook",
+    ),
+    *("scaler", "step", "is_fsdp2", "project_configuration", "gradient_state.dataloader_references"),
+)
 
 
 def require_supported(accelerator: accelerate.Accelerator) -> None:
@@ -35,13 +47,18 @@ def require_supported(accelerator: accelerate.Accelerator) -> None:
             f"accelerate {accelerate.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="accelerate"
         )
     changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
-    changed += [name for name in USED if not hasattr(accelerator, name)]
+    changed += [name for name in USED if not _has(accelerator, name)]
     if changed:
         raise MissingExtraError(
             f"the Accelerator of accelerate {accelerate.__version__} has another {changed[0]} than the one that is used here: run "
             f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
             object_id=f"accelerate.Accelerator.{changed[0]}",
         )
+
+
+def _has(found: object, path: str) -> bool:
+    name, _, rest = path.partition(".")
+    return hasattr(found, name) and (not rest or _has(getattr(found, name), rest))
 
 
 def _parameters(name: str) -> tuple[str, ...] | None:

@@ -83,12 +83,25 @@ def capture(loader: Any, active: Any) -> State:
     is_in_pass = active is not None and not active.end_of_dataloader
     generator = getattr(sampler, "generator", None)
     return {
-        "loader": loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None,
+        "loader": _loader_state(loader, sampler, is_in_pass=is_in_pass),
         "iteration": getattr(loader, "iteration", 0) if active is None else active.iteration + (not is_in_pass),
         "pass_start": sampler.pass_start if sampler is not None and is_in_pass else None,
         "sampler": None if generator is None else generator.get_state(),
         "seed": getattr(sampler, "initial_seed", None),
     }
+
+
+def _loader_state(loader: Any, sampler: NotedSampler | None, *, is_in_pass: bool) -> State | None:
+    """Of a `StatefulDataLoader`: where it is in its pass; ``{}``: it begins another one; None: it keeps its state.
+
+    From the state of a pass that ended it would begin that pass again, and draw from the process's generator once more.
+    """
+    if not getattr(loader, "use_stateful_dataloader", False):
+        return None
+    if is_in_pass or sampler is None:
+        state: State = loader.state_dict()
+        return state
+    return None if sampler.pass_start is None else {}
 
 
 def restore(loader: Any, state: State) -> bool:

@@ -71,6 +71,8 @@ def train(
     *,
     resume: Any = None,
     kill_after: int | None = None,
+    save_every: int = SAVE_EVERY,
+    seed: int = 1,
     config: dict[str, Any] | None = None,
     loader_kind: str = "",
     fsdp: bool = False,
@@ -81,9 +83,9 @@ def train(
     """Steps are counted over all epochs. `resume`: False: no; else what `load_state` gets."""
     for kind in (accelerate.state.AcceleratorState, accelerate.state.GradientState):
         kind._reset_state()
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     project = ProjectConfiguration(**{"project_dir": str(folder), "automatic_checkpoint_naming": True, **(config or {})})
     loading = DataLoaderConfiguration(use_seedable_sampler=loader_kind == "seedable", use_stateful_dataloader=loader_kind == "stateful")
     accelerator = accelerate.Accelerator(cpu=True, project_config=project, dataloader_config=loading)
@@ -95,7 +97,7 @@ def train(
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    generator = torch.Generator().manual_seed(3) if loader_kind == "generator" else None
+    generator = torch.Generator().manual_seed(seed) if loader_kind == "generator" else None
     rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator)
     model, optimizer, scheduler, rows = accelerator.prepare(model, optimizer, scheduler, rows)
     average = Average()
@@ -120,7 +122,7 @@ def train(
             batches.append(batch[:, 0].tolist())
             losses.append(loss.item())
             average.value = step * 1000 + losses[-1] / 1000
-            if step % SAVE_EVERY == 0:
+            if step % save_every == 0:
                 accelerator.save_state()
             on_step(step)
             if step == kill_after:

@@ -1,6 +1,8 @@
 """`tsck.accelerate.attach`: a loop that is killed and resumed does what an undisturbed one does, bit for bit."""
 
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 
 import tensorstore_ck as tsck
@@ -45,15 +48,30 @@ def test_a_killed_run_is_resumed_exactly(tmp_path: Path, store: tsck.Store, kill
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", ["generator", "seedable", "stateful"])
 def test_loaders_of_other_kinds(tmp_path: Path, store: tsck.Store, kind: str) -> None:
-    """With a generator of the user's, accelerate's seedable sampler, and torchdata's loader, which skips by itself."""
+    """With a generator of the user's, accelerate's seedable sampler, and torchdata's loader, which skips by itself.
+
+    The second process begins with other seeds.
+    """
     if kind == "stateful":
         pytest.importorskip("torchdata")
     options: dict[str, Any] = {"loader_kind": kind}
     whole = runs.train(tmp_path / "whole", None, resume=False, **options)
     with pytest.raises(runs.Killed):
         runs.train(tmp_path / "out", store, resume=False, kill_after=17, **options)
-    resumed = runs.train(tmp_path / "out", store, **options)
+    resumed = runs.train(tmp_path / "out", store, seed=2, **options)
     assert_continues(resumed, whole, 15)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", ["", "generator", "seedable", "stateful"])
+def test_a_save_after_the_last_batch_of_an_epoch(tmp_path: Path, store: tsck.Store, kind: str) -> None:
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    options: dict[str, Any] = {"loader_kind": kind, "save_every": 5}
+    whole = runs.train(tmp_path / "whole", None, resume=False, **options)
+    with pytest.raises(runs.Killed):
+        runs.train(tmp_path / "out", store, resume=False, kill_after=12, **options)
+    assert_continues(runs.train(tmp_path / "out", store, seed=2, **options), whole, 10)
 
 
 @pytest.mark.parametrize("how", ["folder", "address", "native"])
@@ -69,6 +87,22 @@ def test_what_a_run_resumes_from(tmp_path: Path, store: tsck.Store, how: str) ->
     given = tmp_path / "out" / "checkpoints" / "checkpoint_4" if how == "folder" else f"{runs.REF}@4"
     with tsck.open(store.url, cache_dir=tmp_path / "another-cache") as another:
         assert_continues(runs.train(tmp_path / "out", another, resume=given), whole, 15)
+
+
+def test_a_limit_bounds_bytes_over_100_saves(tmp_path: Path, store: tsck.Store) -> None:
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=config)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    model = accelerator.prepare(nn.Linear(100, 100))
+    for _ in range(100):
+        nn.init.normal_(model.weight)
+        accelerator.save_state()
+    accelerator.end_training()
+    assert [snapshot.step for snapshot in store.log(runs.REF)] == [99, 98]
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_98", "checkpoint_99"]
+    usage = store.usage()
+    assert usage.undo_bytes == 0
+    assert usage.objects_bytes < 2.5 * usage.stored_bytes
 
 
 def test_a_limit_bounds_names_and_bytes(tmp_path: Path, store: tsck.Store) -> None:
@@ -107,10 +141,24 @@ def test_a_ref_of_another_run_is_refused(tmp_path: Path, store: tsck.Store) -> N
 
 
 def test_nothing_to_load(tmp_path: Path, store: tsck.Store) -> None:
-    with pytest.raises(tsck.errors.NotFoundError, match="neither a folder nor a snapshot"):
-        runs.train(tmp_path / "out", store, resume="runs/other@3")
+    for given in ("runs/other@3", "runs/other", str(tmp_path / "none"), "./none"):
+        with pytest.raises(tsck.errors.NotFoundError, match="neither a folder nor a snapshot"):
+            runs.train(tmp_path / "out", store, resume=given)
     with pytest.raises(tsck.errors.NotFoundError, match="nothing to load"):
         runs.train(tmp_path / "out", store, resume=None, config={"automatic_checkpoint_naming": False})
+
+
+def test_a_folder_of_a_save_that_never_ended_is_nothing_to_load(tmp_path: Path, store: tsck.Store) -> None:
+    """The run died in its first save. Folders that accelerate wrote before are still there to load."""
+    light = tmp_path / "out" / "checkpoints" / "checkpoint_5"
+    light.mkdir(parents=True)
+    (light / "snapshot.json").write_text(f'{{"store": "{store.url}", "address": "{runs.REF}@5"}}')
+    (light.parent / "checkpoint_6").mkdir()
+    with pytest.raises(tsck.errors.NotFoundError, match="nothing to load"):
+        runs.train(tmp_path / "out", store)
+    with pytest.raises(runs.Killed):
+        runs.train(tmp_path / "out", None, resume=False, kill_after=7)
+    assert len(runs.train(tmp_path / "out", store).losses) == 24
 
 
 def test_a_folder_of_another_store_is_refused(tmp_path: Path, store: tsck.Store) -> None:
@@ -127,6 +175,113 @@ def test_attach_twice(tmp_path: Path, store: tsck.Store) -> None:
     with pytest.raises(tsck.errors.InvalidOptionError, match="already"):
         tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
     assert type(pickle.loads(pickle.dumps(accelerator))) is accelerate.Accelerator
+
+
+class Later:
+    """Registered for checkpointing: has a tensor from its first step on, another one in each process."""
+
+    def __init__(self) -> None:
+        self.mean: torch.Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+def test_optimizers_and_objects_without_a_prepared_model(tmp_path: Path, store: tsck.Store) -> None:
+    """accelerate saves such an optimizer, too. Both have no tensors before their first step."""
+
+    def job() -> tuple[accelerate.Accelerator, torch.optim.Adam, torch.optim.SGD, Later]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+        trained, other, model = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(3, 3)
+        adam, sgd = torch.optim.Adam(other.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare(trained, model, adam, sgd)
+        later = Later()
+        accelerator.register_for_checkpointing(later)
+        other(torch.ones(2)).sum().backward()
+        return accelerator, adam, sgd, later
+
+    accelerator, adam, sgd, later = job()
+    adam.step()
+    sgd.param_groups[0]["lr"] = 0.7
+    later.mean = torch.arange(3)
+    accelerator.save_state()
+    accelerator.end_training()
+    again, other_adam, other_sgd, other_later = job()
+    again.load_state()
+    own, stored = (each.state_dict() for each in (other_adam, adam))
+    assert own["param_groups"] == stored["param_groups"]
+    assert all(torch.equal(own["state"][0][name], tensor) for name, tensor in stored["state"][0].items())
+    assert len(stored["state"][0]) == 3
+    assert other_sgd.param_groups[0]["lr"] == 0.7
+    assert other_later.mean is not None
+    assert other_later.mean.tolist() == [0, 1, 2]
+
+
+def test_hooks_with_automatic_naming(tmp_path: Path, store: tsck.Store) -> None:
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=config)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    accelerator.prepare(nn.Linear(3, 3))
+    given: list[str] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: given.append(folder))
+    accelerator.register_load_state_pre_hook(lambda models, folder: given.append(folder))
+    accelerator.save_state()
+    accelerator.save_state()
+    accelerator.load_state()
+    folders = [str(tmp_path / "checkpoints" / f"checkpoint_{number}") for number in (0, 1)]
+    assert given == [*folders, folders[1]]
+
+
+def test_what_is_prepared_between_two_saves_is_saved(tmp_path: Path, store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    accelerator.prepare(nn.Linear(3, 3))
+    accelerator.save_state()
+    average = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(nn.Linear(4, 4))
+    accelerator.save_state()
+    accelerator.end_training()
+    assert [snapshot.step for snapshot in store.log(runs.REF)] == [1, 0]
+    with store.open_snapshot(runs.REF) as saved:
+        assert torch.equal(saved["model.1.weight"][:], average.weight)
+        assert "extra.custom_0.weight" in saved.names()
+
+
+def test_free_memory_frees_what_was_saved(store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    model = accelerator.prepare(nn.Linear(3, 3))
+    freed = weakref.ref(model)
+    accelerator.save_state()
+    [model] = accelerator.free_memory(model)
+    gc.collect()
+    assert freed() is None
+    assert store.resolve(runs.REF).step == 0
+
+
+def test_hooks_get_no_weights_of_shards(tmp_path: Path, store: tsck.Store) -> None:
+    """As accelerate does: no process needs memory for all weights."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 3))
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    given: list[tuple[list[nn.Module], list[Any]]] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: given.append((models, weights)))
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.end_training()
+    assert given == [([model], [])]
+
+
+def test_automatic_naming_needs_a_folder(store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    with pytest.raises(tsck.errors.InvalidOptionError, match="needs project_dir="):
+        accelerator.save_state()
 
 
 def test_hooks_and_models_that_are_registered(tmp_path: Path, store: tsck.Store) -> None:

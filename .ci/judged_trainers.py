@@ -1,0 +1,84 @@
+"""The trainers' own tests that judge_trainers.py runs, and which of them must fail."""
+
+from typing import NamedTuple
+
+
+class Judged(NamedTuple):
+    """The tests of one trainer."""
+
+    tests: tuple[str, ...]
+    """Files and folders of its sources."""
+    kept: tuple[str, ...]
+    """What they need of the sources: the beginnings of paths."""
+    archive: str | None
+    """Where the sources are; None: on PyPI."""
+    fails: dict[str, str]
+    """Name of a test -> why it fails by design, with all its parameters."""
+    left_out: dict[str, str]
+    """Tests that are not run -> what they need."""
+    looks_for_files: bool = False
+    """Whether the tests are run once more, with the files there that those which fail look for, and must all pass then."""
+
+
+TRANSFORMERS = Judged(
+    tests=("tests/trainer/test_trainer_checkpointing.py",),
+    kept=("tests/__init__.py", "tests/trainer/", "tests/fixtures/sample_text.txt", "tests/fixtures/tests_samples/"),
+    archive="https://codeload.github.com/huggingface/transformers/tar.gz/refs/tags/v{version}",
+    fails={
+        "test_save_checkpoints": "weights, config, optimizer.pt, scheduler.pt, training_args.bin",
+        "test_save_collator_tokenizer_by_default": "the tokenizer",
+        "test_can_resume_training_lm": "weights, config, optimizer.pt, scaler.pt",
+        "test_resume_training_with_shard_checkpoint": "weights: splits model.safetensors",
+        "test_resume_training_with_checkpoint": "weights: splits model.safetensors",
+        "test_resume_from_interrupted_training": "weights",
+        "test_resume_batch_order": "weights: reads model.safetensors",
+        "test_load_best_model_with_save_best": "weights: compares model.safetensors",
+        "test_load_best_model_with_save": "weights: compares model.safetensors",
+        "test_save_best_checkpoint": "weights, config, optimizer.pt, scheduler.pt, training_args.bin",
+        "test_load_best_model_at_end": "weights, config, optimizer.pt, scheduler.pt, training_args.bin",
+        "test_load_best_model_from_safetensors": "weights, config, optimizer.pt, scheduler.pt, training_args.bin",
+    },
+    left_out={
+        "test_auto_batch_size_with_deepspeed": "DeepSpeed",
+        "test_auto_batch_size_finder": "an example script and data sets of the Hub",
+    },
+    looks_for_files=True,
+)
+
+ACCELERATE = Judged(
+    tests=("tests/test_state_checkpointing.py", "tests/test_data_loader.py", "tests/test_accelerator.py"),
+    kept=("tests/",),
+    archive=None,
+    fails={},
+    left_out={"test_free_memory_dereferences_prepared_components": "a machine whose free memory no other process changes"},
+)
+
+LIGHTNING = Judged(
+    tests=(
+        "tests/tests_pytorch/checkpointing/test_model_checkpoint.py",
+        "tests/tests_pytorch/checkpointing/test_trainer_checkpoint.py",
+        "tests/tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
+        "tests/tests_pytorch/checkpointing/test_torch_saving.py",
+    ),
+    kept=(
+        "tests/tests_pytorch/__init__.py",
+        "tests/tests_pytorch/conftest.py",
+        "tests/tests_pytorch/checkpointing/",
+        "tests/tests_pytorch/helpers/",
+    ),
+    archive="https://codeload.github.com/Lightning-AI/pytorch-lightning/tar.gz/refs/tags/{version}",
+    fails={
+        "test_top_k": "counts calls of torch.save",
+        "test_model_checkpoint_no_extraneous_invocations": "counts calls of trainer.save_checkpoint",
+        "test_checkpointing_with_nan_as_first": "counts calls of trainer.save_checkpoint",
+        "test_save_last_every_n_epochs_interaction": "counts calls of trainer.save_checkpoint",
+        "test_save_last_saves_correct_last_model_path": "calls private methods for a save outside a run",
+        "test_none_monitor_saves_correct_best_model_path": "calls private methods for a save outside a run",
+        "test_model_torch_save_ddp_cpu": "pickles a callback over an open store",
+        "test_model_torch_save": "pickles a callback over an open store",
+        "test_pickling": "pickles a callback over an open store; one with the path of a store can be pickled",
+    },
+    left_out={},
+)
+
+JUDGED = {"transformers": TRANSFORMERS, "accelerate": ACCELERATE, "lightning": LIGHTNING}
