@@ -1,6 +1,6 @@
 """From which snapshot a trainer's run resumes, and whether it may save to a ref."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.errors import ConflictError, CorruptObjectError, SnapshotMarkedBadError
@@ -50,10 +50,21 @@ def newest_address(store: Store, ref: str, skipped: Collection[str], group: "Pro
             raise CorruptObjectError(f"none of the snapshots of {ref!r} can be restored: run `tsck fsck --read-data`", object_id=ref)
         return chosen.address.encode()
 
+    return ask_first_rank(store, group, f"the resume of {ref!r}, {len(skipped)} skipped", choose_here).decode() or None
+
+
+def ask_first_rank(store: Store, group: "ProcessGroup | None", title: str, answer: Callable[[], bytes]) -> bytes:
+    """What the first rank answers, on all ranks; its error, if it has one.
+
+    Args:
+        store: The store.
+        group: The ranks, which all call this; None: there is one.
+        title: What is asked, for messages.
+        answer: Called on the first rank.
+    """
     if group is None:
-        return choose_here().decode() or None
-    title = f"the resume of {ref!r}, {len(skipped)} skipped"
-    return store.session.groups.broadcast(group, title, choose_here, timeout_seconds=TIMEOUT_SECONDS).decode() or None
+        return answer()
+    return store.session.groups.broadcast(group, title, answer, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def require_own_ref(store: Store, ref: str, argument: str) -> None:

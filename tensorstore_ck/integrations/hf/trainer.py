@@ -172,10 +172,9 @@ class SnapshotMixin:
                 f"Can't find a valid checkpoint at {address}: there is no such folder, and no such snapshot in {self._store.url}",
                 object_id=address,
             )
-        if isinstance(given, str) and os.path.exists(os.path.join(given, TRAINER_STATE_NAME)):
-            return given
-        folder = Path(given) if isinstance(given, str) and os.path.isdir(given) else self._folder(found.step)
-        if args.local_process_index == 0:
+        is_given = isinstance(given, str) and os.path.isdir(given)
+        folder = Path(str(given)) if is_given else self._folder(found.step)
+        if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
             write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
         if self._group is not None:
             dist.barrier(self._group)

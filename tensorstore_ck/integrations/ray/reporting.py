@@ -18,10 +18,9 @@ from tensorstore_ck.errors import DamageError, InputError, InvalidOptionError, N
 from tensorstore_ck.integrations.light_folders import POINTER, read_pointer, write_pointer
 from tensorstore_ck.integrations.ray.compatibility import checkpoint_config
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always
+from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.group import process_groups
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
@@ -125,18 +124,22 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
 
 
 def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
-    found = store.resolve(root)
-    address = root
-    if ref in store.branches():
+    def name() -> bytes:
+        if ref not in store.branches():
+            return root.encode()
+        found = store.resolve(root)
         address = f"{ref}@{found.step}"  # through the ref, so that the next save may follow it
         if store.resolve(address).root != found.root:
             raise NotFoundError(f"{address} is another snapshot by now", object_id=root)
+        return address.encode()
+
+    address = ask_first_rank(store, group, f"the address of {root}", name).decode()
     if isinstance(state, TrainingState):
         training = state
         store.retrying(lambda: training.restore(store, address, group=group))
     else:
         store.retrying(lambda: store.checkout(address, into=state, group=group))
-    return found
+    return store.resolve(root)
 
 
 def _require_worker(store: Store) -> "ProcessGroup | None":
@@ -160,13 +163,7 @@ def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | No
     def numbers() -> bytes:
         return json.dumps({name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}).encode()
 
-    title = "the metrics of the first worker"
-    said = (
-        numbers()
-        if group is None
-        else store.session.groups.broadcast(group, title, numbers, timeout_seconds=process_groups.TIMEOUT_SECONDS)
-    )
-    return dict(json.loads(said))
+    return dict(json.loads(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
 
 
 def _policy() -> Policy | None:

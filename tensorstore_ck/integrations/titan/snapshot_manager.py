@@ -22,9 +22,8 @@ from torchtitan.tools.logging import logger
 
 from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.integrations.titan.weights import weights_of
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
@@ -265,10 +264,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
 
     def _ask(self, title: str, look: Callable[[], Any]) -> Any:
         """What the first rank sees."""
-        groups = self._store.session.groups
-        if self._group is None:
-            return look()
-        return json.loads(groups.broadcast(self._group, title, lambda: json.dumps(look()).encode(), timeout_seconds=TIMEOUT_SECONDS))
+        return json.loads(ask_first_rank(self._store, self._group, title, lambda: json.dumps(look()).encode()))
 
     def _restore(self, address: str, *, weights_only: bool) -> None:
         logger.info(f"Loading {address} from {self._store.url}.")
