@@ -45,7 +45,7 @@ test-trainers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	$(BIN)/python .ci/judge_trainers.py $(TRAINERS)
 
-# The tests of torchtitan's checkpoint manager, run by hand: torchtitan needs datasets, whose releases refuse the pinned fsspec and
+# The tests of torchtitan's checkpoint manager: torchtitan needs datasets, whose releases refuse the pinned fsspec and
 # huggingface_hub (they work with them), so that it is in no common environment. This one is on top of .venv, without their dependencies.
 test-titan: $(TITAN)/.installed
 	$(TITAN)/bin/python -m pytest $(TESTS)/integrations/titan
