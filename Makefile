@@ -7,10 +7,10 @@ INSTALLED := .venv/.installed
 TESTS ?= tests
 
 NEWEST := .venv-newest-torch
-TITAN := .venv-titan
+APART := .venv-apart
 EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,plot,postgres
 
-.PHONY: demo test test-slow soak test-newest-torch test-trainers test-titan lint package clean
+.PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart lint package clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -45,16 +45,18 @@ test-trainers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	$(BIN)/python .ci/judge_trainers.py $(TRAINERS)
 
-# The tests of torchtitan's checkpoint manager: torchtitan needs datasets, whose releases refuse the pinned fsspec and
-# huggingface_hub (they work with them), so that it is in no common environment. This one is on top of .venv, without their dependencies.
-test-titan: $(TITAN)/.installed
-	$(TITAN)/bin/python -m pytest $(TESTS)/integrations/titan
+# The tests of trainers that are in an environment of their own, on top of .venv. torchtitan needs datasets, whose releases refuse the pinned
+# fsspec and huggingface_hub (they work with them), so it is installed without dependencies. Ray takes half a gigabyte; its other tests take
+# seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
+test-apart: $(APART)/.installed
+	$(APART)/bin/python -m pytest $(TESTS)/integrations/titan $(TESTS)/integrations/ray/test_example.py
 
-$(TITAN)/.installed: $(INSTALLED) .ci/torchtitan.txt
-	$(PYTHON) -m venv $(TITAN)
-	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > $(TITAN)/base
-	cp $(TITAN)/base $$($(TITAN)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
-	$(TITAN)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
+$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
+	$(PYTHON) -m venv $(APART)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > $(APART)/base
+	cp $(APART)/base $$($(APART)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
+	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]'
 	touch $@
 
 lint: $(INSTALLED)
@@ -68,7 +70,7 @@ package: $(INSTALLED)
 	$(BIN)/python .ci/smoke_package.py
 
 clean:
-	rm -rf .venv $(NEWEST) $(TITAN) .demo dist
+	rm -rf .venv $(NEWEST) $(APART) .demo dist
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv

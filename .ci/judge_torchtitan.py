@@ -1,6 +1,6 @@
 """Runs torchtitan's own tests of its checkpoint manager against SnapshotManager: ``judge_torchtitan.py CHECKOUT``.
 
-It needs the environment of `make test-titan`. CHECKOUT: torchtitan's sources of August 18, 2026 (862f966a3), whose checkpoint manager is
+It needs the environment of `make test-apart`. CHECKOUT: torchtitan's sources of August 18, 2026 (862f966a3), whose checkpoint manager is
 that of version 0.3.0: the package has no tests, and the repository no tag. Prints what failed, which docs/trainers.md explains.
 """
 

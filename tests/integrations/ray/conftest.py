@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def ray_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    ray = pytest.importorskip("ray", reason="the extra ray is not installed: it takes half a gigabyte")
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed: run `make test-apart`")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # by default workers wait for every other process of a busy machine

@@ -19,7 +19,7 @@ def test_it_continues(ray_here: Any, tmp_path: Path) -> None:
 
 
 def test_no_worker(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train", reason="the extra ray is not installed: it takes half a gigabyte")
+    pytest.importorskip("ray.train", reason="the extra ray is not installed: run `make test-apart`")
     with (
         tsck.open(tmp_path / "store", create=True) as store,
         pytest.raises(tsck.InvalidOptionError, match="functions that Ray Train runs in its workers"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-titan`")
+pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-apart`")
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.titan import compatibility

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-titan`")
+pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-apart`")
 
 from tests.effort import effort
 from tests.integrations.rank_runs import ends, run_ranks

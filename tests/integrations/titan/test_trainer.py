@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-titan`")
+pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-apart`")
 
 import torch
 from safetensors.torch import load_file
