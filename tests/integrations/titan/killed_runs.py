@@ -28,10 +28,12 @@ def _train(folder: Path, faults: KillAt, async_mode: str) -> tuple[int, runs.Run
         return Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable()))
 
     def count(trainer: runs.Noisy) -> None:
-        """From the end of the step before on, which is before the save."""
+        """From the beginning of the struck step on, when the save before it has ended."""
         wait = trainer.checkpointer.maybe_wait_for_staging
 
         def wait_and_count() -> None:
+            if trainer.step == STRUCK_STEP:
+                trainer.checkpointer._wait_for_saving()
             faults.is_counting = trainer.step >= STRUCK_STEP
             wait()
 
