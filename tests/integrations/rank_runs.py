@@ -17,9 +17,10 @@ def run_ranks(job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tup
     said = []
     with launched(torchrun(ranks, "-m", job, str(folder), *arguments), folder, seconds=400.0) as program:
         for line in program.lines():
-            if not line.startswith('{"rank"'):
+            _, begin, rest = line.partition('{"rank"')  # it may follow what another rank has printed without a line's end yet
+            if not begin:
                 continue
-            said.append(json.loads(line))
+            said.append(json.loads(begin + rest))
             if kill is not None and (said[-1]["rank"], said[-1].get("step")) == kill:
                 os.kill(said[-1]["pid"], signal.SIGKILL)
         code, _ = program.end()
