@@ -1,11 +1,18 @@
 """Kills a process with -9 at a call of the backend."""
 
 import os
+import pickle
 import signal
+import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 from tests.end_to_end.crash.faulty import Faults
+
+T = TypeVar("T")
 
 
 class KillAt(Faults):
@@ -23,3 +30,27 @@ class KillAt(Faults):
                     tear()
                 os.kill(os.getpid(), signal.SIGKILL)
         return effect()
+
+
+def forked(work: Callable[[], T], folder: Path) -> T | None:
+    """What `work` returns in a process of its own, through a file in `folder`; None if the process was killed."""
+    folder.mkdir(exist_ok=True)
+    returned = folder / "returned"
+    returned.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
+            returned.write_bytes(pickle.dumps(work()))
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a forked child must not go on with its parent's tests
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+    assert status == 0, "the run failed by itself"
+    result: T = pickle.loads(returned.read_bytes())
+    return result

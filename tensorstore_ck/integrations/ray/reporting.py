@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 AHEAD: Final = 2
 """One report waits for Ray, and one snapshot is saved meanwhile."""
 DROPPED: Final = 4
-"""So many snapshots that the policy dropped are freed together."""
+"""The store frees dropped snapshots when there are at least this many."""
 
 
 def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str, step: int, **options: Any) -> Snapshot:

@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import signal
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +15,7 @@ from tensorstore_ck.integrations import hf
 from tensorstore_ck.log.cache import MemoryTable
 from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.integrations.hf import runs
-from tests.integrations.kill_at import KillAt
+from tests.integrations.kill_at import KillAt, forked
 
 STRUCK_STEP = 8
 """Kills strike in the saves of this step and of the last one; that of step 4 is whole."""
@@ -83,23 +80,4 @@ def _train(folder: Path, faults: KillAt, *, resume: bool, asynchronous: bool) ->
 
 def run(folder: Path, *, at: int = 0, torn: bool = False, resume: bool = False, asynchronous: bool = False) -> Ended | None:
     """A run in a process of its own; None if it was killed, at call `at`."""
-    folder.mkdir(exist_ok=True)
-    told = folder / "ended.json"
-    told.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
-            ended = _train(folder, KillAt(at, torn=torn), resume=resume, asynchronous=asynchronous)
-            told.write_text(json.dumps(ended._asdict()))
-            os._exit(0)
-        except BaseException:  # noqa: BLE001 - a forked child must not go on with its parent's tests
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return None
-    assert status == 0, "the run failed by itself"
-    return Ended(**json.loads(told.read_text()))
+    return forked(lambda: _train(folder, KillAt(at, torn=torn), resume=resume, asynchronous=asynchronous), folder)

@@ -146,7 +146,7 @@ def test_a_save_that_is_due_between_the_batches_of_a_step_comes_after_it(tmp_pat
 
 
 def test_a_run_that_ended_goes_on_with_more_steps(tmp_path: Path, store: tsck.Store) -> None:
-    """As if it had had so many from the beginning: within the epoch that the former limit ended."""
+    """With the higher limit the resumed run continues within the epoch that the former limit had ended."""
     saves: dict[str, Any] = {"every_n_train_steps": None, "every_n_epochs": 1}
     longer: dict[str, Any] = {"max_steps": 18, "max_epochs": 4}
     whole = _fit(tmp_path, ModelCheckpoint(tmp_path / "native"), **longer)

@@ -1,20 +1,14 @@
 """Runs of torchtitan's Trainer in forked processes, which a call of the backend can kill with -9."""
 
-import os
-import pickle
-import signal
-import traceback
 from pathlib import Path
 from unittest import mock
-
-import torch
 
 from tensorstore_ck import Store
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.log.cache import MemoryTable
 from tests.end_to_end.crash.faulty import FaultyBackend
-from tests.integrations.kill_at import KillAt
+from tests.integrations.kill_at import KillAt, forked
 from tests.integrations.titan import runs
 
 STRUCK_STEP = 6
@@ -47,23 +41,4 @@ def _train(folder: Path, faults: KillAt, async_mode: str) -> tuple[int, runs.Run
 
 def run(folder: Path, *, at: int = 0, torn: bool = False, async_mode: str = "disabled") -> tuple[int, runs.Run] | None:
     """A run in a process of its own, and its calls since the struck step; None if it was killed, at call `at`."""
-    folder.mkdir(exist_ok=True)
-    told = folder / "ended"
-    told.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
-            told.write_bytes(pickle.dumps(_train(folder, KillAt(at, torn=torn), async_mode)))
-            os._exit(0)
-        except BaseException:  # noqa: BLE001 - a forked child must not go on with its parent's tests
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return None
-    assert status == 0, "the run failed by itself"
-    calls, ended = pickle.loads(told.read_bytes())
-    return calls, ended
+    return forked(lambda: _train(folder, KillAt(at, torn=torn), async_mode), folder)
