@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import one_line, redacted
@@ -28,8 +29,6 @@ _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0
 _NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 MAX_SHOWN: Final = 40
 """Rows of a long table that are printed."""
-ROOT_DIGITS: Final = 12
-"""How many digits of a root a table shows; 8 are enough for an address."""
 
 
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
@@ -77,7 +76,7 @@ def iso_time(time_ns: int) -> str:
 
 def short_root(root: str | None) -> str:
     """The first digits of a root."""
-    return root[:ROOT_DIGITS] if root else "-"
+    return root[:SHOWN_ROOT_DIGITS] if root else "-"
 
 
 def step_text(step: int | None) -> str:

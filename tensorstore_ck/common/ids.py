@@ -19,6 +19,8 @@ Ulid = NewType("Ulid", bytes)
 """16 bytes: 48 bits of milliseconds since 1970, then 80 random bits. https://github.com/ulid/spec"""
 
 DIGEST_BYTES: Final = 32
+SHOWN_ROOT_DIGITS: Final = 12
+"""How many hex digits of a root people are shown; 8 are enough for an address."""
 ULID_BYTES: Final = 16
 ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
 

@@ -3,9 +3,10 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, Ulid, ulid_text
 from tensorstore_ck.errors import SnapshotMarkedBadError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.redaction import one_line
@@ -35,6 +36,16 @@ class Snapshot:
     """Bytes that it added to the store."""
     entry: int
     """The log entry that published it."""
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        mark = f", {one_line(self.mark)}" if self.mark else ""
+        return f"Snapshot({self.root[:SHOWN_ROOT_DIGITS]}, {one_line(self.ref)}{step}, {self.time:%Y-%m-%d %H:%M:%S} UTC{mark})"
+
+    @property
+    def time(self) -> datetime:
+        """When it was saved, in UTC: `time_ns`, in whole microseconds."""
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @classmethod
     def from_info(cls, info: SnapshotInfo) -> "Snapshot":

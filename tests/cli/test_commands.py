@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from matplotlib.image import imread
 from safetensors.torch import save_file
 
 import tensorstore_ck as tsck_package
@@ -344,5 +345,23 @@ def test_log_prints_what_keeps_each_and_draws(history: Tsck, tmp_path: Path) -> 
     assert len(drawn[2].split()[3]) > 10 * len(drawn[1].split()[3])
     assert history("log", "--plot", "acc", "--output", str(tmp_path / "acc.png")).code == 0
     assert (tmp_path / "acc.png").read_bytes().startswith(b"\x89PNG")
-    assert "no snapshot has 'lost' as a number" in history("log", "runs/gpt", "--plot", "lost").err
+    assert "no snapshot has a metric 'lost'" in history("log", "runs/gpt", "--plot", "lost").err
     assert history("log", "runs/gpt", "--output", "x.png").code == 2
+
+
+def test_a_plot_marks_what_is_no_number(history: Tsck, tmp_path: Path) -> None:
+    history("annotate", "runs/gpt~1", "acc=0.25", "lost=inf")
+    history("annotate", "runs/gpt", "acc=nan")
+    drawn = history("log", "runs/gpt", "--plot", "acc").out.splitlines()
+    assert [line.split()[1:] for line in drawn[1:]] == [["1", "0.25", "#"], ["2", "nan", "!"]]
+    assert [line.split()[1:] for line in history("log", "runs/gpt", "--plot", "lost").out.splitlines()[1:]] == [["1", "inf", "!"]]
+    assert [point["value"] for point in history("log", "runs/gpt", "--plot", "acc", "--json").json] == [0.25, "nan"]
+
+    def drawn_in_red() -> int:
+        assert history("log", "runs/gpt", "--plot", "acc", "--output", str(tmp_path / "acc.png")).code == 0
+        pixels = imread(tmp_path / "acc.png")
+        return int(((pixels[..., 0] > 0.9) & (pixels[..., 1] < 0.1) & (pixels[..., 2] < 0.1)).sum())
+
+    assert drawn_in_red() > 100
+    history("annotate", "runs/gpt", "acc=0.5")
+    assert drawn_in_red() == 0

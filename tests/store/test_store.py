@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,12 @@ def test_two_handles_of_one_store(url: Path, tmp_path: Path) -> None:
             with pytest.raises(tsck.ConflictError, match="another process moved it"):
                 one.put_snapshot(tensors(2), ref="job", step=2)
             assert equal(one.checkout("job"), tensors(1))
+
+
+def test_a_snapshot_in_one_line(store: tsck.Store) -> None:
+    store.put_snapshot(tensors(0), ref="job", step=1)
+    snapshot = replace(store.mark("job@1", "bad", reason="loss"), time_ns=1_700_000_000_123_456_789)
+    assert snapshot.time == datetime(2023, 11, 14, 22, 13, 20, 123456, tzinfo=UTC)
+    assert repr(snapshot) == f"Snapshot({snapshot.root[:12]}, job, step 1, 2023-11-14 22:13:20 UTC, bad)"
+    assert store.resolve(snapshot.root[:12]).id == snapshot.id
+    assert repr(replace(snapshot, step=None, mark="")) == f"Snapshot({snapshot.root[:12]}, job, 2023-11-14 22:13:20 UTC)"
