@@ -8,7 +8,7 @@ TESTS ?= tests
 
 NEWEST := .venv-newest-torch
 APART := .venv-apart
-EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,plot,postgres
+EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,pandas,plot,postgres,ui,exporter
 
 .PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart lint package clean
 
@@ -75,5 +75,5 @@ clean:
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev --group docs
 	touch $@

@@ -23,9 +23,12 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "titan": ("torchtitan>=0.3,<0.4",),
     "wandb": ("wandb>=0.23,<1",),
     "ray": ("ray[train]>=2.60,<3",),
+    "pandas": ("pandas>=2.2",),
     "plot": ("matplotlib>=3.9",),
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),
+    "ui": ("sqlalchemy>=2.0", "starlette>=0.46", "uvicorn>=0.34", "jinja2>=3.1"),
+    "exporter": ("prometheus-client>=0.21",),
 }
 """Extra -> its dependencies, as in pyproject.toml."""
 
