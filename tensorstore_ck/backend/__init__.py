@@ -59,7 +59,8 @@ def open_backend(
         InvalidOptionError: `storage_options` that the filesystem does not accept.
         MissingExtraError: the filesystem's library is not installed.
     """
-    text = os.fspath(url)
+    if not isinstance(url, str | os.PathLike) or not isinstance(text := os.fspath(url), str):
+        raise InvalidUrlError(f"a {type(url).__name__} is not the URL of a store: give a folder, or s3://bucket/prefix, as text")
     match = _URL.fullmatch(text)
     shown = display_url(text)
     if not text or "\0" in text or "::" in text:

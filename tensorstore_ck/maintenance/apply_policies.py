@@ -83,7 +83,7 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
 
 def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
     """See `Store.set_policy`."""
-    policy = Policy.of(**rules)
+    policy = Policy.of_rules(rules)
     set_policy(engine, glob, policy)
     return policy
 
@@ -139,7 +139,7 @@ def retain(
     if rules is not None and not dry_run:
         raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
     view = engine.log.newest_view()
-    instead = None if rules is None else Policy.of(**rules)
+    instead = None if rules is None else Policy.of_rules(rules)
     for ref in refs:
         if view.branch(ref) is None:
             raise NotFoundError(f"there is no branch {ref!r}", object_id=ref)

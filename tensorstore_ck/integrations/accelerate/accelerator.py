@@ -24,6 +24,7 @@ from tensorstore_ck.integrations.accelerate.compatibility import require_support
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
@@ -65,6 +66,7 @@ class SnapshotMixin:
             kind = "FSDP version 1 (set fsdp_version: 2)"
         if kind is not None:
             raise InvalidOptionError(f"the states of {kind} cannot be saved by tsck.accelerate", object_id="accelerator")
+        validate_ref_name(ref)
         self._store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._asynchronous, self._checkpointer = ref, asynchronous, None
         self._folders = PendingFolders()
@@ -341,10 +343,13 @@ def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathL
 
     Raises:
         InvalidOptionError: it saves into a store already; or DeepSpeed, FSDP version 1, Megatron-LM or XLA is on.
+        InvalidNameError: `ref` is no valid name.
         MissingExtraError: accelerate has another version than those that are supported.
     """
     if isinstance(accelerator, SnapshotMixin):
         raise InvalidOptionError("this Accelerator saves into a store already", object_id="accelerator")
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise InvalidOptionError(f"attach an accelerate.Accelerator, not {accelerator!r}", object_id="accelerator")
     kind = type(accelerator)
     accelerator.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
     try:

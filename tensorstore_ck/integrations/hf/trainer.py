@@ -24,6 +24,7 @@ from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
@@ -65,6 +66,7 @@ class SnapshotMixin:
         Raises:
             MissingExtraError: transformers has another version than those that are supported.
             InvalidOptionError: DeepSpeed or FSDP1 is on.
+            InvalidNameError: `ref` is no valid name.
         """
         super().__init__(*args, **options)
         self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
@@ -75,6 +77,7 @@ class SnapshotMixin:
             raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
         if getattr(getattr(self._native.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
             raise InvalidOptionError("FSDP version 1 is on, which cannot be saved: set fsdp_config={'version': 2}", object_id="fsdp")
+        validate_ref_name(ref)
         self._store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
@@ -338,6 +341,12 @@ def attach(
     """
     if isinstance(trainer, SnapshotMixin):
         raise InvalidOptionError("this Trainer saves into a store already", object_id="trainer")
+    if not isinstance(trainer, transformers.Trainer):
+        raise InvalidOptionError(f"attach a transformers.Trainer, not {trainer!r}", object_id="trainer")
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+    try:
+        SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+    except BaseException:
+        trainer.__class__ = kind
+        raise

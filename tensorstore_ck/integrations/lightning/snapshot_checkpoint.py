@@ -66,7 +66,7 @@ class SnapshotMixin:
         """
         validate_ref_name(ref)
         if keep is not None:
-            Policy.of(**keep)
+            Policy.of_rules(keep)
         if when is not None:
             given = [name for name in ("every_n_train_steps", "every_n_epochs", "train_time_interval") if options.get(name) is not None]
             if given or not isinstance(when, Trigger):

@@ -23,6 +23,7 @@ from torchtitan.tools.logging import logger
 from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.integrations.titan.weights import weights_of
 from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import open as open_store
@@ -116,6 +117,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         if dist.is_initialized() and dist.get_backend() == "fake":
             raise InvalidOptionError("nothing can be saved in comm.mode fake_backend: turn checkpoint.enable off", object_id="comm.mode")
         self._parts, self._ref, self._keep = model_parts, config.ref, config.keep
+        validate_ref_name(config.ref)
         self._store = open_store(config.store, create=True)
 
     def __del__(self) -> None:

@@ -20,6 +20,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundErr
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
 from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
@@ -84,9 +85,11 @@ class CheckpointManager:
 
         Raises:
             InvalidOptionError: an argument is invalid.
+            InvalidNameError: `ref` is no valid name.
         """
         self._specs = ItemSpecs.of(config)
-        policy = None if keep is None else Policy.of(**keep)
+        policy = None if keep is None else Policy.of_rules(keep)
+        validate_ref_name(ref)
         self._owns_store = not isinstance(store, Store)
         self._store: Store = store if isinstance(store, Store) else open_store(store, create=True)
         self._ref, self._timeout_seconds = ref, timeout_seconds

@@ -93,6 +93,17 @@ class Policy:
         return policy
 
     @classmethod
+    def of_rules(cls, rules: object) -> Self:
+        """A policy from a dict of rules, as `of` takes them.
+
+        Raises:
+            InvalidOptionError: it is no dict with names as keys; or see `of`.
+        """
+        if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+            raise InvalidOptionError(f"a policy is a dict of rules, such as {{'keep_last': 5}}, not {rules!r}", object_id="policy")
+        return cls.of(**rules)
+
+    @classmethod
     def decode(cls, rules: Mapping[str, Any]) -> Self:
         """The policy of rules from the log.
 

@@ -8,6 +8,7 @@ from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, StoreError
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import NOTE, note_costs
@@ -88,12 +89,14 @@ class Checkpointer:
 
         Raises:
             InvalidOptionError: an argument is invalid.
+            InvalidNameError: `ref` is no valid name.
         """
         if not isinstance(when, Trigger):
             raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
         require_count(lead_steps, "lead_steps")
         group = process_group(group)
-        policy = None if keep is None else Policy.of(**keep)
+        validate_ref_name(ref)
+        policy = None if keep is None else Policy.of_rules(keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
         self._checks = require_checks(unchanged, verify_capture)
