@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.maintenance.forget import Forgotten
     from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, RepairReport
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
+    from tensorstore_ck.state.statistics import ChangeStatistics, TensorStatistics
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -486,6 +487,46 @@ class Store:
 
         return diff_snapshots(self.engine, self.session.resolve(old).info, self.session.resolve(new).info)
 
+    def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]":
+        """Minimum, maximum, mean, standard deviation, norm, and counts of NaN, infinity and zero of each tensor, in the state's order.
+
+        Reads and verifies the tensors' data, piece by piece: some 200 MiB are in memory, whatever the size of the snapshot; but a strided
+        view of another tensor, such as a transposed one, is read whole. All numbers are float64: see `TensorStatistics`. States of single
+        ranks (``rank_state=``) are left out.
+
+        Args:
+            address: The snapshot; also one that is marked.
+            select: Globs over names such as ``model.*``, as in `checkout`.
+            bins: Also a histogram with so many bins of each tensor; the data is then read twice.
+
+        Raises:
+            MismatchError: a glob fits nothing.
+            DamageError: stored data is damaged.
+        """
+        from tensorstore_ck.maintenance.describe import statistics  # noqa: PLC0415
+
+        return statistics(self.engine, self.session.resolve(address).info, select, bins)
+
+    def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
+        """By how much each tensor that differs changed between two snapshots; the largest relative change comes first, and tensors that
+        were reshaped, added or removed come last.
+
+        Only tensors with a block that differs are read, in both snapshots, piece by piece as in `statistics`. How the change is measured:
+        see `ChangeStatistics`.
+
+        Args:
+            old: The address of the snapshot to compare with.
+            new: The address of the other one.
+            select: See `statistics`; a glob may fit names of either snapshot.
+
+        Raises:
+            MismatchError: a glob fits nothing.
+            DamageError: stored data is damaged.
+        """
+        from tensorstore_ck.maintenance.describe import change_statistics  # noqa: PLC0415
+
+        return change_statistics(self.engine, self.session.resolve(old).info, self.session.resolve(new).info, select)
+
     def usage(self, *, per_snapshot: bool = False) -> "Usage":
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
 
@@ -866,6 +907,8 @@ class ReadOnlyStore(Protocol):
     def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]: ...
     def show(self, address: str) -> SnapshotDetails: ...
     def diff(self, old: str, new: str) -> "SnapshotDiff": ...
+    def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]": ...
+    def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]": ...
     def usage(self, *, per_snapshot: bool = False) -> "Usage": ...
     def advise(
         self,

@@ -1,6 +1,7 @@
-"""The commands log, show and diff. They change nothing, read no tensor data and need no torch."""
+"""The commands log, show and diff. They change nothing; without --stats they read no tensor data and need no torch."""
 
-from typing import Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -10,12 +11,15 @@ from tensorstore_ck.cli.output import (
     counted,
     emit,
     facts,
+    fields_of,
+    first_names,
     indented,
     iso_time,
     mark_text,
     metrics_text,
     printable,
     red,
+    short_number,
     snapshot_table,
     table,
 )
@@ -23,6 +27,9 @@ from tensorstore_ck.cli.plot import draw_png, draw_text, metric_points
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 from tensorstore_ck.maintenance.describe import SnapshotDiff
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state.statistics import ChangeStatistics, TensorStatistics
 
 NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
@@ -55,15 +62,49 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
     emit(snapshots, lines, as_json=as_json)
 
 
-@command("Show what is in a snapshot.", "tsck show runs/gpt@1000")
+@command("Show what is in a snapshot.", "tsck show runs/gpt@1000", "tsck show runs/gpt --stats")
 @click.argument("address")
+@click.option("--stats", is_flag=True, help="Also minimum, mean, norm, NaN and so on of each tensor: reads all of them.")
 @click.option("--all", "everything", is_flag=True, help=f"All tensors and values, not only the first {MAX_SHOWN}.")
 @store_options()
-def show(address: str, choice: StoreChoice, *, everything: bool, as_json: bool) -> None:
-    """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values."""
+def show(address: str, choice: StoreChoice, *, stats: bool, everything: bool, as_json: bool) -> None:
+    """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values.
+
+    With --stats also what the elements of each tensor are: see `Store.statistics`.
+    """
+    limit = None if everything else MAX_SHOWN
     with choice.look() as store:
         details = store.show(address)
-    emit(details, _details_lines(details, None if everything else MAX_SHOWN), as_json=as_json)
+        statistics = store.statistics(details.snapshot.root) if stats else []
+    lines = _details_lines(details, limit)
+    if stats:
+        lines += _statistics_lines(statistics, limit)
+    emit({**fields_of(details), "statistics": statistics} if stats else details, lines, as_json=as_json)
+
+
+def _statistics_lines(statistics: "Sequence[TensorStatistics]", limit: int | None) -> list[str]:
+    lost = [each.name for each in statistics if each.nan or each.inf]
+    found = red(f"; {counted(len(lost), 'tensor')} with NaN or infinity: {first_names(lost)}") if lost else ""
+    head = ["NAME", "NAN", "INF", "ZEROS", "MIN", "MAX", "MEAN", "STD", "NORM"]
+    rows = [
+        [
+            printable(each.name),
+            *(_count(count) for count in (each.nan, each.inf, each.zeros)),
+            *(_number(number) for number in (each.min, each.max, each.mean, each.std, each.norm)),
+        ]
+        for each in statistics[:limit]
+    ]
+    styles = [red if each.nan or each.inf else str for each in statistics[:limit]]
+    shown = indented(table(head, rows, right={*head[1:]}, styles=styles))
+    return ["", f"statistics of {counted(len(statistics), 'tensor')}{found}", *shown, *_rest(len(statistics) - len(rows))]
+
+
+def _count(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"
+
+
+def _number(number: float | None) -> str:
+    return "-" if number is None else short_number(number)
 
 
 def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
@@ -119,15 +160,33 @@ def _rest(count: int) -> list[str]:
     return [f"  ... and {count:,} more (--all shows them)"] if count > 0 else []
 
 
-@command("Show what differs between two snapshots.", "tsck diff runs/gpt~1 runs/gpt", "tsck diff runs/gpt exp/lr2")
+@command("Show what differs between two snapshots.", "tsck diff runs/gpt~1 runs/gpt", "tsck diff runs/gpt exp/lr2 --stats")
 @click.argument("old")
 @click.argument("new")
+@click.option("--stats", is_flag=True, help="Also by how much the numbers changed: reads the tensors that differ.")
 @store_options()
-def diff(old: str, new: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Show which tensors and values differ between two snapshots, and by how many bytes."""
+def diff(old: str, new: str, choice: StoreChoice, *, stats: bool, as_json: bool) -> None:
+    """Show which tensors and values differ between two snapshots, and by how many bytes.
+
+    With --stats also by how much the numbers in these tensors changed: see `Store.change_statistics`.
+    """
     with choice.look() as store:
         found = store.diff(old, new)
-    emit(found, _diff_lines(found), as_json=as_json)
+        statistics = store.change_statistics(found.old.root, found.new.root) if stats else []
+    lines = _diff_lines(found)
+    if statistics:
+        lines += ["", "by how much the numbers changed", *_changes_lines(statistics)]
+    emit({**fields_of(found), "statistics": statistics} if stats else found, lines, as_json=as_json)
+
+
+def _changes_lines(statistics: "Sequence[ChangeStatistics]") -> list[str]:
+    head = ["NAME", "CHANGE", "RELATIVE", "MAX", "NAN", "INF"]
+    rows = [
+        [printable(each.name), each.kind, *map(_number, (each.relative_change, each.max_change)), *map(_count, (each.nan, each.inf))]
+        for each in statistics
+    ]
+    styles = [red if each.nan or each.inf else str for each in statistics]
+    return indented(table(head, rows, right={*head[2:]}, styles=styles))
 
 
 def _diff_lines(found: SnapshotDiff) -> list[str]:

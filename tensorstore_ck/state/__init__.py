@@ -31,6 +31,8 @@ rebuild_tree.py         rebuilds containers and values
 select.py               `select=` and `rename=`
 load_report.py          reports what did not fit
 lazy.py                 tensors of a snapshot, read when they are used
+read_pieces.py          reads tensors piece by piece, as float64
+statistics.py           statistics of tensors and of their changes
 broadcast_reads.py      one rank reads, the group's broadcast distributes
 """
 

@@ -1,13 +1,26 @@
-"""Describes and compares snapshots, without torch.
+"""Describes and compares snapshots; only statistics of tensors load torch.
 
 show.py         `show`: metadata, tensors, values and stored size
 diff.py         `diff`: changed tensors and values
 contents.py     tensors and values by name, of all layouts and rank states
 group_costs.py  stored bytes and codecs per group of tensors
+statistics.py   minimum, mean, norm, NaN of tensors, and by how much they changed
 """
 
 from tensorstore_ck.maintenance.describe.contents import blob_rows, names_of_blobs, part_prefix
 from tensorstore_ck.maintenance.describe.diff import SnapshotDiff, TensorChange, ValueChange, diff_snapshots
 from tensorstore_ck.maintenance.describe.show import describe
+from tensorstore_ck.maintenance.describe.statistics import change_statistics, statistics
 
-__all__ = ["SnapshotDiff", "TensorChange", "ValueChange", "blob_rows", "describe", "diff_snapshots", "names_of_blobs", "part_prefix"]
+__all__ = [
+    "SnapshotDiff",
+    "TensorChange",
+    "ValueChange",
+    "blob_rows",
+    "change_statistics",
+    "describe",
+    "diff_snapshots",
+    "names_of_blobs",
+    "part_prefix",
+    "statistics",
+]
