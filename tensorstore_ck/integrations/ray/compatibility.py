@@ -1,4 +1,4 @@
-"""The versions of Ray that are supported, and what is used of its private names."""
+"""The versions of Ray that are supported, and what is used of its private and alpha names."""
 
 from typing import Any, Final
 
@@ -12,8 +12,8 @@ SUPPORTED_PACKAGE: Final = "ray[train]>=2.60,<3"
 TESTED_PACKAGE: Final = "ray[train]==2.60.0"
 
 
-def checkpoint_config() -> Any:
-    """The `CheckpointConfig` of the run that this process is a worker of.
+def num_to_keep() -> int | None:
+    """`CheckpointConfig.num_to_keep` of the run that this process is a worker of; None: Ray keeps everything.
 
     Raises:
         MissingExtraError: Ray's version is not supported, or a private name is not what it was.
@@ -36,12 +36,24 @@ def checkpoint_config() -> Any:
             object_id="ray",
         ) from exc
     try:
-        config = context.train_run_context.run_config.checkpoint_config
-        for name in ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"):
-            getattr(config, name)
+        found: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
     except AttributeError as exc:
         raise _changed(exc.name) from exc
-    return config
+    return found
+
+
+def reported_checkpoints() -> list[Any]:
+    """What Ray keeps, without waiting for the newest reports.
+
+    Raises:
+        MissingExtraError: an alpha name is not what it was.
+    """
+    try:
+        from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints  # noqa: PLC0415 - alpha names
+    except ImportError as exc:
+        raise _changed(exc.name) from exc
+    found: list[Any] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=0)
+    return found
 
 
 def _changed(name: str | None) -> MissingExtraError:

@@ -1,7 +1,7 @@
 """`report` and `restore`, in the workers of Ray Train.
 
-Natively each worker uploads its own files. Here all workers save one snapshot, and Ray gets a folder with the snapshot's name. What Ray's
-`CheckpointConfig` keeps is a policy of the ref, so that the store drops a snapshot when Ray drops its folder.
+Natively each worker uploads its own files. Here all workers save one snapshot, and Ray gets a folder with the snapshot's name. What Ray
+keeps is pinned, and a policy of the ref drops the rest, so that the store drops a snapshot when Ray has dropped its folder.
 """
 
 import json
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from tensorstore_ck.errors import DamageError, InputError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.light_folders import POINTER, read_pointer, write_pointer
-from tensorstore_ck.integrations.ray.compatibility import checkpoint_config
+from tensorstore_ck.integrations.ray.compatibility import num_to_keep
+from tensorstore_ck.integrations.ray.kept_checkpoints import follow_ray, pin_reported
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank
-from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
@@ -28,8 +28,9 @@ from tensorstore_ck.training.checkpointing import Checkpointer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-AHEAD: Final = 2
-"""One report waits for Ray, and one snapshot is saved meanwhile."""
+UNPINNED: Final = 2
+"""The policy of the ref keeps so many: the newest snapshot is pinned when Ray has its folder."""
+OPTIONS: Final = ("checkpoint_dir_name", "validation")
 DROPPED: Final = 4
 """The store frees dropped snapshots when there are at least this many."""
 
@@ -37,8 +38,8 @@ DROPPED: Final = 4
 def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str, step: int, **options: Any) -> Snapshot:
     """In place of `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
 
-    `CheckpointConfig` becomes a policy of the ref: the newest `num_to_keep`, or the best by the score attribute in `metrics`, and two more;
-    and in any case the newest. What it drops is freed while the run goes on.
+    With `CheckpointConfig.num_to_keep`, the snapshots of all checkpoints that Ray has are pinned, and unpinned at a report after Ray has
+    deleted them; a ref without a policy gets one that drops what is not pinned. What it drops is freed while the run goes on.
 
     Args:
         metrics: As for `ray.train.report`; the first worker's numbers are stored with the snapshot.
@@ -56,11 +57,19 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
         ConflictError: the ref has snapshots of another run, and this one began without `restore`.
         StoreError: the save failed; nothing was reported.
     """
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise InvalidOptionError(
+            f"tsck.ray.report takes {' and '.join(OPTIONS)} of the options of ray.train.report, not {', '.join(unknown)}: Ray uploads only "
+            "a small folder, after the snapshot is durable",
+            object_id=unknown[0],
+        )
     group = _require_worker(store)
-    policy = _policy()
     is_first = group is None or group.rank() == 0
-    if is_first and policy is not None and store.policies().get(ref) != policy:
-        store.set_policy(ref, **policy.encode())
+    is_limited = num_to_keep() is not None
+    if is_first and is_limited:
+        follow_ray(store, ref)
+        if ref not in store.policies():
+            store.set_policy(ref, keep_last=UNPINNED)
     given: dict[str, Any] = {"ref": ref, "step": step, "metrics": _numbers(metrics, store, group), "group": group}
     if isinstance(state, TrainingState):
         training = state
@@ -68,13 +77,18 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
     else:
         snapshot = store.retrying(lambda: store.put_snapshot(state, **given))
     if not is_first:
+        options.pop("validation", None)  # of the checkpoint, which the first worker reports
         ray.train.report(dict(metrics), checkpoint=None, **options)
         return snapshot
-    if policy is not None:
+    if is_limited:
         _free_dropped(store, ref)
+    before = ray.train.get_checkpoint()
     with tempfile.TemporaryDirectory(prefix="tsck-") as folder:
         write_pointer(Path(folder), SnapshotPointer(store.url, snapshot.root))
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
+    after = ray.train.get_checkpoint()
+    if is_limited and after is not None and (before is None or after.path != before.path):  # else Ray skipped it: another worker died
+        pin_reported(store, after, snapshot.root)
     return snapshot
 
 
@@ -146,7 +160,7 @@ def _require_worker(store: Store) -> "ProcessGroup | None":
     """The group of all workers."""
     if not isinstance(store, Store):
         raise InvalidOptionError(f"store= must be an open store, such as tsck.open('/data/ckpt'), not {store!r}", object_id="store")
-    checkpoint_config()
+    num_to_keep()
     workers = ray.train.get_context().get_world_size()
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if workers != ranks:
@@ -164,17 +178,6 @@ def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | No
         return json.dumps({name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}).encode()
 
     return dict(json.loads(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
-
-
-def _policy() -> Policy | None:
-    """What Ray keeps, and two more: workers are up to two reports ahead of Ray, which may have to go back to what it knows."""
-    config = checkpoint_config()
-    if config.num_to_keep is None:
-        return None
-    count = config.num_to_keep + AHEAD
-    if config.checkpoint_score_attribute is None:
-        return Policy.of(keep_last=count)
-    return Policy.of(keep_best=(count, config.checkpoint_score_attribute, config.checkpoint_score_order))
 
 
 def _free_dropped(store: Store, ref: str) -> None:

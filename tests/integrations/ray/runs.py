@@ -68,7 +68,7 @@ def run(folder: Path, *, steps: int, workers: int = 1, name: str = "run", train:
     from ray.train.torch import TorchTrainer
 
     folder.mkdir(exist_ok=True)
-    keep = more.pop("keep", {})
+    keep, validation = more.pop("keep", {}), more.pop("validation", None)
     trainer = TorchTrainer(
         train,
         train_loop_config={"folder": str(folder), "steps": steps, **more},
@@ -79,6 +79,7 @@ def run(folder: Path, *, steps: int, workers: int = 1, name: str = "run", train:
             checkpoint_config=CheckpointConfig(**keep),
             failure_config=FailureConfig(max_failures=1 if "kill" in more else 0),
         ),
+        validation_config=validation,
     )
     return trainer.fit()
 
