@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def client(tmp_path: Path, store: Store) -> Iterator[Client]:
     """Makes browsers for the pages of stores."""
-    closing = []
+    closing: list[tuple[Sources, Catalog]] = []
 
     def make(*urls: str, access: Access = ACCESS, base_url: str = BASE) -> TestClient:
         catalog = Catalog(tmp_path / f"catalog{len(closing)}.sqlite")
@@ -68,7 +68,7 @@ def test_other_hosts_are_refused(client: Client, host: str) -> None:
 
 def test_pages_only_answer_reads_and_forbid_scripts_of_others(client: Client) -> None:
     browser = enter(client())
-    assert browser.post("/").status_code == 405
+    assert (browser.post("/").status_code, browser.post("/static/style.css").text) == (405, "These pages change nothing.\n")
     for path in ("/", "/static/style.css", "/nothing", "/open/wrong"):
         headers = browser.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
