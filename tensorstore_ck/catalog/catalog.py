@@ -171,7 +171,7 @@ class Catalog:
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
         query = CheckedQuery.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
-        with self._reading() as connection:
+        with self.reading() as connection:
             return find(connection, query)
 
     @staticmethod
@@ -181,7 +181,7 @@ class Catalog:
 
     def synced(self) -> dict[str, int]:
         """URL of each store -> when it was synced last, in nanoseconds since 1970."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(stores.c.url, func.min(stores.c.synced_ns)).group_by(stores.c.url).order_by(stores.c.url))
             return {url: at for url, at in rows}  # noqa: C416 - rows are no pairs for mypy
 
@@ -194,7 +194,7 @@ class Catalog:
 
     def stores(self) -> tuple[CatalogStore, ...]:
         """The stores, their jobs, and when they were synced."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             live = func.count().filter(snapshots.c.state == LIVE)
             counted = select(snapshots.c.store_id, snapshots.c.ref, func.count(), live).group_by(snapshots.c.store_id, snapshots.c.ref)
             counts = {(row[0], row[1]): (row[2], row[3]) for row in connection.execute(counted)}
@@ -230,7 +230,12 @@ class Catalog:
             )
 
     @contextmanager
-    def _reading(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
+        """A transaction on the tables that sees one state of them throughout, for questions that no method answers.
+
+        Raises:
+            NotFoundError: there is no catalog yet.
+        """
         with self._database.reading() as connection:
             if not create_tables.has_tables(connection, self.url):
                 raise self._database.missing()

@@ -60,6 +60,7 @@ COMMANDS: Final = {
     "watch": "cmd_watch",
     "catalog": "cmd_catalog",
     "find": "cmd_catalog",
+    "ui": "cmd_ui",
     "pin": "cmd_pin_forget_gc",
     "unpin": "cmd_pin_forget_gc",
     "policy": "cmd_policy",

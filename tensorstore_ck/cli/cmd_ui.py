@@ -1,0 +1,64 @@
+"""The command ui: pages in a browser. It loads its server when it runs."""
+
+import os
+import socket
+import tempfile
+import webbrowser
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.output import emit_line, printable, say
+from tensorstore_ck.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from tensorstore_ck.store import ReadOnlyStore
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+@command("Look at stores in a browser.", "tsck ui -s ./ckpt", "tsck ui ./ckpt s3://bucket/ckpt --no-browser", "tsck ui --db catalog.sqlite")
+@click.argument("urls", nargs=-1, metavar="[STORE]...")
+@click.option("--db", metavar="URL", help="Show this catalog (see `tsck catalog`); without STORE and -s as it was synced last.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Listen on port N of 127.0.0.1; default: a free one.")
+@click.option("--no-browser", is_flag=True, help="Only print the URL.")
+@click.option("--base-url", default="", metavar="PATH", help="Where a proxy offers the pages: a path, or a URL if its host is another one.")
+@store_options()
+def ui(urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int, no_browser: bool, base_url: str, as_json: bool) -> None:
+    """Show stores in a browser, until interrupted. The server listens on 127.0.0.1, and changes nothing in a store.
+
+    The printed URL has a token in it: who has it can look at the stores. With --json it is one line.
+    """
+    from tensorstore_ck.catalog import Catalog  # noqa: PLC0415 - may not be installed
+    from tensorstore_ck.ui import Access, Sources, make_app, serve  # noqa: PLC0415
+
+    wanted = list(dict.fromkeys([*urls, *([choice.url] if choice.url else [])]))
+    if not wanted and db is None:
+        wanted = [choice.require_url()]
+
+    def open_store(url: str) -> "ReadOnlyStore":
+        return replace(choice, url=url).look()
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsck-ui-"))
+        catalog = stack.enter_context(Catalog(db or os.path.join(folder, "catalog.sqlite")))
+        sources = stack.enter_context(closing(Sources(catalog, wanted, open_store)))
+        listening = stack.enter_context(closing(_listen(port)))
+        port = listening.getsockname()[1]
+        access = Access.of(base_url, port)
+        sources.refresh()
+        url = f"http://{_LOOPBACK}:{port}{access.entrance}"
+        emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
+        if not no_browser:
+            webbrowser.open(url)
+        serve(make_app(sources, access), listening)
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server((_LOOPBACK, port))
+    except OSError as exc:
+        raise InvalidOptionError(f"cannot listen on port {port} of {_LOOPBACK}: {exc.strerror}", object_id="port") from exc

@@ -1,0 +1,26 @@
+"""Pages in a browser, for one user on this host: `tsck ui`. They show what a catalog and its stores hold, and change nothing.
+
+app.py       the application: routes, templates, what an error looks like
+security.py  who may ask: host, token, cookie, methods; headers of every answer
+sources.py   the stores and their catalog, read again when a log has grown
+overview.py  the page of all stores and branches
+text.py      bytes, ages and times as people read them
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+
+try:
+    import jinja2 as _jinja2
+    import sqlalchemy as _sqlalchemy
+    import starlette as _starlette
+    import uvicorn as _uvicorn
+except ImportError as exc:
+    raise missing_extra("ui", "the pages in a browser") from exc
+
+from tensorstore_ck.ui.app import make_app, serve
+from tensorstore_ck.ui.security import Access
+from tensorstore_ck.ui.sources import Sources
+
+__all__ = ["Access", "Sources", "make_app", "serve"]
+
+del _jinja2, _sqlalchemy, _starlette, _uvicorn

@@ -1,0 +1,92 @@
+"""The page of all stores and branches: when each was saved last, and whether that is late."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from sqlalchemy import Connection, func, select
+
+from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
+
+LATE: Final = 3
+"""Usual intervals after which a branch's next save is late."""
+RECENT: Final = 50
+"""Saves whose intervals say what is usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefRow:
+    """A branch."""
+
+    ref: str
+    puts: int
+    first_step: int | None
+    last_step: int | None
+    last_time_ns: int
+    age_ns: int
+    interval_ns: int | None
+    """The median time between its recent saves; None: too few."""
+    logical_bytes: int
+    new_bytes: int
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last save is older than `LATE` usual intervals."""
+        return self.interval_ns is not None and self.age_ns > LATE * self.interval_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRow:
+    """A store and its branches."""
+
+    url: str
+    head_n: int
+    synced_ns: int
+    last_gc_ns: int | None
+    refs: tuple[RefRow, ...]
+
+    @property
+    def late(self) -> int:
+        """Number of branches whose last save is late."""
+        return sum(row.is_late for row in self.refs)
+
+    @property
+    def new_bytes(self) -> int:
+        """Of all saves, when they were put."""
+        return sum(row.new_bytes for row in self.refs)
+
+
+def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[StoreRow, ...]:
+    """All stores of the catalog, with branches that were saved last first."""
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    last_gc = {
+        row[0]: row[1] for row in connection.execute(select(gc_runs.c.store_id, func.max(gc_runs.c.time_ns)).group_by(gc_runs.c.store_id))
+    }
+    rows: dict[int, list[RefRow]] = {}
+    for job in connection.execute(select(jobs).order_by(jobs.c.last_time_ns.desc(), jobs.c.ref)):
+        rows.setdefault(job.store_id, []).append(
+            RefRow(
+                job.ref,
+                job.puts,
+                job.first_step,
+                job.last_step,
+                job.last_time_ns,
+                now_ns - job.last_time_ns,
+                _usual_interval(connection, job.store_id, job.ref),
+                job.logical_bytes,
+                job.new_bytes,
+            )
+        )
+    found = connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
+    return tuple(
+        StoreRow(row.url, row.head_n, row.synced_ns, last_gc.get(row.store_id), tuple(rows.get(row.store_id, ()))) for row in found
+    )
+
+
+def _usual_interval(connection: Connection, store_id: int, ref: str) -> int | None:
+    recent = select(snapshots.c.time_ns).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id).order_by(snapshots.c.id.desc())
+    times = sorted(connection.execute(recent.limit(RECENT)).scalars())
+    intervals = [later - earlier for earlier, later in pairwise(times)]
+    return int(statistics.median(intervals)) if len(intervals) >= 2 else None

@@ -1,0 +1,130 @@
+"""Who may ask: every request needs a known host, a reading method, and the token's cookie.
+
+The first request has the token in its path; its answer sets the cookie and redirects to a URL without the token.
+"""
+
+import hmac
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tensorstore_ck.errors import InvalidOptionError
+
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?", re.IGNORECASE)
+_PATH: Final = re.compile(r"(/[A-Za-z0-9._~%@-]+)*")
+HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a request must have."""
+
+    prefix: str = ""
+    """The path in front of all pages, without a slash at its end."""
+    host: str = ""
+    """A host that is allowed besides this one's loopback names: of a proxy in front."""
+    is_https: bool = False
+    cookie: str = "tsck_ui"
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+
+    @classmethod
+    def of(cls, base_url: str, port: int) -> "Access":
+        """`base_url`: a path, or the URL under which a proxy offers the pages; `port` keeps the cookies of two servers apart.
+
+        Raises:
+            InvalidOptionError: neither a path nor an http URL.
+        """
+        parts = urlsplit(base_url)
+        prefix = parts.path.rstrip("/")
+        if (
+            parts.scheme not in ("", "http", "https")
+            or bool(parts.scheme) != bool(parts.netloc)
+            or parts.query
+            or not _PATH.fullmatch(prefix)
+        ):
+            raise InvalidOptionError(
+                f"base-url must be a path like /user/me/proxy/8080, or an http URL, not {base_url!r}", object_id="base-url"
+            )
+        return cls(prefix, parts.netloc.lower(), parts.scheme == "https", f"tsck_ui_{port}")
+
+    @property
+    def entrance(self) -> str:
+        """The path that a browser opens first."""
+        return f"{self.prefix}/open/{self.token}"
+
+    def allows_host(self, host: str) -> bool:
+        """Whether the Host header is one of ours: a page of another site that resolves its name to this host is refused."""
+        found = _HOST.fullmatch(host)
+        return found is not None and (found[1].lower() in _LOOPBACK or (self.host != "" and host.lower() == self.host))
+
+    def is_token(self, text: str) -> bool:
+        """Compares in constant time."""
+        return hmac.compare_digest(text.encode(), self.token.encode())
+
+
+class Guard:
+    """The ASGI middleware that applies an `Access`."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses a request, or passes it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        path = scope["path"]
+        prefix = self._access.prefix
+        if prefix and (path == prefix or path.startswith(f"{prefix}/")):  # some proxies remove it, others do not
+            scope = {**scope, "path": path[len(prefix) :] or "/"}
+        answer = self._answer(Request(scope))
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        """The answer to a request that no page gets."""
+        hosts = request.headers.getlist("host")
+        if len(hosts) != 1 or not self._access.allows_host(hosts[0]):
+            return PlainTextResponse("This server answers under its own address only: open the URL that `tsck ui` printed.\n", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("These pages change nothing.\n", 405, {"allow": "GET, HEAD"})
+        path = request.scope["path"]
+        if path.startswith("/open/") and self._access.is_token(path.removeprefix("/open/")):
+            response = RedirectResponse(f"{self._access.prefix}/", 303)
+            response.set_cookie(
+                self._access.cookie,
+                self._access.token,
+                path=f"{self._access.prefix}/",
+                httponly=True,
+                samesite="strict",
+                secure=self._access.is_https,
+            )
+            return response
+        if not self._access.is_token(request.cookies.get(self._access.cookie, "")):
+            return PlainTextResponse("No valid token: open the URL that `tsck ui` printed.\n", 403)
+        return None

@@ -1,0 +1,116 @@
+"""The page of all stores, and who may see it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+import tensorstore_ck as tsck
+from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.store import Store
+from tensorstore_ck.ui import Access, Sources, make_app
+from tests.catalog.made import publish
+
+BASE = "http://127.0.0.1:8080"
+ACCESS = Access("", "", False, "tsck_ui_8080", "the-token")
+Client = Callable[..., TestClient]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(tmp_path: Path, store: Store) -> Iterator[Client]:
+    """Makes browsers for the pages of stores."""
+    closing: list[tuple[Sources, Catalog]] = []
+
+    def make(*urls: str, access: Access = ACCESS, base_url: str = BASE) -> TestClient:
+        catalog = Catalog(tmp_path / f"catalog{len(closing)}.sqlite")
+        sources = Sources(catalog, urls or [store.url], lambda url: tsck.open(url, read_only=True, cache_dir=tmp_path / "reader"))
+        closing.append((sources, catalog))
+        return TestClient(make_app(sources, access), base_url=base_url)
+
+    yield make
+    for sources, catalog in closing:
+        sources.close()
+        catalog.close()
+
+
+def enter(client: TestClient) -> TestClient:
+    assert client.get("/open/the-token", follow_redirects=False).status_code == 303
+    return client
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_url(client: Client) -> None:
+    browser = client()
+    assert browser.get("/").status_code == 403
+    assert browser.get("/open/another").status_code == 403
+    answer = browser.get("/open/the-token", follow_redirects=False)
+    assert answer.headers["location"] == "/"
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert browser.get("/").status_code == 200
+    assert browser.get("/static/style.css").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""])
+def test_other_hosts_are_refused(client: Client, host: str) -> None:
+    browser = enter(client())
+    assert browser.get("/", headers={"host": host}).status_code == 421
+    assert browser.get("/", headers={"host": "localhost:9000"}).status_code == 200
+
+
+def test_pages_only_answer_reads_and_forbid_scripts_of_others(client: Client) -> None:
+    browser = enter(client())
+    assert (browser.post("/").status_code, browser.post("/static/style.css").text) == (405, "These pages change nothing.\n")
+    for path in ("/", "/static/style.css", "/nothing", "/open/wrong"):
+        headers = browser.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert headers["x-frame-options"] == "DENY"
+        assert headers["x-content-type-options"] == "nosniff"
+    assert browser.get("/nothing").status_code == 404
+
+
+def test_behind_a_proxy(client: Client) -> None:
+    access = Access.of("https://hub.example/user/me/8080", 8080)
+    browser = client(access=access, base_url="https://hub.example")
+    answer = browser.get(f"/open/{access.token}", follow_redirects=False)
+    assert answer.headers["location"] == "/user/me/8080/"
+    assert "path=/user/me/8080/" in answer.headers["set-cookie"].lower()
+    assert "secure" in answer.headers["set-cookie"].lower()
+    page = browser.get("/user/me/8080/")
+    assert 'href="/user/me/8080/static/style.css"' in page.text
+    assert browser.get("/user/me/8080/static/style.css").status_code == 200
+    with pytest.raises(InvalidOptionError):
+        Access.of("javascript:alert(1)", 8080)
+
+
+def test_a_late_branch_and_a_page_after_a_save(client: Client, store: Store) -> None:
+    now = store.engine.clock()
+    for ref, times in {"runs/late": (0, 10, 20), "runs/fine": (3580, 3590, 3599), "runs/new": (0,)}.items():
+        for step, at in enumerate(times):
+            store.engine.log._clock = lambda at=at: now - (3600 - at) * 10**9  # type: ignore[misc]
+            publish(store, ref, step)
+    browser = enter(client())
+    text = browser.get("/").text
+    assert text.count(", late") == 1
+    assert "late" in text.split("runs/late")[1].split("</tr>")[0]
+    assert "runs/after" not in text
+    publish(store, "runs/after", 1)
+    assert "runs/after" in browser.get("/").text
+
+
+def test_a_dead_store_does_not_hide_the_others_and_names_are_escaped(client: Client, store: Store, tmp_path: Path) -> None:
+    publish(store, "runs/gpt", 1)
+    dead = str(tmp_path / "<script>alert(1)<")
+    text = enter(client(store.url, dead)).get("/").text
+    assert "cannot be read now" in text
+    assert "runs/gpt" in text
+    assert "<script" not in text
+    assert "cannot be read now" in enter(client(dead)).get("/").text
