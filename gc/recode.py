@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from tensorstore_ck.common.units import parse_seconds
+from tensorstore_ck.common.units import human_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.codec import Mode, check_recode_mode
 from tensorstore_ck.gc.compact import live_bytes
@@ -31,6 +31,11 @@ class RecodeReport:
     """After, with relocation maps; in a dry run, estimated from some blocks of each pack."""
     notes: tuple[str, ...]
     """Why packs could not be read."""
+
+    def __repr__(self) -> str:
+        sizes = f"{human_bytes(self.before_bytes)} -> {human_bytes(self.after_bytes)}"
+        dry = "dry run, " if self.dry_run else ""
+        return f"RecodeReport({dry}{self.snapshots:,} snapshots, {len(self.rewritten):,} packs, {sizes})"
 
 
 def recode_snapshots(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from tensorstore_ck.common.html_table import html_table
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.options import GcOptions
 
@@ -107,6 +109,19 @@ class GcReport:
     """The shell command for this run; empty where gc never runs."""
     later: tuple[FreedLater, ...] = ()
     """What later runs free, and when."""
+
+    def __repr__(self) -> str:
+        what = "would free" if self.dry_run else "freed"
+        refused = ", refused" if self.refused is not None else ""
+        counts = f"{len(self.snapshots):,} snapshots, {sum(self.deleted.values()):,} objects"
+        return f"GcReport({what} {human_bytes(self.freed_bytes)}: {counts}, {len(self.rewritten):,} packs rewritten{refused})"
+
+    def _repr_html_(self) -> str:
+        snapshots = (("snapshot", f"{each.root[:SHOWN_ROOT_DIGITS]} of {each.ref}, step {each.step}") for each in self.snapshots)
+        deleted = ((kind, f"{count:,}") for kind, count in self.deleted.items())
+        later = (("later", each.describe()) for each in self.later)
+        notes = (("note", note) for note in (*self.notes, *([] if self.refused is None else [self.refused])))
+        return html_table(repr(self), ("what", ""), [*deleted, *notes, *later, *snapshots])
 
     @property
     def freed_bytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.cold.locations import store_location
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import SparsePack, live_bytes
@@ -51,6 +52,10 @@ class TierReport:
     """In a dry run, estimated from some blocks of each re-encoded pack; moved packs count with their present size."""
     notes: tuple[str, ...]
     """Why packs could not be read."""
+
+    def __repr__(self) -> str:
+        sizes = f"{human_bytes(self.before_bytes)} -> {human_bytes(self.written_bytes)}"
+        return f"TierReport({'dry run, ' if self.dry_run else ''}{self.snapshots:,} snapshots, {len(self.packs):,} packs, {sizes})"
 
     @property
     def before_bytes(self) -> int:

@@ -12,8 +12,10 @@ from typing import Final
 
 import numpy as np
 
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.format.codec import codec_name
@@ -138,6 +140,15 @@ class Usage(HeldBytes):
     """Bytes in packs, parts, records and relocation maps that nothing holds, without the overhead of held blocks."""
     freeable: Freeable
     """What gc frees now, and what later and why."""
+
+    def __repr__(self) -> str:
+        sizes = f"{human_bytes(self.logical_bytes)} stored as {human_bytes(self.stored_bytes)}"
+        return f"Usage({len(self.refs):,} refs, {self.snapshots:,} snapshots, {sizes}, {human_bytes(self.objects_bytes)} in the store)"
+
+    def _repr_html_(self) -> str:
+        sizes = ("logical", "unique", "stored", "shared", "exclusive")
+        rows = ([each.ref, each.snapshots, *(human_bytes(getattr(each, f"{size}_bytes")) for size in sizes)] for each in self.refs)
+        return html_table(repr(self), ("ref", "snapshots", *sizes), rows)
 
 
 def job_of(ref: str) -> str:

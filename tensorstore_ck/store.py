@@ -22,6 +22,7 @@ from tensorstore_ck.format.codec import CodecName, CodecOption, DeltaOption
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log import Rollback
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
+from tensorstore_ck.log.snapshot_log import SnapshotLog
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session import restore
@@ -35,6 +36,7 @@ from tensorstore_ck.session.session import Session
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.axes import Axes
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -84,6 +86,10 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    def __dir__(self) -> list[str]:
+        """The public names, without earlier spellings, which are functions of another name."""
+        return sorted(name for name, what in vars(Store).items() if not name.startswith("_") and getattr(what, "__name__", name) == name)
 
     @property
     def url(self) -> str:
@@ -468,9 +474,36 @@ class Store:
         """The snapshot at an address."""
         return Snapshot.from_info(self.session.resolve(address).info)
 
-    def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]:
-        """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`."""
+    def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog:
+        """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`.
+
+        The list has `to_pandas`, and notebooks show it as a table.
+        """
         return refs.history(self.engine, ref, limit)
+
+    def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
+        """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.
+
+        Where the metric is NaN or infinite, the line has a gap, and a red line from top to bottom.
+
+        Args:
+            metric: Its name, such as ``"loss"``.
+            ref: The branch.
+            axes: Draw into these; by default into a new figure of pyplot, which notebooks show.
+
+        Raises:
+            NotFoundError: no snapshot has that metric.
+            MissingExtraError: matplotlib is not installed.
+
+        Returns:
+            The axes, to which more can be added.
+        """
+        from tensorstore_ck.maintenance.metric_plot import draw_points, metric_points, shown_axes  # noqa: PLC0415
+
+        points = metric_points(self.log(ref), metric)
+        axes = shown_axes() if axes is None else axes
+        draw_points(axes, points, metric)
+        return axes
 
     def show(self, address: str) -> SnapshotDetails:
         """Metadata, tensors and values of a snapshot."""
@@ -904,7 +937,8 @@ class ReadOnlyStore(Protocol):
     # --- look ---------------------------------------------------------------------------------------------------------
 
     def resolve(self, address: str) -> Snapshot: ...
-    def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]: ...
+    def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog: ...
+    def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes": ...
     def show(self, address: str) -> SnapshotDetails: ...
     def diff(self, old: str, new: str) -> "SnapshotDiff": ...
     def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]": ...

@@ -6,9 +6,10 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, byte_count, byte_rate, command, seconds, store_options
 from tensorstore_ck.cli.output import emit, facts, indented, printable, table
-from tensorstore_ck.cli.plot import new_figure, save_png
+from tensorstore_ck.cli.plot import save_png
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.maintenance.advise import Advice
+from tensorstore_ck.maintenance.metric_plot import new_figure
 
 FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval, s: stall, l: lag, r: restart, M: MTBF (Daly 2006, eq. 20)"
 

@@ -23,10 +23,11 @@ from tensorstore_ck.cli.output import (
     snapshot_table,
     table,
 )
-from tensorstore_ck.cli.plot import draw_png, draw_text, metric_points
+from tensorstore_ck.cli.plot import draw_png, draw_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 from tensorstore_ck.maintenance.describe import SnapshotDiff
+from tensorstore_ck.maintenance.metric_plot import metric_points
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.statistics import ChangeStatistics, TensorStatistics

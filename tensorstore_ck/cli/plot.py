@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from tensorstore_ck.cli.output import printable, red, step_text, table
-from tensorstore_ck.common.extras import missing_extra
-from tensorstore_ck.errors import NotFoundError
-from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.metric_plot import Point, draw_points, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,45 +13,10 @@ if TYPE_CHECKING:
 BAR_CHARS = 50
 
 
-class Point(NamedTuple):
-    """A metric of a snapshot."""
-
-    ref: str
-    step: int | None
-    value: float
-
-
-def new_figure() -> "tuple[Figure, Any]":
-    """A figure and its axes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as exc:
-        raise missing_extra("plot", "drawing") from exc
-    figure = Figure(figsize=(7, 4.5))
-    return figure, figure.subplots()
-
-
 def save_png(figure: "Figure", path: str) -> None:
     """Writes a figure."""
     figure.tight_layout()
     figure.savefig(path, dpi=120, format="png")
-
-
-def metric_points(snapshots: Sequence[Snapshot], metric: str) -> list[Point]:
-    """The values of a metric, NaN and infinity too, oldest snapshot first; without snapshots that lack it.
-
-    Raises:
-        NotFoundError: no snapshot has it.
-    """
-    found = [Point(snapshot.ref, snapshot.step, snapshot.metrics[metric]) for snapshot in reversed(snapshots) if metric in snapshot.metrics]
-    if not found:
-        known = sorted({name for snapshot in snapshots for name in snapshot.metrics})
-        raise NotFoundError(f"no snapshot has a metric {metric!r}; there are: {', '.join(known) or 'no metrics'}", object_id=metric)
-    return found
 
 
 def draw_text(points: Sequence[Point], metric: str) -> Iterator[str]:
@@ -67,15 +30,7 @@ def draw_text(points: Sequence[Point], metric: str) -> Iterator[str]:
 
 
 def draw_png(points: Sequence[Point], metric: str, path: str) -> None:
-    """A line for each ref, over steps; it has a gap, and a red line from top to bottom, where a value is NaN or infinite."""
+    """See `draw_points`."""
     figure, axes = new_figure()
-    lost = "NaN or infinite"
-    for ref in dict.fromkeys(point.ref for point in points):
-        own = [(number if point.step is None else point.step, point.value) for number, point in enumerate(points) if point.ref == ref]
-        axes.plot([step for step, _ in own], [value if math.isfinite(value) else math.nan for _, value in own], marker=".", label=ref)
-        for step in (step for step, value in own if not math.isfinite(value)):
-            axes.axvline(step, color="red", linestyle=":", label=lost)
-            lost = "_"  # matplotlib: not in the legend again
-    axes.set(xlabel="step", ylabel=metric)
-    axes.legend()
+    draw_points(axes, points, metric)
     save_png(figure, path)

@@ -8,6 +8,7 @@ executor.py          long work, by threads of this process or a Dask cluster
 extras.py            what optional parts need, and the error where it is not installed
 filesystem_kind.py   the type of filesystem that a folder is on
 free_space.py        whether there is enough free space, checked before writing
+html_table.py        escaped tables for notebooks
 host_memory.py       how much memory is free
 ids.py               ULIDs and BLAKE3 hashes
 owned_files.py       whether files and folders are one user's alone

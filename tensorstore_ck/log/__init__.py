@@ -8,6 +8,7 @@ fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
+snapshot_log.py                          what users see of a history
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that nobody has to read the log from its start
 entry_reader.py                          entries read from the backend

@@ -4,12 +4,17 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, Ulid, ulid_text
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import SnapshotMarkedBadError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.redaction import one_line
+
+COLUMNS: Final = ("root", "ref", "step", "time (UTC)", "size", "new", "mark")
+"""Of tables of snapshots: see `Snapshot.cells`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,15 @@ class Snapshot:
         step = "" if self.step is None else f", step {self.step}"
         mark = f", {one_line(self.mark)}" if self.mark else ""
         return f"Snapshot({self.root[:SHOWN_ROOT_DIGITS]}, {one_line(self.ref)}{step}, {self.time:%Y-%m-%d %H:%M:%S} UTC{mark})"
+
+    def _repr_html_(self) -> str:
+        metrics = ((f"metric {name}", f"{value:.6g}") for name, value in sorted(self.metrics.items()))
+        return html_table("Snapshot", ("", ""), [*zip(COLUMNS, self.cells(), strict=True), *metrics])
+
+    def cells(self) -> tuple[object, ...]:
+        """A row of a table, under `COLUMNS`."""
+        root, time = self.root[:SHOWN_ROOT_DIGITS], f"{self.time:%Y-%m-%d %H:%M:%S}"
+        return root, self.ref, self.step, time, human_bytes(self.logical_bytes), human_bytes(self.new_bytes), self.mark
 
     @property
     def time(self) -> datetime:
@@ -142,3 +156,10 @@ class SnapshotDetails:
     """Tensor -> how the ranks that saved it held it, in short: ``R,S(0) on 2x4`` (replicated along the first dim of a 2x4 mesh, and dim 0
     sharded along the second), ``boxes`` or ``flat``. Tensors that every rank held completely are left out."""
     groups: tuple[GroupCost, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"SnapshotDetails({self.snapshot!r}, {len(self.tensors):,} tensors, {len(self.values):,} values)"
+
+    def _repr_html_(self) -> str:
+        rows = ((name, dtype, "x".join(map(str, shape)), human_bytes(size)) for name, dtype, shape, size in self.tensors)
+        return html_table(repr(self), ("tensor", "dtype", "shape", "size"), rows)

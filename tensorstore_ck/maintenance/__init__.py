@@ -9,5 +9,6 @@ forget.py            forget and undo
 apply_policies.py    sets, shows and applies retention policies
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save
+metric_plot.py       a metric over snapshots, as points and drawn by matplotlib
 optimal_interval.py  the formulas of Young and Daly, and ETTR
 """

@@ -12,6 +12,7 @@ from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, daly, ettr, require_costs, young
+from tensorstore_ck.redaction import one_line
 
 NEWEST: Final = 200
 """Snapshots to look at."""
@@ -54,6 +55,10 @@ class Advice:
     """Most important first."""
     curve: tuple[tuple[float, float], ...]
     """(interval, ETTR), around the best."""
+
+    def __repr__(self) -> str:
+        now = "" if self.interval is None else f", now each {self.interval:,.0f} s"
+        return f"Advice({one_line(self.ref)}: save each {self.best_interval:,.0f} s{now}, ETTR {self.best_ettr:.2%})"
 
 
 def advise(

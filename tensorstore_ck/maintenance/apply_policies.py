@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
@@ -12,7 +14,7 @@ from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import Op, RefTable
 from tensorstore_ck.log.ref_names import is_ref_glob
 from tensorstore_ck.log.retention import Policy, Verdict, candidates, expire, policies_of, verdicts
-from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,25 @@ class RetentionReport:
     dry_run: bool
     branches: tuple[BranchVerdicts, ...]
     """Branches with a policy."""
+
+    def __repr__(self) -> str:
+        stays = sum(len(branch.snapshots) for branch in self.branches) - self.going
+        going = f"{self.going:,} {'would go' if self.dry_run else 'went'}"
+        frees = "" if self.frees_bytes is None else f", which frees {human_bytes(self.frees_bytes)}"
+        return f"RetentionReport({len(self.branches):,} branches: {stays:,} snapshots stay, {going}{frees})"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            [
+                *each.snapshot.cells(),
+                "stays" if each.stays else "goes",
+                ", ".join(each.why),
+                "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
+            ]
+            for branch in self.branches
+            for each in reversed(branch.snapshots)
+        )
+        return html_table(repr(self), (*COLUMNS, "", "why", "frees"), rows)
 
     @property
     def going(self) -> int:

@@ -16,6 +16,7 @@ from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import BranchMove, Op, RefTable, UndoWindow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.redaction import one_line
 
 MIN_ROOT_DIGITS: Final = 8
 
@@ -32,6 +33,9 @@ class Forgotten:
     snapshots: tuple[Snapshot, ...]
     held_by: Mapping[str, tuple[str, ...]]
     """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. The others expire with the undo window."""
+
+    def __repr__(self) -> str:
+        return f"Forgotten({self.kind} {one_line(self.ref)}, {len(self.snapshots):,} snapshots, log entry {self.entry})"
 
 
 def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:

@@ -11,9 +11,10 @@ from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
+from tensorstore_ck.log.snapshot_log import SnapshotLog
 
 
-def history(engine: Engine, ref: str | None, limit: int | None) -> list[Snapshot]:
+def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
     view = engine.log.newest_view()
     if ref is None:
@@ -23,7 +24,7 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> list[Snapshot
         infos = list(view.history(ref, limit=limit))
     else:
         infos = [resolve(view, ref).info]
-    return [Snapshot.from_info(info) for info in infos[:limit]]
+    return SnapshotLog(Snapshot.from_info(info) for info in infos[:limit])
 
 
 def branches(engine: Engine) -> dict[str, Snapshot]:

@@ -128,6 +128,9 @@ class LazySnapshot(Mapping[str, LazyTensor]):
         self._tree = parse(content.layout, len(content.values))
         self._leaves = {leaf.path: leaf for leaf in leaves(self._tree)}
 
+    def __repr__(self) -> str:
+        return f"LazySnapshot({len(self):,} tensors)"
+
     def __getitem__(self, name: str) -> LazyTensor:
         leaf = self._leaves.get(name)
         if leaf is None or leaf.kind == "value":

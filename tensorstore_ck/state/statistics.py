@@ -44,6 +44,9 @@ class Histogram:
     to either side."""
     counts: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"Histogram({len(self.counts)} bins from {self.edges[0]:.6g} to {self.edges[-1]:.6g})"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:

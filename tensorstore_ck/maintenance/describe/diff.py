@@ -13,6 +13,8 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.html_table import html_table
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
@@ -70,6 +72,21 @@ class SnapshotDiff:
     """Of all tensors of the new snapshot."""
     layout_changed: bool
     """Names, dtypes, shapes, order, containers or ``requires_grad`` differ."""
+
+    def __repr__(self) -> str:
+        changes = f"{len(self.tensors):,} tensors and {len(self.values):,} values differ, {human_bytes(self.changed_bytes)}"
+        return f"SnapshotDiff({self.old!r} -> {self.new!r}: {changes})"
+
+    def _repr_html_(self) -> str:
+        tensors = (
+            [each.name, each.change, _form_text(each.old), _form_text(each.new), human_bytes(each.changed_bytes)] for each in self.tensors
+        )
+        values = ([each.path, each.change, each.old, each.new, ""] for each in self.values)
+        return html_table(repr(self), ("name", "change", "old", "new", "bytes"), [*tensors, *values])
+
+
+def _form_text(form: tuple[str, tuple[int, ...], int] | None) -> str:
+    return "" if form is None else f"{form[0]} {'x'.join(map(str, form[1]))}"
 
 
 def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInfo) -> SnapshotDiff:

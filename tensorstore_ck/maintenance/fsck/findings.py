@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.errors import BackendUnavailableError, PlaceUnavailableError, StoreError
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc.report import Freeable
@@ -60,6 +61,15 @@ class FsckReport:
     """Whether time ran out before all chosen data was read."""
     freeable: Freeable | None = None
     """What gc can free, if something unreferenced was found and gc can run."""
+
+    def __repr__(self) -> str:
+        found = f"{sum(each.severity == 'error' for each in self.findings):,} errors" if not self.ok else "ok"
+        notices = sum(each.severity == "notice" for each in self.findings)
+        return f"FsckReport({found}, {notices:,} notices; {self.snapshots:,} snapshots, {self.packs:,} packs, {self.blocks:,} blocks)"
+
+    def _repr_html_(self) -> str:
+        rows = ((each.severity, each.kind, each.object, each.message, "; ".join(each.hits)) for each in self.findings)
+        return html_table(repr(self), ("severity", "kind", "object", "message", "hits"), rows)
 
     @property
     def ok(self) -> bool:

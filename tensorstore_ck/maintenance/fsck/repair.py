@@ -60,6 +60,10 @@ class RepairReport:
     after: FsckReport
     """A second check of the structure; data that was bad before counts as bad."""
 
+    def __repr__(self) -> str:
+        marked = f"{len(self.marked):,} snapshots marked, {len(self.unmarked):,} unmarked"
+        return f"RepairReport({len(self.mended):,} objects repaired, {marked}; now {self.after!r})"
+
     @property
     def ok(self) -> bool:
         """Whether no damage is left."""
