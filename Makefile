@@ -10,7 +10,7 @@ NEWEST := .venv-newest-torch
 APART := .venv-apart
 EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,pandas,plot,postgres,ui,exporter
 
-.PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart lint package clean
+.PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart lint package docs clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -69,8 +69,12 @@ lint: $(INSTALLED)
 package: $(INSTALLED)
 	$(BIN)/python .ci/smoke_package.py
 
+# The pages of docs, for reading from a folder: open site/index.html. A broken link is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 clean:
-	rm -rf .venv $(NEWEST) $(APART) .demo dist
+	rm -rf .venv $(NEWEST) $(APART) .demo dist site
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv

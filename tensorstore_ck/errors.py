@@ -20,6 +20,9 @@ from typing import ClassVar, Final, Literal
 
 from tensorstore_ck.redaction import one_line, redacted
 
+HELP: Final = "https://github.com/tensorstore-ck/tensorstore_ck/blob/main/docs/troubleshooting.md"
+"""The page with an entry for each kind."""
+
 Retry = Literal["same", "after_resume", "after_reopen", "never"]
 
 
@@ -35,6 +38,11 @@ class StoreError(Exception):
         """`object_id` names the affected object: a storage name, a ref, a tensor or an option."""
         super().__init__(one_line(redacted(message)))
         self.object_id = redacted(object_id)
+
+    @property
+    def help_url(self) -> str:
+        """The entry of this kind in the documentation: cause and next step."""
+        return f"{HELP}#{self.kind}"
 
 
 # --- retry --------------------------------------------------------------------------------------------------------

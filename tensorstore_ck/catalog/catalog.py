@@ -160,7 +160,7 @@ class Catalog:
         """The snapshots of all stores for which a condition holds, newest first.
 
         Args:
-            condition: Such as ``val_loss < 2.1 and step > 5000 and job like 'gpt%'``; see README. Empty: all.
+            condition: Such as ``val_loss < 2.1 and step > 5000 and job like 'gpt%'``; see docs/guides/catalog.md. Empty: all.
             order_by: A field or a metric: lowest first; snapshots without it come last.
             descending: Highest first.
             limit: The most snapshots to return.

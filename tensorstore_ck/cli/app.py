@@ -1,7 +1,7 @@
 """The `tsck` command group: its commands, and how errors become exit codes.
 
-Every `StoreError` becomes one line on stderr (with ``--json``: a document on stdout) and its kind's exit code; 2 is a
-misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
+Every `StoreError` becomes one line on stderr, which ends with the link to its entry in the documentation (with ``--json``: a document
+on stdout), and its kind's exit code; 2 is a misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
 """
 
 import difflib
@@ -140,7 +140,7 @@ class Program(click.Group):
             _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
             return exit_codes.INTERRUPTED
         except StoreError as exc:
-            _fail(exc.kind, str(exc), exc.object_id, as_json=as_json)
+            _fail(exc.kind, str(exc), exc.object_id, as_json=as_json, more=f" (see {exc.help_url})")
             return exc.exit_code
         return code if isinstance(code, int) else 0
 
@@ -187,11 +187,11 @@ def _renamed(option: str) -> str:
     return RENAMED_OPTIONS.get(option, option)
 
 
-def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
+def _fail(kind: str, message: str, object_id: str, *, as_json: bool, more: str = "") -> None:
     if as_json:
         emit({"error": {"kind": kind, "message": redacted(message), "object": object_id}}, (), as_json=True)
     else:
-        say(f"tsck: {printable(message)}", err=True)
+        say(f"tsck: {printable(message)}{more}", err=True)
 
 
 class _Lines(logging.Handler):

@@ -49,6 +49,7 @@ def test_bad_input(history: Tsck, args: tuple[str, ...], code: int, kind: str) -
     assert result.out == ""
     assert result.err.startswith("tsck: ")
     assert result.err.count("\n") == 1
+    assert kind == "usage" or result.err.endswith(f"/docs/troubleshooting.md#{kind})\n")
 
     as_json = history(*args, "--json")
     assert as_json.code == code

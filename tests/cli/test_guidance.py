@@ -15,11 +15,12 @@ from tensorstore_ck import errors
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.common.extras import EXTRAS, missing_extra
 from tensorstore_ck.errors import InvalidUrlError
+from tests import documents
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import commands
 
 PACKAGE = Path(tensorstore_ck.__file__).parent
-README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+EXIT_CODES = documents.text(documents.DOCS / "guides" / "exit-codes.md")
 KINDS = {found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, errors.StoreError)}
 
 
@@ -34,8 +35,8 @@ def test_every_kind_has_a_code_of_its_own() -> None:
     assert len(expected_codes()) == len({*expected_codes().values()}) == len(KINDS) + 3
 
 
-def test_the_readme_has_all_exit_codes() -> None:
-    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`)? \| (?:`(\w+)`)? \| (.+) \|$", README, re.MULTILINE)
+def test_the_page_of_exit_codes_has_all() -> None:
+    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`)? \| (?:`(\w+)`)? \| (.+) \|$", EXIT_CODES, re.MULTILINE)
     assert {int(code): kind for code, kind, _, _ in rows} == expected_codes()
     assert [int(code) for code, _, _, _ in rows] == sorted(expected_codes())
     told = {int(code): (retry, meaning) for code, _, retry, meaning in rows}
@@ -166,18 +167,18 @@ def problem_of(command: str) -> str:
     return f"no option {wrong[0]}" if wrong else ""
 
 
-def test_commands_in_messages_and_in_the_readme_are_there() -> None:
+def test_commands_in_messages_and_in_the_documentation_are_there() -> None:
     messages = commands_in([text for path in PACKAGE.rglob("*.py") for text in texts_of(path)])
     assert len(messages) > 25
-    in_readme = {command.split("  #")[0].split("   ")[0] for command in re.findall(r"^    tsck (.+)$", README, re.MULTILINE)}
+    documented = set().union(*(documents.commands(page) for page in documents.PAGES))
+    assert len(documented) > 50
     examples = {
         line.strip().removeprefix("tsck ")
         for command in commands().values()
         for line in (command.epilog or "").splitlines()
         if "tsck " in line
     }
-    in_readme |= {command for command in re.findall(r"`tsck ([^`]+)`", README) if not re.search(r"[\[\]|]", command)}
-    problems: dict[str, Any] = {command: found for command in messages | in_readme | examples if (found := problem_of(command))}
+    problems: dict[str, Any] = {command: found for command in messages | documented | examples if (found := problem_of(command))}
     assert not problems
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tests.end_to_end.walks.walk import REPOSITORY, Walk
+from tests import documents
+from tests.end_to_end.walks.walk import Walk
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +30,8 @@ SOME_BYTES = 1_000_000
 
 
 def write_script() -> None:
-    """The first script of README.md, shorter: 3 epochs of 10 steps."""
-    (block,) = re.findall(r"^```python\n(# train\.py: .*?)^```$", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The script of docs/quickstart.md, shorter: 3 epochs of 10 steps."""
+    block = documents.script("train.py")
     for long, short in (("4000", "400"), ("cursor.epoch < 5", "cursor.epoch < 3"), ("step % 50", "step % 10")):
         assert long in block
         block = block.replace(long, short)

@@ -193,7 +193,7 @@ def test_a_sample_is_a_piece_of_each_stride_however_a_tensor_is_cut(share: float
 
 
 def test_each_byte_has_its_turn() -> None:
-    """The probabilities in README.md: one change of a few bytes is found in one of 256 saves, one of a whole tensor by its size."""
+    """As docs/guides/save-checks.md has it: one change of a few bytes is found in one of 256 saves, one of a whole tensor by its size."""
     one, whole, puts = 0, 0, 20_000
     for turn in range(puts):
         drawn = sampled_checks.turn_of(bytes(32), turn)

@@ -1,4 +1,4 @@
-"""The scripts of README.md, as they stand there: stopped in the middle and started again, they end as if they had never been stopped."""
+"""The scripts of the documentation as they are: stopped in the middle and started again, they end as if they had never been stopped."""
 
 import os
 import re
@@ -12,10 +12,10 @@ import pytest
 
 import tensorstore_ck as tsck
 from examples.demo.compare import differences
-from tests.end_to_end.scripts.launch import REPOSITORY, Program, launched, torchrun
+from tests import documents
+from tests.end_to_end.scripts.launch import Program, launched, torchrun
 
 pytestmark = pytest.mark.slow
-README = REPOSITORY / "README.md"
 RANKS = 2
 LINES = 45
 """A script to copy is one that can be read at once."""
@@ -51,12 +51,10 @@ SCRIPTS = [
 
 
 def write(name: str, folder: Path) -> None:
-    """The block of README.md that begins with this name."""
-    blocks = re.findall(rf"^```python\n(# {re.escape(name)}: .*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1, f"README.md has {len(blocks)} blocks that begin with '# {name}: '"
-    assert blocks[0].count("\n") <= LINES
+    block = documents.script(name)
+    assert block.count("\n") <= LINES
     folder.mkdir()
-    (folder / name).write_text(blocks[0])
+    (folder / name).write_text(block)
 
 
 def run(script: Script, folder: Path) -> list[int]:
