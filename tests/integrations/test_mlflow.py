@@ -197,6 +197,13 @@ def test_a_run_that_is_not_there(tracking: Path, store: tsck.Store) -> None:
     assert store.pins() == ()
 
 
+def test_a_deleted_run_still_says_what_it_logged(tracking: Path, store: tsck.Store) -> None:
+    with mlflow.start_run() as run:
+        snapshot = tsck.mlflow.log_snapshot(store, save(store, 1))
+    mlflow.delete_run(run.info.run_id)
+    assert tsck.mlflow.find_snapshot(run.info.run_id) == (store.url, snapshot.root)
+
+
 def test_tags_that_somebody_changed(tracking: Path, store: tsck.Store) -> None:
     with mlflow.start_run() as run:
         tsck.mlflow.log_snapshot(store, save(store, 1))
@@ -205,6 +212,9 @@ def test_tags_that_somebody_changed(tracking: Path, store: tsck.Store) -> None:
             tsck.mlflow.find_snapshot()
         mlflow.log_text(json.dumps(["no", "pointer"]), "snapshots/runs/gpt@1.json")
         with pytest.raises(tsck.errors.InputError, match="does not name a snapshot"):
+            tsck.mlflow.find_snapshot(run.info.run_id, f"{REF}@1")
+        mlflow.log_text(json.dumps({"store": store.url, "address": "HEAD"}), "snapshots/runs/gpt@1.json")
+        with pytest.raises(tsck.errors.InputError, match="does not name a snapshot: 'HEAD'"):
             tsck.mlflow.find_snapshot(run.info.run_id, f"{REF}@1")
 
 
