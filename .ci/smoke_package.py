@@ -50,11 +50,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def package_files(source: Path) -> set[str]:
-    """The Python files and documents of the package, under the names that they have when it is installed."""
+    """The Python files, pages and documents of the package, under the names that they have when it is installed."""
     names = {path.relative_to(source).as_posix() for path in (source / "tensorstore_ck").rglob("*") if path.is_file()}
     for folder, name in LINKS.items():
         names |= {f"{name}/{path.relative_to(source / folder).as_posix()}" for path in (source / folder).rglob("*") if path.is_file()}
-    return {name for name in names if PurePosixPath(name).suffix in (".py", ".pyi", ".typed") or name in DOCUMENTS}
+    return {name for name in names if PurePosixPath(name).suffix in (".py", ".pyi", ".typed", ".html", ".css") or name in DOCUMENTS}
 
 
 def try_out(built: Path, folder: Path, version: str) -> None:
