@@ -28,7 +28,6 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),
     "ui": ("sqlalchemy>=2.0", "starlette>=0.46", "uvicorn>=0.34", "jinja2>=3.1"),
-    "exporter": ("prometheus-client>=0.21",),
 }
 """Extra -> its dependencies, as in pyproject.toml."""
 
