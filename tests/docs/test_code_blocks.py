@@ -72,6 +72,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: servers.
         "AWS_SECRET_ACCESS_KEY": servers.SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": moto_server.endpoint,
+        "MPLBACKEND": "agg",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }.items():
         monkeypatch.setenv(name, value)
@@ -95,7 +96,8 @@ def test_few_blocks_do_not_run() -> None:
 @pytest.mark.parametrize("page", MAYBE, ids=[page.relative_to(documents.REPOSITORY).as_posix() for page in MAYBE])
 def test_the_blocks_of_a_page_run(tmp_path: Path, page: Path, names: dict[str, Any]) -> None:
     more = MORE.get(page.relative_to(documents.DOCS).as_posix(), "") if page != documents.README else ""
-    here = {"s3://bucket": f"s3://bucket/{tmp_path.parent.name}/{tmp_path.name}", "/nvme/stage": str(tmp_path / "stage"), "500GB": "1GB"}
+    here = {"s3://bucket": f"s3://bucket/{tmp_path.parent.name}/{tmp_path.name}", '"/ckpt"': '"./ckpt"'}
+    here |= {"/nvme/stage": str(tmp_path / "stage"), "500GB": "1GB"}
 
     def run(code: str, origin: str) -> None:
         for told, meant in here.items():

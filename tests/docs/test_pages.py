@@ -1,0 +1,94 @@
+"""What a newcomer asks is two clicks from README.md, links lead somewhere, and the pages agree with the code and the results."""
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tensorstore_ck as tsck
+from tests import documents
+from tests.documents import DOCS, PAGES, README, REPOSITORY, text
+
+QUESTIONS = {
+    "How do I install it, and how do I get torch without CUDA?": ("README.md", "Install"),
+    "How do I save and resume in my own loop?": ("docs/quickstart.md", "A training script"),
+    "What does my Lightning module need?": ("docs/trainers.md", "Lightning"),
+    "How do I give it the endpoint and the keys of my S3 server?": ("docs/guides/s3.md", "Endpoint and keys"),
+    "How do I bring my old checkpoints in?": ("docs/guides/import-export.md", "Import and export"),
+    "How do I keep the best three and the last five?": ("docs/guides/retention.md", "Policies"),
+    "My job says ConflictError: what now?": ("docs/troubleshooting.md", "conflict"),
+    "How do I train on another number of GPUs?": ("docs/guides/many-ranks.md", "Many ranks"),
+    "How do I save without stopping the training?": ("docs/guides/async-saves.md", "Saves that do not stall training"),
+    "How fast is it, and what does it cost?": ("docs/benchmarks.md", "Save and restore"),
+}
+"""Each with the page and the heading that answers it."""
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The file and the anchor of each link to this repository."""
+    for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)):
+        path, _, anchor = target.partition("#")
+        yield (page.parent / path).resolve() if path else page, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_two_clicks_from_the_readme(question: str) -> None:
+    name, heading = QUESTIONS[question]
+    first = {README} | {target for target, _ in links(README) if target.suffix == ".md"}
+    second = first | {target for page in first for target, _ in links(page)}
+    assert REPOSITORY / name in second
+    assert re.search(rf"^#+ {re.escape(heading)}$", text(REPOSITORY / name), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(REPOSITORY).as_posix() for page in PAGES])
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert [str(target) for target, _ in links(page) if not target.exists()] == []
+    assert [(str(target), anchor) for target, anchor in links(page) if anchor and anchor not in anchors(target)] == []
+
+
+def test_the_readme_stays_short_and_every_page_is_in_the_navigation() -> None:
+    assert len(text(README).split()) <= 900
+    navigation = set(re.findall(r"[\w/-]+\.md", text(REPOSITORY / "mkdocs.yml").partition("\nnav:\n")[2]))
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES if page != README} <= navigation
+
+
+@pytest.mark.parametrize("name", sorted(tsck.__all__))
+def test_every_public_name_is_documented_and_in_the_reference(name: str) -> None:
+    """`make docs` fails if a path there leads nowhere."""
+    shown = {path for page in (DOCS / "reference").glob("*.md") for path in re.findall(r"^::: ([\w.]+)$", text(page), re.MULTILINE)}
+    exported = getattr(tsck, name)
+    if isinstance(exported, ModuleType):
+        return
+    assert inspect.getdoc(exported)
+    if inspect.isclass(exported) or inspect.isfunction(exported):
+        assert {exported.__module__, f"{exported.__module__}.{exported.__qualname__}"} & shown
+    else:
+        assert any(path.endswith(f".{name}") for path in shown)
+
+
+def test_the_benchmarks_are_those_of_the_results() -> None:
+    results = set(documents.text(REPOSITORY / "benches" / "RESULTS.md").splitlines())
+    rows = [line for line in text(DOCS / "benchmarks.md").splitlines() if line.startswith("|")]
+    assert len(rows) > 40
+    assert [row for row in rows if row not in results] == []
+
+
+def test_the_plots_are_those_of_the_results() -> None:
+    script = DOCS / "pictures" / "plot_results.py"
+    spec = importlib.util.spec_from_file_location("plot_results", script)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, drawn in module.plots().items():
+        assert (script.parent / name).read_text(encoding="utf-8") == drawn
