@@ -29,7 +29,7 @@ def main(folder: Path) -> list[int]:
         resumed = checkpointer.resume()
         for step in range((resumed.step or 0) + 1 if resumed else 1, STEPS + 1):
             loss = nn.functional.mse_loss(model(inputs), targets)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step(step, {"loss": loss.item()}, last=step == STEPS)  # saves in the background if a trigger fires

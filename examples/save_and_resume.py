@@ -27,7 +27,7 @@ def main(folder: Path, steps: int) -> float:
         while step < steps:
             for inputs, targets in loader:  # what is left of this epoch
                 error = nn.functional.mse_loss(model(inputs), targets)
-                error.backward()
+                error.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
                 cursor.advance()
