@@ -90,6 +90,11 @@ def main(folder: Path, what: str, kind: str) -> None:
                     manager.save("step_1", {key: wrong} if dist.get_rank() == 1 else {"a": 1})
                 except tsck.InputError as exc:
                     say(refused=name, message=str(exc))
+        elif what == "load-more":
+            try:
+                manager.load("/ckpt/step_1", into=target())
+            except tsck.StoreError as exc:
+                say(refused=str(exc))
         if what == "load":
             found = manager.load("/ckpt/step_1", into=target(own=kind != "shared"), strict=True)
             say(items=plain(found))

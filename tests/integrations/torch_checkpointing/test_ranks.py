@@ -42,6 +42,9 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert len(more) == 3
     for said in more:
         assert_shared(said["items"])
+    refused = ends(run_ranks(JOB, tmp_path, "load-more", ranks=3), "refused")
+    assert len(refused) == 3
+    assert all("rank 2 has none" in each["refused"] for each in refused if each["rank"] == 2)
     with tsck.open(tmp_path / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
         assert [snapshot.step for snapshot in store.log(REF)] == [2, 1]
 
