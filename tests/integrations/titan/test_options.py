@@ -66,7 +66,7 @@ def test_the_last_save_of_a_run_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_in_the_background(tmp_path: Path) -> None:
-    """Its future has the error, and whoever waits for it is warned."""
+    """Its future has the error, and whoever waits for it is warned; a run that saved nothing ends with it."""
     for at in range(1, 100):
         faults = Faults("no-space", persistent=True)
         store = open_store(FaultyBackend(MemoryBackend(), faults, atomic_put=False))
@@ -81,8 +81,10 @@ def test_a_save_that_fails_in_the_background(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="the snapshot of step 1 was not saved"):
             job.manager.maybe_wait_for_saving()
         assert isinstance(future.exception(PATIENCE_SECONDS), tsck.NoSpaceError)
+        with pytest.raises(tsck.NoSpaceError, match="the newest save failed"):
+            job.manager.close()
         faults.at = 0
-        job.manager.close()
+        store.close()
         return
     raise AssertionError("no save failed in the background")
 
