@@ -5,19 +5,11 @@ training stands still for a save, how long a resume takes up to its first step, 
 disturbed, and what is left after a kill -9 in the middle of the fifth save. Each run has a process of its own.
 """
 
-import argparse
 import contextlib
 import hashlib
-import json
-import os
-import shutil
-import signal
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import accelerate
 import lightning
@@ -26,19 +18,13 @@ import transformers
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.local import LocalBackend
+from benches._trainers_common import EACH, KILLED_SAVE, STEPS, CutError, Kill, Report, Trainers, main
 from tensorstore_ck.integrations import hf
 
-STEPS: Final = 30
-EACH: Final = 3
-CUT: Final = 20
-"""A run that ends here, after the save of step 18, is resumed."""
-KILLED_SAVE: Final = 15
 VOCABULARY, LENGTH = 2048, 32
-Report = dict[str, Any]
 
 
 class _Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -50,34 +36,8 @@ class _Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": words, "labels": words}
 
 
-class _CutError(Exception):
-    """In place of a kill between saves."""
-
-
-class _Kill:
-    """Kills this process in the middle of a save: in transformers' optimizer.pt, Lightning's file, or an object of the store."""
-
-    def __init__(self) -> None:
-        self._is_armed = False
-
-    def arm(self, target: Any, *names: str, file: str = "") -> None:
-        for name in names:
-            patch.object(target, name, self._struck(getattr(target, name), file)).start()
-
-    def _struck(self, original: Callable[..., Any], file: str) -> Callable[..., Any]:
-        def struck(*arguments: Any, **named: Any) -> Any:
-            if self._is_armed and (not file or file in str(arguments[1])):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **named)
-
-        return struck
-
-    def strike(self) -> None:
-        self._is_armed = True
-
-
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, end: int, kill: _Kill | None) -> None:
+    def __init__(self, end: int, kill: Kill | None) -> None:
         self.first_step = 0.0
         self._end, self._kill = end, kill
 
@@ -86,7 +46,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._end:
-            raise _CutError
+            raise CutError
         if self._kill is not None and state.global_step == KILLED_SAVE:
             self._kill.strike()
 
@@ -100,11 +60,7 @@ def _hash(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.state_dict().values())).hexdigest()
 
 
-def _arm_store(kill: _Kill) -> None:
-    kill.arm(LocalBackend, "create", "put", "open_writer")
-
-
-def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
+def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: Kill | None = None) -> Report:
     """A run up to `end`, or to its own; what was measured of it."""
     stalls: list[float] = []
     model = _model()
@@ -114,7 +70,7 @@ def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool 
     if kill is not None and native:
         kill.arm(torch, "save", file="optimizer")
     elif kill is not None:
-        _arm_store(kill)
+        kill.arm_store()
     given: dict[str, Any] = {"model": model, "args": args, "train_dataset": _Words(), "callbacks": [watch]}
     with contextlib.ExitStack() as stack:
         if native:
@@ -131,7 +87,7 @@ def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool 
 
         trainer._save_checkpoint = timed
         began = time.perf_counter()
-        with contextlib.suppress(_CutError):
+        with contextlib.suppress(CutError):
             trainer.train(resume_from_checkpoint=resume)
         if not native:
             store.drain()
@@ -165,7 +121,7 @@ class _Module(lightning.LightningModule):  # type: ignore[misc]
 class _LightningWatch(Callback):  # type: ignore[misc]
     """Lightning calls it before the callback that saves."""
 
-    def __init__(self, end: int, kill: _Kill | None) -> None:
+    def __init__(self, end: int, kill: Kill | None) -> None:
         self.first_step = 0.0
         self._end, self._kill = end, kill
 
@@ -174,7 +130,7 @@ class _LightningWatch(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self._end:
-            raise _CutError
+            raise CutError
         if self._kill is not None and trainer.global_step == KILLED_SAVE:
             self._kill.strike()
 
@@ -190,7 +146,7 @@ class _Losses(CSVLogger):  # type: ignore[misc]
         self.losses += [(step or 0, value) for name, value in sorted(metrics.items()) if "loss" in name]
 
 
-def with_lightning(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
+def with_lightning(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: Kill | None = None) -> Report:
     """As `with_transformers`."""
     stalls: list[float] = []
     module = _Module()
@@ -199,7 +155,7 @@ def with_lightning(folder: Path, *, native: bool, end: int = 0, resume: bool = F
     if kill is not None and native:
         kill.arm(LocalFileOpener, "commit")
     elif kill is not None:
-        _arm_store(kill)
+        kill.arm_store()
     with contextlib.ExitStack() as stack:
         if native:
             saves = ModelCheckpoint(**saved)
@@ -220,7 +176,7 @@ def with_lightning(folder: Path, *, native: bool, end: int = 0, resume: bool = F
             accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, default_root_dir=folder, callbacks=[watch, saves], **options
         )
         began = time.perf_counter()
-        with contextlib.suppress(_CutError):
+        with contextlib.suppress(CutError):
             trainer.fit(module, ckpt_path="last" if resume else None)
         if not native:
             store.drain()
@@ -244,7 +200,7 @@ class _Progress:
         self.step = state["step"]
 
 
-def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: _Kill | None = None) -> Report:
+def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: Kill | None = None) -> Report:
     """As `with_transformers`."""
     stalls, losses, first_step = list[float](), list[tuple[int, float]](), 0.0
     config = accelerate.utils.ProjectConfiguration(project_dir=str(folder / "out"), automatic_checkpoint_naming=True)
@@ -252,7 +208,7 @@ def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = 
     if kill is not None and native:
         kill.arm(torch, "save", file="optimizer")
     elif kill is not None:
-        _arm_store(kill)
+        kill.arm_store()
     with contextlib.ExitStack() as stack:
         if not native:
             store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache"))
@@ -293,78 +249,12 @@ def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = 
     }
 
 
-TRAINERS: Final[dict[str, tuple[Callable[..., Report], str]]] = {
+TRAINERS: Final[Trainers] = {
     "transformers": (with_transformers, "tensorstore_ck.hf"),
     "lightning": (with_lightning, "tensorstore_ck.lightning"),
     "accelerate": (with_accelerate, "tensorstore_ck.accelerate"),
 }
 
 
-def apart(name: str, folder: Path, *, native: bool, **options: Any) -> Report | str:
-    """A run in a process of its own; its error; or ``killed``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    report = folder / "report.json"
-    report.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            set_seed(3)
-            report.write_text(json.dumps(TRAINERS[name][0](folder, native=native, **options)))
-        except Exception as exc:  # noqa: BLE001 - reported to the parent
-            report.write_text(json.dumps(f"{type(exc).__name__}: {exc}"))
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return "killed"
-    found: Report | str = json.loads(report.read_text())
-    return found
-
-
-def _expect(report: Report | str) -> Report:
-    if isinstance(report, str):
-        raise SystemExit(report)
-    return report
-
-
-def row(name: str, folder: Path, *, native: bool) -> str:
-    whole = _expect(apart(name, folder / "whole", native=native))
-    files = (each for part in ("out", "store") for each in (folder / "whole" / part).rglob("*"))
-    kept = [each for each in files if each.is_file() and not each.is_symlink()]
-    stored = sum(each.stat().st_size for each in kept)
-    _expect(apart(name, folder / "cut", native=native, end=CUT))
-    resumed = _expect(apart(name, folder / "cut", native=native, resume=True))
-    equal = [f"{each}: {'yes' if resumed[each] == whole[each][-len(resumed[each]) :] else 'no'}" for each in ("weights", "losses")]
-    killed = apart(name, folder / "killed", native=native, kill=_Kill())
-    survived = apart(name, folder / "killed", native=native, resume=True)
-    after = f"yes, ends at step {survived['step']}" if isinstance(survived, dict) else f"no: {survived.partition(':')[0]}"
-    assert killed == "killed"
-    cells = [
-        name if native else TRAINERS[name][1],
-        f"{len(kept)}",
-        f"{stored / 1e6:.0f} MB",
-        f"{statistics.median(whole['stalls']) * 1e3:.0f} ms",
-        f"{resumed['until_first_step'] * 1e3:.0f} ms",
-        ", ".join(equal),
-        after,
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("trainer", choices=TRAINERS)
-    options.add_argument("--folder", type=Path, required=True)
-    given = options.parse_args()
-    folder = given.folder / "trainers"
-    shutil.rmtree(folder, ignore_errors=True)
-    print("| | files | bytes of 10 checkpoints | stall per save, median | resume to first step | exact | resumes after a kill in a save |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for native in (True, False):
-        print(row(given.trainer, folder / ("native" if native else "ours"), native=native), flush=True)
-    shutil.rmtree(folder)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, TRAINERS)

@@ -70,21 +70,21 @@ def write_assets(folder: Path) -> None:
     (folder / "data" / "texts.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
 
-def model_spec() -> ModelSpec:
+def model_spec(width: int = WIDTH, layers: int = 2, words: int = WORDS) -> ModelSpec:
     """As torchtitan's `model_registry`, but small, and with an attention that runs on CPUs. Its projections are fused."""
-    rope = llama.ComplexRoPE.Config(dim=WIDTH // 4, max_seq_len=64, theta=500000, scaling="llama")
-    layers = llama._build_llama3_layers(
-        fuse_qkv=True, n_layers=2, dim=WIDTH, n_heads=4, n_kv_heads=2, hidden_dim=64, rope=rope, attn_backend="flex"
+    rope = llama.ComplexRoPE.Config(dim=width // 4, max_seq_len=64, theta=500000, scaling="llama")
+    blocks = llama._build_llama3_layers(
+        fuse_qkv=True, n_layers=layers, dim=width, n_heads=4, n_kv_heads=2, hidden_dim=2 * width, rope=rope, attn_backend="flex"
     )
-    for layer in layers:
+    for layer in blocks:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     model = llama.Llama3Model.Config(
-        dim=WIDTH,
-        vocab_size=WORDS,
-        tok_embeddings=llama.Embedding.Config(num_embeddings=WORDS, embedding_dim=WIDTH, param_init=llama._EMBEDDING_INIT),
-        norm=llama.RMSNorm.Config(normalized_shape=WIDTH, param_init=llama._NORM_INIT),
-        lm_head=llama.Linear.Config(in_features=WIDTH, out_features=WORDS, param_init=llama._output_linear_init(WIDTH)),
-        layers=layers,
+        dim=width,
+        vocab_size=words,
+        tok_embeddings=llama.Embedding.Config(num_embeddings=words, embedding_dim=width, param_init=llama._EMBEDDING_INIT),
+        norm=llama.RMSNorm.Config(normalized_shape=width, param_init=llama._NORM_INIT),
+        lm_head=llama.Linear.Config(in_features=width, out_features=words, param_init=llama._output_linear_init(width)),
+        layers=blocks,
     )
     return ModelSpec(
         name="llama3",
@@ -130,6 +130,8 @@ class Noisy(Trainer):  # type: ignore[misc]
     """Draws from the process's generator in each step, and notes what it does."""
 
     on_step: Callable[[int], object] = staticmethod(lambda step: None)
+    noise = 0.2
+    """Which share of the words it replaces. 0: it draws nothing."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -143,7 +145,9 @@ class Noisy(Trainer):  # type: ignore[misc]
         self.losses.append((step, float(loss), int(extra_metrics["n_tokens_seen"])))
 
     def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
-        noisy = torch.where(torch.rand(labels.shape) < 0.2, 2, input_dict["input"])
+        noisy = input_dict["input"]
+        if self.noise:
+            noisy = torch.where(torch.rand(labels.shape) < self.noise, 2, noisy)
         self.batches.append(noisy[:, :6].flatten().tolist())
         return super().post_dataloading_process({**input_dict, "input": noisy}, labels)
 

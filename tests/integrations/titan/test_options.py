@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with the pinned fsspec: run `make test-apart`")
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.integrations.titan import compatibility
 from tests.effort import PATIENCE_SECONDS
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
+from tests.gc.stores import open_store
 from tests.integrations.titan.runs import REF
 from tests.integrations.titan.small import Job, saved_steps
 
@@ -52,6 +56,37 @@ def test_a_run_continues(tmp_path: Path, async_mode: str) -> None:
         job.train(6)
     assert torch.equal(job.weights, whole.weights)
     assert job.optimizer.state_dict()["state"][0]["step"] == 6
+
+
+def test_the_last_save_of_a_run_is_waited_for(tmp_path: Path) -> None:
+    with Job(tmp_path, async_mode="async", interval=2, last_save_model_only=False) as job:
+        job.train(3, ends=True)
+        assert job.manager.save_future is None
+        assert saved_steps(tmp_path) == [3, 2]
+
+
+def test_a_save_that_fails_in_the_background(tmp_path: Path) -> None:
+    """Its future has the error, and whoever waits for it is warned; a run that saved nothing ends with it."""
+    for at in range(1, 100):
+        faults = Faults("no-space", persistent=True)
+        store = open_store(FaultyBackend(MemoryBackend(), faults, atomic_put=False))
+        with patch("tensorstore_ck.integrations.titan.snapshot_manager.open_store", return_value=store):
+            job = Job(tmp_path, async_mode="async")
+        faults.calls, faults.at = 0, at
+        try:
+            job.train(1)
+        except tsck.NoSpaceError:
+            continue  # before it was in the background
+        future = job.manager.save_future
+        with pytest.warns(UserWarning, match="the snapshot of step 1 was not saved"):
+            job.manager.maybe_wait_for_saving()
+        assert isinstance(future.exception(PATIENCE_SECONDS), tsck.NoSpaceError)
+        with pytest.raises(tsck.NoSpaceError, match="the newest save failed"):
+            job.manager.close()
+        faults.at = 0
+        store.close()
+        return
+    raise AssertionError("no save failed in the background")
 
 
 def test_load_step(tmp_path: Path) -> None:
@@ -200,6 +235,12 @@ def test_options_that_are_missing(tmp_path: Path) -> None:
         missing: dict[str, Any] = {name: ""}
         with pytest.raises(tsck.errors.InvalidOptionError, match=rf"checkpoint\.{name} is missing"):
             Job(tmp_path, **missing)
+    with (
+        patch("torch.distributed.is_initialized", return_value=True),
+        patch("torch.distributed.get_backend", return_value="fake"),
+        pytest.raises(tsck.errors.InvalidOptionError, match=r"nothing can be saved in comm\.mode"),
+    ):
+        Job(tmp_path)
     with pytest.raises(ValueError, match="sd_adapter is not provided"):
         Job(tmp_path, last_save_in_hf=True)
     with Job(tmp_path) as job:
@@ -212,6 +253,12 @@ def test_other_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     with pytest.raises(
         tsck.errors.MissingExtraError, match=rf"torchtitan {version} is not supported: run `pip install 'torchtitan>=0.3,<0.4'`"
     ):
+        compatibility.require_supported()
+
+
+def test_an_option_that_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "OPTIONS", compatibility.OPTIONS - {"load_only"})
+    with pytest.raises(tsck.errors.MissingExtraError, match="another load_only than"):
         compatibility.require_supported()
 
 

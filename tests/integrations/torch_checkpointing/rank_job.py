@@ -51,6 +51,8 @@ def target(*, own: bool = True) -> dict[str, Any]:
     if own:
         found["model"]["bn"] = {"mean": torch.zeros(3), "batches": 99}
         found["rng"] = None
+        if dist.get_rank() == 0:
+            found["config"] = None
     return found
 
 
@@ -66,7 +68,8 @@ def plain(value: Any) -> Any:
 
 
 def main(folder: Path, what: str, kind: str) -> None:
-    config = SimpleNamespace(items={}, default=SimpleNamespace(resharder=None), save=SimpleNamespace()) if kind == "sync" else None
+    items = {"b": SimpleNamespace(resharder=object(), required=False)} if what == "refused" else {}
+    config = SimpleNamespace(items=items, default=SimpleNamespace(resharder=None), save=SimpleNamespace()) if kind == "sync" else None
     store = tsck.open(folder / "store", create=True, cache_dir=folder / f"cache-{os.environ['RANK']}")
     with store, tsck.CheckpointManager(config, store=store, ref=REF) as manager:
         if what == "save":
@@ -84,12 +87,18 @@ def main(folder: Path, what: str, kind: str) -> None:
                 manager.save(f"step_{step}", payload(step))
                 say(pid=os.getpid(), step=step)
         elif what == "refused":
-            for name, wrong in (("value", object()), ("key", 1)):
-                key = "a b" if name == "key" else "a"
+            payloads: dict[str, dict[str, Any]] = {"value": {"a": object()}, "key": {"a b": 1}, "shared": {"b": torch.ones(2)}}
+            for name, wrong in payloads.items():
                 try:
-                    manager.save("step_1", {key: wrong} if dist.get_rank() == 1 else {"a": 1})
-                except tsck.InputError as exc:
+                    manager.save("step_1", wrong if dist.get_rank() == 1 else {"a": 1, "b": torch.zeros(2)})
+                except tsck.StoreError as exc:
                     say(refused=name, message=str(exc))
+        elif what == "load-what-is-missing":
+            try:
+                more = {"config": {"name": None}} if kind == "config" else {}
+                manager.load("/ckpt/step_1", into={**target(), **more}, strict=True)
+            except tsck.StoreError as exc:
+                say(refused=str(exc))
         if what == "load":
             found = manager.load("/ckpt/step_1", into=target(own=kind != "shared"), strict=True)
             say(items=plain(found))

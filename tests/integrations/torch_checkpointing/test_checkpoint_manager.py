@@ -75,6 +75,18 @@ def test_what_is_saved_is_loaded_in_place(store: tsck.Store, sync: bool) -> None
     assert type(found["model"]) is OrderedDict
 
 
+def test_the_store_that_a_manager_opens_is_closed_with_it(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    close = tsck.Store.close
+    monkeypatch.setattr(tsck.Store, "close", lambda self: (closed.append(self), close(self)))
+    with tsck.CheckpointManager(store=store, ref=REF):
+        pass
+    assert not closed
+    with tsck.CheckpointManager(store=store.url, ref=REF):
+        pass
+    assert len(closed) == 1
+
+
 def test_parts_and_wholes(store: tsck.Store) -> None:
     """Only what is asked for; None stands for all of an item, and so do the items of the Config."""
     with tsck.CheckpointManager(config({"model": spec()}), store=store, ref=REF) as manager:
@@ -165,13 +177,16 @@ def test_bad_input(store: tsck.Store) -> None:
             manager.load("one")
         with pytest.raises(tsck.InvalidOptionError, match="map_location"):
             manager.load("one", into={"a": 1}, map_location={"cuda:0": "cpu"})
+        manager.save("one", {"a": 1})
+        with pytest.raises(tsck.InvalidOptionError, match="device='meta'"):
+            manager.load("one", into={"a": 1}, map_location="meta")
         with pytest.raises(tsck.InvalidOptionError, match="metadata_format"):
             manager.load("one", into={"a": 1}, metadata_format=object())
     for call in (lambda: manager.save("x", {}), lambda: manager.load("x", into={"a": 1}), lambda: manager.prewarm_staging({})):
         with pytest.raises(RuntimeError, match="closed"):
             call()
     manager.close()
-    assert REF not in store.branches()
+    assert len(store.log(REF)) == 1
 
 
 @pytest.mark.parametrize("name", ["pre_finalize_callback", "finalize_callback", "subprocess_init_fn"])

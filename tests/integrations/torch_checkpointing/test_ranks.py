@@ -31,6 +31,10 @@ def test_each_rank_gets_its_own_and_what_is_common(tmp_path: Path, kind: str) ->
         assert_shared(said["items"])
         assert said["items"]["model"]["bn"] == {"mean": [float(rank)] * 3, "batches": rank}
         assert said["items"]["rng"] == [rank + 7] * 2
+        assert said["items"].get("config") == ({"name": "of the first"} if rank == 0 else None)
+    if kind == "sync":
+        refused = ends(run_ranks(JOB, tmp_path, "load-what-is-missing", "config"), "refused")
+        assert "no item 'config'" in refused[-1]["refused"]
 
 
 def test_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -42,6 +46,9 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert len(more) == 3
     for said in more:
         assert_shared(said["items"])
+    refused = ends(run_ranks(JOB, tmp_path, "load-what-is-missing", ranks=3), "refused")
+    assert len(refused) == 3
+    assert all("rank 2 has none" in each["refused"] for each in refused if each["rank"] == 2)
     with tsck.open(tmp_path / "store", read_only=True, cache_dir=tmp_path / "cache") as store:
         assert [snapshot.step for snapshot in store.log(REF)] == [2, 1]
 
@@ -58,6 +65,8 @@ def test_a_killed_rank(tmp_path: Path) -> None:
 
 
 def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
-    said = ends(run_ranks(JOB, tmp_path, "refused"), "refused")
-    assert sorted((each["rank"], each["refused"]) for each in said) == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
+    """The item `b` has a resharder: ranks say that it is equal on all of them."""
+    said = ends(run_ranks(JOB, tmp_path, "refused", "sync"), "refused")
+    expected = [(rank, name) for rank in (0, 1) for name in ("key", "shared", "value")]
+    assert sorted((each["rank"], each["refused"]) for each in said) == expected
     assert all("rank 1" in each["message"] or each["rank"] == 1 for each in said)
