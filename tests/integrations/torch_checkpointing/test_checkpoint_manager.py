@@ -76,9 +76,14 @@ def test_what_is_saved_is_loaded_in_place(store: tsck.Store, sync: bool) -> None
 
 
 def test_the_store_that_a_manager_opens_is_closed_with_it(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
+    closed: list[tsck.Store] = []
     close = tsck.Store.close
-    monkeypatch.setattr(tsck.Store, "close", lambda self: (closed.append(self), close(self)))
+
+    def noted(self: tsck.Store) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(tsck.Store, "close", noted)
     with tsck.CheckpointManager(store=store, ref=REF):
         pass
     assert not closed

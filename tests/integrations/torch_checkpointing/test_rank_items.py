@@ -35,7 +35,8 @@ def test_items_with_a_resharder_are_shared(key: str, default: object) -> None:
 
 
 def test_what_is_wanted() -> None:
-    assert all(is_wanted(target, ("a", "b")) for target in (None, {}, {"a": None}, {"a": {}}, {"a": {"b": 1}}))
+    wanted: list[Any] = [None, {}, {"a": None}, {"a": {}}, {"a": {"b": 1}}]
+    assert all(is_wanted(target, ("a", "b")) for target in wanted)
     assert not is_wanted({"c": 1}, ("a", "b"))
     assert not is_wanted({"a": {"c": 1}}, ("a", "b"))
     with pytest.raises(MismatchError, match="a is a dict in the checkpoint"):
