@@ -84,7 +84,7 @@ def get(address: str, file: str, include: tuple[str, ...], choice: StoreChoice, 
         snapshot = store.resolve(address)
         if not allow_marked:
             refuse_marked(snapshot, address, "give --allow-marked")
-        metadata = store.show(snapshot.root).metadata
+        metadata = store.metadata(snapshot.root)
         bar.expect(snapshot.logical_bytes)
         # by its root: the branch may have moved meanwhile
         state = store.checkout(snapshot.root, select=list(include) or None, allow_marked=allow_marked)

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
@@ -26,7 +26,7 @@ from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
 from tensorstore_ck.events import Observers, logged_observers
 from tensorstore_ck.format.codec import CodecPolicy
 from tensorstore_ck.format.part import Part, decode_part, part_name
-from tensorstore_ck.format.record import Record, decode_record, record_name
+from tensorstore_ck.format.record import Record, decode_metadata, decode_record, record_name
 from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import StoreConfig
@@ -109,6 +109,10 @@ class Engine:
         if record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the snapshot that the log names", object_id=name)
         return record
+
+    def read_metadata(self, info: SnapshotInfo) -> dict[str, Any]:
+        """The metadata of a snapshot, from its record alone."""
+        return decode_metadata(self.read_record(info), record_name(info.ulid))
 
     def recent_record(self, info: SnapshotInfo) -> Record:
         """As `read_record`, with a small cache: saves look back at the records before."""

@@ -8,7 +8,6 @@ from typing import Any, Final, Literal
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, daly, ettr, require_costs, young
@@ -135,7 +134,7 @@ def advise(
 
 def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
     """The note of `Checkpointer` with a snapshot."""
-    note = decode_metadata(engine.read_record(info), record_name(info.ulid)).get(NOTE)
+    note = engine.read_metadata(info).get(NOTE)
     return note if isinstance(note, dict) else {}
 
 

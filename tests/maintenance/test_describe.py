@@ -1,5 +1,7 @@
 """`show` and `diff`: what they tell, and that they read no tensor's blocks."""
 
+import re
+
 import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
@@ -11,11 +13,16 @@ from tensorstore_ck.store import Store
 
 
 class Counting(MemoryBackend):
-    """Remembers what was read of packs."""
+    """Remembers what was read of packs, and the objects that were read whole."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read_bytes = 0
+        self.names: list[str] = []
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        self.names.append(name)
+        return super().get(name, max_bytes=max_bytes)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         self.read_bytes += len(target)
@@ -40,6 +47,18 @@ def test_show() -> None:
     assert details.values["list.1"] is None
     assert len(details.packs) == 1
     assert 12_000 < details.stored_bytes < 16_000  # the large value compresses
+
+
+def test_metadata_is_read_from_the_record_alone() -> None:
+    backend = Counting()
+    snapshot = open_store(backend).put_snapshot({"w": torch.zeros(10)}, ref="runs/a", metadata={"commit": "abc"})
+    store = open_store(backend)
+    store.resolve("runs/a")
+    backend.names.clear()
+    assert store.metadata("runs/a") == {"commit": "abc"}
+    (read,) = [name for name in backend.names if not name.startswith("log/")]
+    assert re.fullmatch(f"snapshots/../{snapshot.id}", read)
+    assert store.show("runs/a").metadata == {"commit": "abc"}
 
 
 def test_diff_by_blocks() -> None:

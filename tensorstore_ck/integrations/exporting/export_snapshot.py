@@ -12,7 +12,7 @@ from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
+from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import model_folder, safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
@@ -119,7 +119,7 @@ def export_snapshot(
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content = open_snapshot(engine, info)
     tree, write = _plan(content, format, select, exclude, strip_prefix, None if config_from is None else os.fspath(config_from))
-    metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
+    metadata = engine.read_metadata(info)
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
         written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes))

@@ -258,8 +258,8 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         """Step of a snapshot, and whether it has nothing but weights."""
 
         def look() -> list[Any]:
-            found = self._store.show(address)
-            return [found.snapshot.step, found.metadata.get(_NOTE) == _WEIGHTS_ONLY]
+            snapshot = self._store.resolve(address)
+            return [snapshot.step, self._store.metadata(snapshot.root).get(_NOTE) == _WEIGHTS_ONLY]
 
         step, is_weights_only = self._ask(f"what {address!r} has", look)
         return step, is_weights_only

@@ -264,7 +264,7 @@ class CheckpointManager:
             return False
 
     def _note(self, root: str) -> dict[str, Any]:
-        note = self._store.show(root).metadata.get(NOTE)
+        note = self._store.metadata(root).get(NOTE)
         return note if isinstance(note, dict) else {}
 
     def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, found: Restoring) -> dict[str, Any]:

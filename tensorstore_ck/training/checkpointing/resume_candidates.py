@@ -68,7 +68,7 @@ def _drifted(store: Store, history: Sequence[Snapshot]) -> Snapshot | None:
 
 def _run(store: Store, snapshot: Snapshot) -> tuple[object, object] | None:
     """Identifies the run, between two restores, that saved it; None if no `Checkpointer` saved it."""
-    note = store.show(snapshot.root).metadata.get(NOTE)
+    note = store.metadata(snapshot.root).get(NOTE)
     return (note.get("began_ns"), note.get("resumes")) if isinstance(note, dict) else None
 
 
@@ -89,7 +89,7 @@ def _copies(store: Store, drifted: Snapshot) -> list[str]:
     prefix = f"{DRIFT}/{drifted.ref}/rank-"
     for branch in sorted((each for each in store.branches() if each.startswith(prefix)), key=lambda each: (len(each), each)):
         for copy in store.log(branch):
-            note = store.show(copy.root).metadata.get(DRIFT) if copy.step == drifted.step else None
+            note = store.metadata(copy.root).get(DRIFT) if copy.step == drifted.step else None
             if not isinstance(note, dict) or note.get("snapshot") != drifted.root:
                 continue
             with store.open_snapshot(copy.root) as stored:
