@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any
 
 import uvicorn
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,8 +22,6 @@ from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
 from tensorstore_ck.ui.text import duration_text, time_text
 
-LOOPBACK: Final = "127.0.0.1"
-
 
 def make_app(sources: Sources, access: Access) -> Starlette:
     """The pages of `sources`, for who has the token of `access`."""
@@ -37,7 +35,7 @@ def make_app(sources: Sources, access: Access) -> Starlette:
     def overview(_: Request) -> Response:
         failed = sources.refresh()
         try:
-            with sources.reading() as connection:
+            with sources.catalog.reading() as connection:
                 found = read_overview(connection)
         except NotFoundError:  # no store could be read yet, so there is no catalog
             if not failed:

@@ -1,11 +1,8 @@
 """The stores and their catalog. A store is opened read-only, and its log is read again before a page when it has grown."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from sqlalchemy import Connection
 
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.errors import StoreError
@@ -39,12 +36,6 @@ class Sources:
             with source.lock:
                 self._refresh(source)
         return {display_url(source.url): source.error for source in self._sources if source.error is not None}
-
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """A transaction on the catalog that sees one state throughout."""
-        with self.catalog.reading() as connection:
-            yield connection
 
     def close(self) -> None:
         """Closes the stores; idempotent."""
