@@ -4,12 +4,13 @@ The replaced packs are condemned; the next `gc` frees them. Roots never change, 
 as they are, and no block becomes a delta: a relocation never adds a base (docs/decisions/009-bounded-delta-chains.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -116,7 +117,7 @@ def repack_packs(
     done = RepackResult([], 0, [])
     if url is not None:
         engine.placed.claim_new(url)
-    for batch in _batches(packs):
+    for batch in batches(packs, live_bytes, BATCH_BYTES):
         anchor, left = at_newest(engine, partial(_still_needed, live, batch))
         compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), url)
         moved = commit_relocations(engine, compacted.moves, live, anchor)
@@ -133,20 +134,6 @@ def _still_needed(live: LiveSet, packs: Iterable[SparsePack], anchor: int, view:
     keys = [(pack, ObjectKey("pack", pack.pack)) for pack in packs]
     left = [pack for pack, key in keys if view.object_state(key) is None and live.needs(key)]
     return anchor, [pack._replace(entries=live.live_entries(pack.pack)) for pack in left]
-
-
-def _batches(packs: Iterable[SparsePack]) -> Iterator[list[SparsePack]]:
-    batch: list[SparsePack] = []
-    batch_bytes = 0
-    for pack in packs:
-        size_bytes = live_bytes(pack)
-        if batch and batch_bytes + size_bytes > BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(pack)
-        batch_bytes += size_bytes
-    if batch:
-        yield batch
 
 
 def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:

@@ -1,5 +1,6 @@
 """What every area uses: knows no store.
 
+batches.py           items in batches of up to a number of bytes
 buffers.py           bytes as callers pass them
 byte_cache.py        decoded objects in memory, up to a number of bytes
 conditions.py        conditions on metrics and fields, parsed into a tree

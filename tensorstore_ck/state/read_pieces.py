@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.chunker import cut_box
+from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.format.block_assignment import row_boxes
@@ -72,6 +73,11 @@ class Piece(NamedTuple):
     first: int
     last: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return (self.last - self.first) * self.tensor.form.dtype.itemsize
+
 
 def stored_tensors(content: SnapshotContent) -> dict[str, StoredTensor]:
     """The tensors of a snapshot by name, in the state's order."""
@@ -94,18 +100,9 @@ def cut(*tensors: StoredTensor) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(lengths.tolist(), initial=0)))
 
 
-def batches(pieces: Iterable[tuple[Piece, ...]]) -> Iterator[list[tuple[Piece, ...]]]:
+def piece_batches(pieces: Iterable[tuple[Piece, ...]]) -> Iterator[list[tuple[Piece, ...]]]:
     """Pieces that are read together."""
-    batch, size_bytes = list[tuple[Piece, ...]](), 0
-    for each in pieces:
-        each_bytes = sum((piece.last - piece.first) * piece.tensor.form.dtype.itemsize for piece in each)
-        if batch and size_bytes + each_bytes > BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(each)
-        size_bytes += each_bytes
-    if batch:
-        yield batch
+    return batches(pieces, lambda each: sum(piece.size_bytes for piece in each), BATCH_BYTES)
 
 
 def read_pieces(pieces: Sequence[Piece]) -> list[TensorOrArray]:

@@ -20,9 +20,9 @@ from tensorstore_ck.state.read_pieces import (
     Numbers,
     Piece,
     StoredTensor,
-    batches,
     cut,
     has_numbers,
+    piece_batches,
     read_pieces,
     same_bits,
     steps,
@@ -118,7 +118,7 @@ def tensor_statistics(content: SnapshotContent, select: Sequence[str] | None = N
 def _read(tensors: dict[str, StoredTensor], names: Iterable[str]) -> Iterable[tuple[str, TensorOrArray]]:
     """The elements of the tensors with these names, one piece after another."""
     pieces = ((Piece(tensors[name], *each),) for name in names for each in cut(tensors[name]))
-    for batch in batches(pieces):
+    for batch in piece_batches(pieces):
         batch_pieces = [piece for (piece,) in batch]
         for piece, flat in zip(batch_pieces, read_pieces(batch_pieces), strict=True):
             yield piece.tensor.leaf.path, flat
@@ -201,7 +201,7 @@ def change_statistics(
             else:
                 found.append(ChangeStatistics(name, "changed", _form(one), _form(two)))
     sums = {name: _ChangeSums() for name in compared}
-    for batch in batches((Piece(one, *each), Piece(two, *each)) for one, two in compared.values() for each in cut(one, two)):
+    for batch in piece_batches((Piece(one, *each), Piece(two, *each)) for one, two in compared.values() for each in cut(one, two)):
         flat = (read_pieces(pieces) for pieces in zip(*batch, strict=True))
         for (piece, _), one_flat, two_flat in zip(batch, *flat, strict=True):
             found_sums = sums[piece.tensor.leaf.path]

@@ -4,13 +4,14 @@ Knows neither refs nor the log, and no torch.
 """
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.put_progress import PutMeter
@@ -31,6 +32,7 @@ from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, 
 from tensorstore_ck.log.block_index import Base, Location
 
 RUN_BYTES: Final = 4 << 20
+"""Blocks that one thread handles at a time."""
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
@@ -253,7 +255,8 @@ def write_tensors(
     weights = masters.of if masters is not None else {}
     for later in (False, True):  # weights after their masters
         unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later)
-        for_each(_runs(unread), store, cpu_threads() + 1)
+        runs = batches(unread, lambda block: block.stop - block.start, RUN_BYTES, RUN_BLOCKS)
+        for_each(runs, store, cpu_threads() + 1)
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
@@ -383,18 +386,3 @@ def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: b
             object_id=name,
         )
     said.ids, said.cut, said.unread = ids, cut, 0
-
-
-def _runs(blocks: Iterable[TensorBlock]) -> Iterator[list[TensorBlock]]:
-    """The blocks in order, in runs that one thread handles at a time, of up to `RUN_BYTES`."""
-    run: list[TensorBlock] = []
-    run_bytes = 0
-    for block in blocks:
-        size = block.stop - block.start
-        if run and (run_bytes + size > RUN_BYTES or len(run) == RUN_BLOCKS):
-            yield run
-            run, run_bytes = [], 0
-        run.append(block)
-        run_bytes += size
-    if run:
-        yield run
