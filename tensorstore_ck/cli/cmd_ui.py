@@ -32,8 +32,7 @@ def ui(urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int,
 
     The printed URL has a token in it: who has it can look at the stores. With --json it is one line.
     """
-    from tensorstore_ck.catalog import Catalog  # noqa: PLC0415 - may not be installed
-    from tensorstore_ck.ui import Access, Sources, make_app, serve  # noqa: PLC0415
+    from tensorstore_ck.ui import Access, Sources, make_app, serve  # noqa: PLC0415 - may not be installed
 
     wanted = list(dict.fromkeys([*urls, *([choice.url] if choice.url else [])]))
     if not wanted and db is None:
@@ -44,8 +43,7 @@ def ui(urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int,
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsck-ui-"))
-        catalog = stack.enter_context(Catalog(db or os.path.join(folder, "catalog.sqlite")))
-        sources = stack.enter_context(closing(Sources(catalog, wanted, open_store)))
+        sources = stack.enter_context(closing(Sources(db or os.path.join(folder, "catalog.sqlite"), wanted, open_store)))
         listening = stack.enter_context(closing(_listen(port)))
         port = listening.getsockname()[1]
         access = Access.of(base_url, port)

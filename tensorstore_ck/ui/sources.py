@@ -22,11 +22,11 @@ class _Source:
 
 
 class Sources:
-    """A catalog, and the stores that keep it up to date. Thread-safe; the caller closes the catalog."""
+    """A catalog, and the stores that keep it up to date. Thread-safe."""
 
-    def __init__(self, catalog: Catalog, urls: Sequence[str], open_store: OpenStore) -> None:
-        """Reads nothing yet. `urls`: none for a catalog that others sync."""
-        self.catalog = catalog
+    def __init__(self, db: str, urls: Sequence[str], open_store: OpenStore) -> None:
+        """Reads nothing yet. `db` is the catalog's URL; `urls`: none for a catalog that others sync."""
+        self.catalog = Catalog(db)
         self._open_store = open_store
         self._sources = [_Source(url) for url in dict.fromkeys(urls)]
 
@@ -38,12 +38,13 @@ class Sources:
         return {display_url(source.url): source.error for source in self._sources if source.error is not None}
 
     def close(self) -> None:
-        """Closes the stores; idempotent."""
+        """Closes the stores and the catalog; idempotent."""
         for source in self._sources:
             with source.lock:
                 if source.store is not None:
                     source.store.close()
                     source.store = None
+        self.catalog.close()
 
     def _refresh(self, source: _Source) -> None:
         try:

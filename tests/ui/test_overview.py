@@ -1,5 +1,7 @@
 """The page of all stores, and who may see it."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,11 +9,12 @@ import pytest
 from starlette.testclient import TestClient
 
 import tensorstore_ck as tsck
-from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.common.extras import EXTRAS
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.store import Store
 from tensorstore_ck.ui import Access, Sources, make_app
 from tests.catalog.made import publish
+from tests.effort import PATIENCE_SECONDS
 
 BASE = "http://127.0.0.1:8080"
 ACCESS = Access("", "", False, "tsck_ui_8080", "the-token")
@@ -27,18 +30,17 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def client(tmp_path: Path, store: Store) -> Iterator[Client]:
     """Makes browsers for the pages of stores."""
-    closing: list[tuple[Sources, Catalog]] = []
+    closing: list[Sources] = []
 
     def make(*urls: str, access: Access = ACCESS, base_url: str = BASE) -> TestClient:
-        catalog = Catalog(tmp_path / f"catalog{len(closing)}.sqlite")
-        sources = Sources(catalog, urls or [store.url], lambda url: tsck.open(url, read_only=True, cache_dir=tmp_path / "reader"))
-        closing.append((sources, catalog))
+        db = str(tmp_path / f"catalog{len(closing)}.sqlite")
+        sources = Sources(db, urls or [store.url], lambda url: tsck.open(url, read_only=True, cache_dir=tmp_path / "reader"))
+        closing.append(sources)
         return TestClient(make_app(sources, access), base_url=base_url)
 
     yield make
-    for sources, catalog in closing:
+    for sources in closing:
         sources.close()
-        catalog.close()
 
 
 def enter(client: TestClient) -> TestClient:
@@ -114,3 +116,17 @@ def test_a_dead_store_does_not_hide_the_others_and_names_are_escaped(client: Cli
     assert "runs/gpt" in text
     assert "<script" not in text
     assert "cannot be read now" in enter(client(dead)).get("/").text
+
+
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+from tensorstore_ck.cli import main
+sys.exit(main(["ui", "--no-browser"]))
+"""
+
+
+@pytest.mark.parametrize("package", ["sqlalchemy", "starlette", "uvicorn", "jinja2"])
+def test_one_command_installs_all_that_is_missing(package: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT, package], capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+    assert "run `pip install " + " ".join(f"'{each}'" for each in EXTRAS["ui"]) + "`" in done.stderr
