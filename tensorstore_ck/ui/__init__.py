@@ -1,10 +1,15 @@
 """Pages in a browser, for one user on this host: `tsck ui`. They show what a catalog and its stores hold, and change nothing.
 
-app.py       the application: routes, templates, what an error looks like
+app.py       the application: which path has which page
+pages.py     what all pages share: templates, the stores behind them, links, what an error looks like
 security.py  who may ask: host, token, cookie, methods; headers of every answer
 sources.py   the stores and their catalog, read again when a log has grown
 overview.py  the page of all stores and branches
-text.py      bytes, ages and times as people read them
+text.py      bytes, ages, times and numbers as people read them
+
+Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
+that has what the page shows, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
+without JavaScript; htmx replaces pieces of a page, and uPlot draws charts from data in the page.
 """
 
 from tensorstore_ck.common.extras import missing_extra

@@ -7,8 +7,12 @@ from itertools import pairwise
 from typing import Final
 
 from sqlalchemy import Connection, func, select
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.ui.pages import Pages
 
 LATE: Final = 3
 """Usual intervals after which a branch's next save is late."""
@@ -41,6 +45,7 @@ class RefRow:
 class StoreRow:
     """A store and its branches."""
 
+    uuid: str
     url: str
     head_n: int
     synced_ns: int
@@ -56,6 +61,19 @@ class StoreRow:
     def new_bytes(self) -> int:
         """Of all saves, when they were put."""
         return sum(row.new_bytes for row in self.refs)
+
+
+def page(pages: Pages, _: Request) -> Response:
+    """The page."""
+    failed = pages.sources.refresh()
+    try:
+        with pages.sources.catalog.reading() as connection:
+            found = read_overview(connection)
+    except NotFoundError:  # no store could be read yet, so there is no catalog
+        if not failed:
+            raise
+        found = ()
+    return pages.render("overview.html", "overview", stores=found, failed=failed)
 
 
 def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[StoreRow, ...]:
@@ -81,7 +99,8 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
         )
     found = connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
     return tuple(
-        StoreRow(row.url, row.head_n, row.synced_ns, last_gc.get(row.store_id), tuple(rows.get(row.store_id, ()))) for row in found
+        StoreRow(row.uuid, row.url, row.head_n, row.synced_ns, last_gc.get(row.store_id), tuple(rows.get(row.store_id, ())))
+        for row in found
     )
 
 

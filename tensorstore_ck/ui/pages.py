@@ -1,0 +1,80 @@
+"""What all pages share: templates, the stores behind them, links."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.ui.security import Access
+from tensorstore_ck.ui.sources import Sources, StoreKey
+from tensorstore_ck.ui.text import count_text, duration_text, number_text, root_text, time_text
+
+
+class Pages:
+    """Renders pages of `sources`. A page of one store has its uuid in the path parameter ``store``."""
+
+    def __init__(self, sources: Sources, access: Access) -> None:
+        self.sources = sources
+        self._access = access
+        self._environment = Environment(
+            loader=PackageLoader("tensorstore_ck.ui"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        self._environment.filters |= {
+            "bytes": human_bytes,
+            "count": count_text,
+            "duration": duration_text,
+            "number": number_text,
+            "root": root_text,
+            "time": time_text,
+        }
+        self._environment.globals |= {"prefix": access.prefix, "link": self.link, "store": None, "here": ""}
+
+    def link(self, name: str, store: StoreKey | str = "", /, **query: object) -> str:
+        """The URL of a page: of all stores if `store` is empty, else of the store with this uuid. None in `query` is left out."""
+        uuid = store.uuid if isinstance(store, StoreKey) else store
+        path = f"/stores/{quote(uuid, safe='')}/{name}" if uuid else f"/{name}"
+        asked = urlencode({key: value for key, value in query.items() if value is not None})
+        return f"{self._access.prefix}{path}{'?' if asked else ''}{asked}"
+
+    def render(self, template: str, here: str, status: int = 200, **values: Any) -> Response:
+        """A page. `here` is its name in the navigation; `store=`, a `StoreKey`, adds the navigation of that store."""
+        return HTMLResponse(self._environment.get_template(template).render({"here": here, **values}), status)
+
+    def part(self, template: str, **values: Any) -> Response:
+        """A piece of a page, for htmx to put in its place."""
+        return HTMLResponse(self._environment.get_template(template).render(values))
+
+    def store_of(self, request: Request) -> StoreKey:
+        """The store that a request's path names. Its log is read again first, if it has grown.
+
+        Raises:
+            NotFoundError: the catalog has no such store.
+        """
+        self.sources.refresh()
+        return self.sources.key(request.path_params["store"])
+
+    def error(self, _: Request, exc: Exception) -> Response:
+        """The page that says why another one cannot be shown."""
+        if isinstance(exc, HTTPException):
+            return self.render("error.html", "", exc.status_code, title=HTTPStatus(exc.status_code).phrase, message=exc.detail)
+        status = 404 if isinstance(exc, NotFoundError) else 503
+        return self.render("error.html", "", status, title="This page cannot be shown", message=str(exc))
+
+
+def asked(query: Mapping[str, str], name: str) -> str:
+    """A parameter of the query that a page needs.
+
+    Raises:
+        HTTPException: it is missing.
+    """
+    value = query.get(name, "")
+    if not value:
+        raise HTTPException(400, f"The address of this page lacks {name}=: start from the overview.")
+    return value
