@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Self
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, delete, func, select
 
 from tensorstore_ck.catalog import create_tables
 from tensorstore_ck.catalog.current_refs import LIVE
@@ -117,6 +117,15 @@ class Catalog:
         known = urls if urls is not None else self.known()
         sync = self.rebuild if rebuild else self.sync
         return sync_several(known, open_store, sync, parallel=parallel, synced=synced)
+
+    def forget_store(self, uuid: str) -> None:
+        """Removes what the catalog has of a store; nothing if it does not have it. The store itself is not touched."""
+        with self._database.writing() as connection:
+            if create_tables.has_tables(connection, self.url):
+                store_id = connection.execute(select(stores.c.store_id).where(stores.c.uuid == uuid)).scalar_one_or_none()
+                if store_id is not None:
+                    create_tables.delete_rows(connection, store_id)
+                    connection.execute(delete(stores).where(stores.c.store_id == store_id))
 
     def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
         head_n = store.engine.log.sync().n  # before the transaction, which would hold the lock meanwhile

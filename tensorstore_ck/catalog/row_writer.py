@@ -7,6 +7,7 @@ of them is left.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, delete, func, insert, select, update
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 VALUES_A_STATEMENT: Final = 10_000
 """In one ``IN (...)``, of up to two parts each: SQLite takes 32,766 in all."""
+ROWS_A_STATEMENT: Final = 20_000
 MAX_BIGINT: Final = (1 << 63) - 1
 
 
@@ -198,12 +200,13 @@ class RowWriter:
             self._connection.execute(statement, [dict(zip(keys, row, strict=True)) for row in rows])
 
     def _write_metrics(self) -> None:
-        rows = [
+        rows = (
             {"snapshot": it.id, "name": name, "value": None if math.isnan(value) else value, "noted": noted}
             for it in self._by_ulid.values()
             for name, (value, noted) in it.metrics.items()
-        ]
-        self._upsert(metrics, rows)
+        )
+        while some := list(islice(rows, ROWS_A_STATEMENT)):  # as dicts, all rows of a batch would take half a GiB
+            self._upsert(metrics, some)
 
     def _write_jobs(self, refs: set[str]) -> None:
         """Counts jobs with new puts again. Sums are floats, so that false sizes in a log cannot overflow."""

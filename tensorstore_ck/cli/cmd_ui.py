@@ -1,8 +1,6 @@
 """The command ui: pages in a browser. It loads its server when it runs."""
 
-import os
 import socket
-import tempfile
 import webbrowser
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -32,7 +30,7 @@ def ui(urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int,
 
     The printed URL has a token in it: who has it can look at the stores. With --json it is one line.
     """
-    from tensorstore_ck.ui import Access, Sources, make_app, serve  # noqa: PLC0415 - may not be installed
+    from tensorstore_ck.ui import Access, Sources, make_app, private_catalog, serve  # noqa: PLC0415 - may not be installed
 
     wanted = list(dict.fromkeys([*urls, *([choice.url] if choice.url else [])]))
     if not wanted and db is None:
@@ -42,12 +40,12 @@ def ui(urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int,
         return replace(choice, url=url).look()
 
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsck-ui-"))
-        sources = stack.enter_context(closing(Sources(db or os.path.join(folder, "catalog.sqlite"), wanted, open_store)))
+        catalog = stack.enter_context(private_catalog(choice.cache_dir, wanted)) if db is None else db
+        sources = stack.enter_context(closing(Sources(catalog, wanted, open_store, is_private=db is None)))
         listening = stack.enter_context(closing(_listen(port)))
         port = listening.getsockname()[1]
         access = Access.of(base_url, port)
-        sources.refresh()
+        sources.start()
         url = f"http://{_LOOPBACK}:{port}{access.entrance}"
         emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
         if not no_browser:

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
-from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.ui.pages import Pages
 
 LATE: Final = 3
@@ -65,15 +64,11 @@ class StoreRow:
 
 def page(pages: Pages, _: Request) -> Response:
     """The page."""
-    failed = pages.sources.refresh()
-    try:
-        with pages.sources.catalog.reading() as connection:
-            found = read_overview(connection)
-    except NotFoundError:  # no store could be read yet, so there is no catalog
-        if not failed:
-            raise
-        found = ()
-    return pages.render("overview.html", "overview", stores=found, failed=failed)
+    troubles = pages.sources.refresh()
+    with pages.sources.catalog.reading() as connection:
+        found = read_overview(connection)
+    is_reading = any(each.is_reading for each in troubles.values())
+    return pages.render("overview.html", "overview", stores=found, troubles=troubles, is_reading=is_reading)
 
 
 def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[StoreRow, ...]:

@@ -34,7 +34,13 @@ class Pages:
             "root": root_text,
             "time": time_text,
         }
-        self._environment.globals |= {"prefix": access.prefix, "link": self.link, "store": None, "here": ""}
+        self._environment.globals |= {
+            "prefix": access.prefix,
+            "link": self.link,
+            "trouble": self.sources.trouble,
+            "store": None,
+            "here": "",
+        }
 
     def link(self, name: str, store: StoreKey | str = "", /, **query: object) -> str:
         """The URL of a page: of all stores if `store` is empty, else of the store with this uuid. None in `query` is left out."""
@@ -52,13 +58,14 @@ class Pages:
         return HTMLResponse(self._environment.get_template(template).render(values))
 
     def store_of(self, request: Request) -> StoreKey:
-        """The store that a request's path names. Its log is read again first, if it has grown.
+        """The store that a request's path names. What is new in its log is read first.
 
         Raises:
             NotFoundError: the catalog has no such store.
         """
-        self.sources.refresh()
-        return self.sources.key(request.path_params["store"])
+        uuid = request.path_params["store"]
+        self.sources.refresh(uuid)
+        return self.sources.key(uuid)
 
     def error(self, _: Request, exc: Exception) -> Response:
         """The page that says why another one cannot be shown."""

@@ -1,18 +1,28 @@
-"""The stores and their catalog. A store is opened read-only, and its log is read again before a page when it has grown."""
+"""The stores and their catalog. A store is opened read-only, and its log is read again before a page when it has grown.
 
+Threads of their own read the logs, one a store: a page waits for them only as long as a person would, and says what is still being read.
+So neither a store that does not answer nor the first reading of a long log stops the pages of the others.
+"""
+
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from sqlalchemy import select
 
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.schema import stores
-from tensorstore_ck.errors import NotFoundError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, StoreError
+from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore
 
 OpenStore = Callable[[str], ReadOnlyStore]
+
+PAGE_WAITS_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +36,81 @@ class StoreKey:
     """Without secrets."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a page may not show all that a store has. Its text follows the store's URL in a sentence."""
+
+    text: str
+    is_reading: bool
+    """Nothing is wrong so far: its log is being read."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(slots=True)
 class _Source:
     url: str
     store: ReadOnlyStore | None = None
-    head_n: int = -1
+    uuid: str | None = None
+    """Of the store that was opened last."""
+    head: Head | None = None
+    """Up to where the catalog has its log."""
     error: StoreError | None = None
+    progress: tuple[int, int] = (0, 0)
+    reading: threading.Thread | None = None
+    since: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held to begin a reading, not during one."""
 
 
 class Sources:
     """A catalog, and the stores that keep it up to date. Thread-safe."""
 
-    def __init__(self, db: str, urls: Sequence[str], open_store: OpenStore) -> None:
-        """Reads nothing yet. `db` is the catalog's URL; `urls`: none for a catalog that others sync."""
+    def __init__(
+        self, db: str, urls: Sequence[str], open_store: OpenStore, *, is_private: bool = False, wait_seconds: float = PAGE_WAITS_SECONDS
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            db: The catalog's URL.
+            urls: The stores to read; none for a catalog that others sync.
+            open_store: Opens a store.
+            is_private: The catalog is of these stores alone: it is made if it is missing, and what it has of other stores goes.
+            wait_seconds: How long a page waits for a log to be read.
+        """
         self.catalog = Catalog(db)
         self._open_store = open_store
         self._sources = [_Source(url) for url in dict.fromkeys(urls)]
+        self._is_private = is_private
+        self._wait_seconds = wait_seconds
+        self._dropped: list[ReadOnlyStore] = []
         self._opened: dict[str, ReadOnlyStore] = {}
         """Stores of the catalog that others sync, by uuid."""
         self._lock = threading.Lock()
 
-    def refresh(self) -> dict[str, StoreError]:
-        """Reads what is new in the logs; returns the URL and error of each store that cannot be read now."""
+    def start(self) -> None:
+        """Begins to read the logs, and does not wait.
+
+        Raises:
+            StoreError: the catalog cannot be made.
+        """
+        if self._is_private:
+            self.catalog.sync_all(())
         for source in self._sources:
-            with source.lock:
-                self._refresh(source)
-        return {display_url(source.url): source.error for source in self._sources if source.error is not None}
+            self._begin(source)
+
+    def refresh(self, uuid: str | None = None) -> dict[str, Trouble]:
+        """Reads what is new in the logs, or in one store's; returns the URL and trouble of each store that was not read to its end."""
+        wanted = [source for source in self._sources if uuid is None or source.uuid == uuid] or self._sources
+        threads = [(source, self._begin(source)) for source in wanted]
+        for source, thread in threads:
+            thread.join(max(0.0, source.since + self._wait_seconds - time.monotonic()))
+        return {display_url(source.url): found for source in wanted if (found := _trouble(source)) is not None}
+
+    def trouble(self, key: StoreKey) -> Trouble | None:
+        """Why pages of a store may be old, as far as the last `refresh` knows."""
+        return next((_trouble(source) for source in self._sources if _is_of(source, key)), None)
 
     def key(self, uuid: str) -> StoreKey:
         """The store with this uuid.
@@ -73,9 +131,10 @@ class Sources:
             StoreError: it cannot be opened.
         """
         for source in self._sources:
-            with source.lock:
-                if source.store is not None and source.store.engine.config.uuid == key.uuid:
+            if _is_of(source, key):
+                if source.store is not None:
                     return source.store
+                raise source.error or BackendUnavailableError(f"{key.url} does not answer yet: try again", object_id=key.url)
         with self._lock:
             if key.uuid not in self._opened:
                 opened = self._open_store(key.url)
@@ -86,24 +145,83 @@ class Sources:
             return self._opened[key.uuid]
 
     def close(self) -> None:
-        """Closes the stores and the catalog; idempotent."""
+        """Closes the stores and the catalog; idempotent. A store that does not answer is left to the end of the process."""
         for source in self._sources:
-            with source.lock:
-                if source.store is not None:
-                    source.store.close()
-                    source.store = None
+            if source.reading is not None:
+                source.reading.join(self._wait_seconds)
+            if source.store is not None and not _is_reading(source):
+                source.store.close()
+                source.store = None
         with self._lock:
-            for opened in self._opened.values():
+            for opened in (*self._opened.values(), *self._dropped):
                 opened.close()
             self._opened.clear()
+            self._dropped.clear()
         self.catalog.close()
 
-    def _refresh(self, source: _Source) -> None:
+    def _begin(self, source: _Source) -> threading.Thread:
+        """The thread that reads the source's log: the one that does so already, or a new one."""
+        with source.lock:
+            if source.reading is None or not source.reading.is_alive():
+                source.since = time.monotonic()
+                source.progress = (0, 0)
+                source.reading = threading.Thread(target=self._read, args=(source,), name="tsck-ui", daemon=True)
+                source.reading.start()
+            return source.reading
+
+    def _read(self, source: _Source) -> None:
+        def progress(done: int, total: int) -> None:
+            source.progress = (done, total)
+
         try:
-            if source.store is None:
-                source.store = self._open_store(source.url)
-            if source.store.engine.log.sync().n != source.head_n:
-                source.head_n = self.catalog.sync(source.store).head_n
+            store = source.store or self._open(source)
+            head = store.engine.log.sync()
+            if source.head is not None and head.n < source.head.n:  # the store is gone, or another one is there
+                store = self._open(source)
+                head = store.engine.log.sync()
+            if head != source.head:
+                self.catalog.sync(store, progress=progress)
+                source.head = head
             source.error = None
         except StoreError as exc:
             source.error = exc
+            self._drop(source)
+
+    def _open(self, source: _Source) -> ReadOnlyStore:
+        self._drop(source)
+        opened = self._open_store(source.url)
+        if self._is_private:
+            self._forget_earlier(opened)
+        source.store, source.uuid = opened, opened.engine.config.uuid
+        return opened
+
+    def _drop(self, source: _Source) -> None:
+        """Has the store opened again before its next use. A page may still read from it, so it is closed at the end."""
+        if source.store is not None:
+            self._dropped.append(source.store)
+            source.store = None
+
+    def _forget_earlier(self, opened: ReadOnlyStore) -> None:
+        """Removes stores from the catalog that were at this place before."""
+        with self.catalog.reading() as connection:
+            its = stores.c.url == opened.url, stores.c.uuid != opened.engine.config.uuid
+            earlier = connection.execute(select(stores.c.uuid).where(*its)).scalars().all()
+        for uuid in earlier:
+            self.catalog.forget_store(uuid)
+
+
+def _is_of(source: _Source, key: StoreKey) -> bool:
+    if source.uuid is not None:
+        return source.uuid == key.uuid
+    return display_url(source.url if "://" in source.url else os.path.abspath(source.url)) == key.url
+
+
+def _is_reading(source: _Source) -> bool:
+    return source.reading is not None and source.reading.is_alive()
+
+
+def _trouble(source: _Source) -> Trouble | None:
+    if _is_reading(source):
+        done, total = source.progress
+        return Trouble(f"is being read: entry {done:,} of {total:,}" if total else "is being read", is_reading=True)
+    return Trouble(f"cannot be read now: {source.error}", is_reading=False) if source.error is not None else None

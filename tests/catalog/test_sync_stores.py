@@ -80,3 +80,16 @@ def test_what_is_wrong_with_the_catalog_is_raised(urls: list[str], tmp_path: Pat
             catalog.sync_all(urls)
         with pytest.raises(tsck.InvalidOptionError, match="parallel"), Catalog(tmp_path / "other.sqlite") as other:
             other.sync_all(urls, parallel=0)
+
+
+def test_a_store_that_is_forgotten_leaves_the_others(url: str, urls: list[str], open_store: Callable[[str], Store]) -> None:
+    with Catalog(url) as catalog:
+        catalog.sync_all(urls[:2], open_store=open_store)
+        before = {each.url: each for each in catalog.stores()}
+        catalog.forget_store(before[urls[0]].uuid)
+        assert catalog.stores() == (before[urls[1]],)
+        assert {found.store for found in catalog.find()} == {urls[1]}
+        catalog.forget_store(before[urls[0]].uuid)
+        catalog.sync_all([urls[0]], open_store=open_store)
+        assert [each.url for each in catalog.stores()] == urls[:2]
+        assert len(catalog.find()) == 2

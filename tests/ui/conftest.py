@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import tensorstore_ck as tsck
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import ReadOnlyStore, Store
 from tensorstore_ck.ui import Access, Sources, make_app, serve
 from tests.effort import PATIENCE_SECONDS
 
@@ -36,12 +36,18 @@ def sources(tmp_path: Path, store: Store) -> Iterator[Callable[..., Sources]]:
 
     def make(*urls: str) -> Sources:
         db = str(tmp_path / f"catalog{len(made)}.sqlite")
-        made.append(Sources(db, urls or [store.url], lambda url: tsck.open(url, read_only=True, cache_dir=tmp_path / "reader")))
+        opened = urls or [store.url]
+        made.append(Sources(db, opened, _reader(tmp_path), is_private=True, wait_seconds=PATIENCE_SECONDS))
+        made[-1].start()
         return made[-1]
 
     yield make
     for each in made:
         each.close()
+
+
+def _reader(folder: Path) -> Callable[[str], ReadOnlyStore]:
+    return lambda url: tsck.open(url, read_only=True, cache_dir=folder / "reader")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
             reasons.append(str(exc))
             break
         try:
-            folder = _private_folder(base, name)
+            folder = private_folder(base, name)
             table = open_lmdb_table(folder)
             _remove_unused(base, name)
             return table
@@ -80,7 +80,7 @@ def _pid_namespace() -> str:
         return "0"
 
 
-def _private_folder(base: Path, name: str) -> Path:
+def private_folder(base: Path, name: str) -> Path:
     """``base/name``, both made if they are missing; this user's alone, and local.
 
     Raises:

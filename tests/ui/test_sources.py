@@ -1,0 +1,73 @@
+"""What the pages read: logs that take long, stores that die or are replaced, and the catalog that a server keeps."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+import tensorstore_ck as tsck
+from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.store import ReadOnlyStore, Store
+from tensorstore_ck.ui import Sources, make_app, private_catalog
+from tests.catalog.made import publish
+from tests.effort import PATIENCE_SECONDS
+from tests.ui.conftest import ACCESS, BASE, Client, enter
+
+
+def test_a_store_that_does_not_answer_stops_no_page(store: Store, tmp_path: Path) -> None:
+    publish(store, "runs/gpt", 1)
+    answers = threading.Event()
+
+    def open_store(url: str) -> ReadOnlyStore:
+        if url == "slow":
+            answers.wait(PATIENCE_SECONDS)
+            url = store.url
+        return tsck.open(url, read_only=True, cache_dir=tmp_path / "reader")
+
+    sources = Sources(str(tmp_path / "catalog.sqlite"), ["slow"], open_store, is_private=True, wait_seconds=0)
+    sources.start()
+    browser = enter(TestClient(make_app(sources, ACCESS), base_url=BASE))
+    page = browser.get("/")
+    assert "<strong>slow</strong> is being read" in page.text
+    assert "hx-trigger" in page.text  # the page looks again
+    answers.set()
+    sources._wait_seconds = PATIENCE_SECONDS
+    page = browser.get("/")
+    assert "runs/gpt" in page.text
+    assert "is being read" not in page.text
+    assert "hx-trigger" not in page.text
+    sources.close()
+
+
+@pytest.mark.filterwarnings("ignore::tensorstore_ck.log.watermark.LogChangedWarning")
+def test_a_store_that_another_replaced_is_no_longer_shown(client: Client, store: Store, tmp_path: Path) -> None:
+    publish(store, "runs/old", 1)
+    browser = enter(client())
+    assert "runs/old" in browser.get("/").text
+    shutil.rmtree(tmp_path / "store")
+    assert "cannot be read now" in browser.get("/").text
+    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as other:
+        publish(other, "runs/new", 1)
+    text = browser.get("/").text
+    assert "runs/new" in text
+    assert "runs/old" not in text
+
+
+def test_servers_of_the_same_stores_keep_one_catalog(store: Store, tmp_path: Path) -> None:
+    for number, urls in enumerate(([store.url, "s3://bucket/a"], ["s3://bucket/a", store.url])):
+        with private_catalog(str(tmp_path / "cache"), urls) as path, Catalog(path) as catalog:
+            report = catalog.sync(store)
+            assert report.head_n == report.entries + number * report.head_n
+    assert Path(path).exists()
+    with private_catalog(str(tmp_path / "cache"), [store.url]) as other:
+        assert other != path
+
+
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    with private_catalog(str(tmp_path / "cache"), ["a"]) as path:
+        assert not path.startswith(str(tmp_path / "cache"))
+    assert not Path(path).parent.exists()
