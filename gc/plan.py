@@ -22,7 +22,7 @@ from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds, at_newest
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
-from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, gc_command, iso_time, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, gc_command, ignore_progress, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
 from tensorstore_ck.log.cache import MemoryTable
@@ -80,7 +80,7 @@ class _Sparse(NamedTuple):
 class Planner:
     """Plans one run."""
 
-    def __init__(self, engine: Engine, options: GcOptions, progress: Progress = lambda what, done, total: None) -> None:
+    def __init__(self, engine: Engine, options: GcOptions, progress: Progress = ignore_progress) -> None:
         self._engine = engine
         self._options = options
         self._progress = progress
@@ -298,13 +298,13 @@ class Planner:
         return info.root.hex() if info is not None else ""
 
 
-def plan_gc(engine: Engine, options: GcOptions | None = None) -> GcPlan:
+def plan_gc(engine: Engine, options: GcOptions | None = None, progress: Progress = ignore_progress) -> GcPlan:
     """What gc would do, for reports.
 
     Raises:
         UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
     """
-    return Planner(engine, options or GcOptions()).make()
+    return Planner(engine, options or GcOptions(), progress).make()
 
 
 def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:

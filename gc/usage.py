@@ -23,9 +23,10 @@ from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.gc.byte_sums import BlockSet, ByteSums, OwnerBytes, distinct_blocks
 from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
-from tensorstore_ck.gc.report import Freeable
+from tensorstore_ck.gc.report import Freeable, Progress, ProgressSum, ignore_progress
 from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import FOLDERS, ObjectKey
 
@@ -156,18 +157,19 @@ def job_of(ref: str) -> str:
     return ref.rpartition("/")[0] or ref
 
 
-def measure_usage(engine: Engine, *, per_snapshot: bool = False) -> Usage:
-    """The usage at the newest log entry.
+def measure_usage(engine: Engine, *, per_snapshot: bool = False, progress: Progress = ignore_progress) -> Usage:
+    """The usage at the newest log entry. An error that `progress` raises ends it.
 
     Raises:
         DamageError: a record or part cannot be read; see `tsck fsck`.
     """
-    return _Measurement(engine, per_snapshot=per_snapshot).run()
+    return _Measurement(engine, per_snapshot=per_snapshot, progress=progress).run()
 
 
 class _Measurement:
-    def __init__(self, engine: Engine, *, per_snapshot: bool) -> None:
+    def __init__(self, engine: Engine, *, per_snapshot: bool, progress: Progress) -> None:
         self._engine = engine
+        self._progress = progress
         self._view = engine.log.newest_view()
         self._held = roots(self._view)
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
@@ -181,6 +183,7 @@ class _Measurement:
         self._owners = OwnerBytes(len(chosen))
         self._per_snapshot = per_snapshot
         self._lock = threading.Lock()
+        self._read = ProgressSum(progress, "reading snapshots", len(self._held))
 
     def run(self) -> Usage:
         # Oldest first: then most packs are first met with all of their blocks in use, and get their final region at once.
@@ -210,6 +213,7 @@ class _Measurement:
         with self._lock:
             for key in (ObjectKey("snapshot", ulid), *moved):
                 self._add_object(mask, number, key, self._sizes.get(key.name, 0))
+        self._read.add(1)
 
     def _add_object(self, mask: int, number: int | None, key: ObjectKey, size_bytes: int, raw_bytes: int = 0) -> None:
         self._sums.add_object(mask, key, size_bytes, raw_bytes)
@@ -251,7 +255,7 @@ class _Measurement:
             undo_bytes=self._sums.sums(lambda mask: mask == undo).stored_bytes,
             objects_bytes=sum(self._sizes.values()),
             unreferenced_bytes=max(0, kept_bytes - held.stored_bytes - overhead),
-            freeable=plan_gc(self._engine).freeable,
+            freeable=plan_gc(self._engine, GcOptions(), self._progress).freeable,
         )
 
     def _ref_sums(self, group: int, every: int, undo: int) -> dict[str, int]:

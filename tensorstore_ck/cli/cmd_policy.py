@@ -11,7 +11,7 @@ from tensorstore_ck.cli.allowed_locations import note_places, read_places
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, short_root, shortened_table, step_text, table
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.log.retention import Policy, parse_rule
 from tensorstore_ck.maintenance.apply_policies import RetentionReport
 
 RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
@@ -85,34 +85,13 @@ def _rules(words: tuple[str, ...]) -> dict[str, object]:
             raise click.UsageError(f"{word!r} is not RULE=VALUE, such as: {RULES}")
         if name in found:
             raise click.UsageError(f"{name} is given twice")
-        found[name] = _value(name, value)
+        found[name] = parse_rule(name, value)
     return found
-
-
-def _value(name: str, text: str) -> object:
-    """A value for `Store.set_policy`; text that does not parse is passed on, and refused there."""
-    if name in ("keep_last", "keep_every"):
-        return int(text) if text.isdecimal() else text
-    if name == "keep_steps":
-        return [int(step) if step.strip().lstrip("-").isdecimal() else step for step in text.split(",")]
-    if name == "keep_best":
-        return [_best(each) for each in text.split(",")]
-    if name == "move_after":
-        return [tuple(each.split(":", 1)) for each in text.split(",")]
-    if name == "keep_first":
-        return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
-    return text
 
 
 def _urls(values: Mapping[str, object]) -> list[str]:
     stages = values.get("move_after")
     return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
-
-
-def _best(text: str) -> tuple[object, ...]:
-    count, _, rest = text.partition(":")
-    metric, _, direction = rest.rpartition(":")
-    return (int(count) if count.isdecimal() else count, metric, direction)
 
 
 def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:

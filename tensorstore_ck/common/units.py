@@ -41,7 +41,8 @@ def parse_bytes(value: object, what: str) -> int:
         InvalidOptionError: not a size.
     """
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())) is not None:
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index((match[2] or " ").lower())))
+        size = float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index((match[2] or " ").lower()))
+        value = int(size) if size < math.inf else value
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise InvalidOptionError(f"{what} must be a size like 500MB, 10GB or 1.5GiB, not {value!r}", object_id=what)

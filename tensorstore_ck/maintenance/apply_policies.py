@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import Ulid, ulid_text
@@ -142,7 +143,12 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
 
 
 def retain(
-    engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, rules: Mapping[str, object] | None = None
+    engine: Engine,
+    refs: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    rules: Mapping[str, object] | None = None,
+    glob: str | None = None,
 ) -> RetentionReport:
     """Removes from histories what the policies do not keep, in one log entry for all branches.
 
@@ -151,9 +157,10 @@ def retain(
         refs: These branches; empty: all.
         dry_run: Changes nothing.
         rules: Rules to try instead of the policies that are set; needs `dry_run`.
+        glob: With `rules`: as if they were set for this glob; other policies stay. `refs` are then the branches that it matches.
 
     Raises:
-        NotFoundError: there is no such branch.
+        NotFoundError: there is no such branch, or none matches `glob`.
         InvalidOptionError: a newer build made one of the policies; or `rules` without `dry_run`.
         DamageError: a snapshot whose size is needed cannot be read.
     """
@@ -161,11 +168,21 @@ def retain(
         raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
     view = engine.log.newest_view()
     instead = None if rules is None else Policy.of_rules(rules)
+    if glob is not None:
+        refs = [ref for ref in view.branches() if fnmatchcase(ref, glob)]
+        if not refs:
+            raise NotFoundError(f"no branch matches {glob!r}", object_id=glob)
     for ref in refs:
         if view.branch(ref) is None:
             raise NotFoundError(f"there is no branch {ref!r}", object_id=ref)
     now_ns = engine.clock()
-    of_branch = {ref: {"(given)": instead} if instead is not None else policies_of(view, ref) for ref in refs or view.branches()}
+
+    def policies_for(ref: str) -> dict[str, Policy]:
+        if instead is None:
+            return policies_of(view, ref)
+        return {"(given)": instead} if glob is None else {**policies_of(view, ref), glob: instead}
+
+    of_branch = {ref: policies_for(ref) for ref in refs or view.branches()}
     found = {
         ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine) if _has_limit(own) else None)
         for ref, own in of_branch.items()

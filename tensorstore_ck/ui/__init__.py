@@ -5,7 +5,10 @@ pages.py            what all pages share: templates, the stores behind them, lin
 security.py         who may ask: host, token, cookie, methods; headers of every answer
 sources.py          the stores and their catalog; threads that read what is new in their logs
 private_catalog.py  where a server keeps its own catalog
+background.py       reads of a whole store that take long, each in a thread of its own
 overview.py         the page of all stores and branches
+space.py            what holds a store's bytes, and how it grew
+what_if.py          what a policy would keep and free
 text.py             bytes, ages, times and numbers as people read them
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where

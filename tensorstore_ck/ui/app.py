@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ui import overview
+from tensorstore_ck.ui import overview, space
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
@@ -23,13 +23,13 @@ Page = Callable[[Pages, Request], Response]
 
 OF_ALL: Final[dict[str, Page]] = {"": overview.page}
 """Path -> page."""
-OF_A_STORE: Final[dict[str, Page]] = {}
+OF_A_STORE: Final[dict[str, Page]] = {"space": space.page}
 """Path below ``/stores/UUID/`` -> page."""
 
 
-def make_app(sources: Sources, access: Access) -> Starlette:
-    """The pages of `sources`, for who has the token of `access`."""
-    pages = Pages(sources, access)
+def make_app(sources: Sources, access: Access, complete: Callable[[str], str] = str) -> Starlette:
+    """The pages of `sources`, for who has the token of `access`. `complete`: see `Pages`."""
+    pages = Pages(sources, access, complete)
 
     def route(path: str, page: Page) -> BaseRoute:
         def answer(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread

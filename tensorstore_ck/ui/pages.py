@@ -1,8 +1,10 @@
 """What all pages share: templates, the stores behind them, links."""
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,20 +16,26 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
-from tensorstore_ck.ui.text import count_text, duration_text, number_text, root_text, time_text
+from tensorstore_ck.ui.text import commands_html, count_text, duration_text, number_text, root_text, time_text
+
+_COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
+"""A command in a text that does not name its store."""
 
 
 class Pages:
     """Renders pages of `sources`. A page of one store has its uuid in the path parameter ``store``."""
 
-    def __init__(self, sources: Sources, access: Access) -> None:
+    def __init__(self, sources: Sources, access: Access, complete: Callable[[str], str] = str) -> None:
+        """`complete` adds to each command in a text what else it needs to reach its store."""
         self.sources = sources
         self._access = access
+        self._complete = complete
         self._environment = Environment(
             loader=PackageLoader("tensorstore_ck.ui"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self._environment.filters |= {
             "bytes": human_bytes,
+            "commands": commands_html,
             "count": count_text,
             "duration": duration_text,
             "number": number_text,
@@ -38,6 +46,8 @@ class Pages:
             "prefix": access.prefix,
             "link": self.link,
             "trouble": self.sources.trouble,
+            "command": self.command,
+            "completed": self.completed,
             "store": None,
             "here": "",
         }
@@ -48,6 +58,14 @@ class Pages:
         path = f"/stores/{quote(uuid, safe='')}/{name}" if uuid else f"/{name}"
         asked = urlencode({key: value for key, value in query.items() if value is not None})
         return f"{self._access.prefix}{path}{'?' if asked else ''}{asked}"
+
+    def command(self, store: StoreKey, *words: str) -> str:
+        """A `tsck` command that works on this store as it is printed."""
+        return self.completed(store, f"`{shlex.join(['tsck', *words])}`")[1:-1]
+
+    def completed(self, store: StoreKey, text: str) -> str:
+        """A text of the store, with the store added to the commands in it."""
+        return self._complete(_COMMAND.sub(lambda found: f"`{found[1]} -s {shlex.quote(store.url)}`", text))
 
     def render(self, template: str, here: str, status: int = 200, **values: Any) -> Response:
         """A page. `here` is its name in the navigation; `store=`, a `StoreKey`, adds the navigation of that store."""

@@ -19,6 +19,7 @@ from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, StoreE
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.ui.background import Background
 
 OpenStore = Callable[[str], ReadOnlyStore]
 
@@ -80,6 +81,7 @@ class Sources:
             wait_seconds: How long a page waits for a log to be read.
         """
         self.catalog = Catalog(db)
+        self.background = Background()
         self._open_store = open_store
         self._sources = [_Source(url) for url in dict.fromkeys(urls)]
         self._is_private = is_private
@@ -145,15 +147,19 @@ class Sources:
             return self._opened[key.uuid]
 
     def close(self) -> None:
-        """Closes the stores and the catalog; idempotent. A store that does not answer is left to the end of the process."""
+        """Ends the reads in the background, and closes the stores and the catalog; idempotent.
+
+        A store that does not answer is left to the end of the process.
+        """
+        is_idle = self.background.close(self._wait_seconds)
         for source in self._sources:
             if source.reading is not None:
                 source.reading.join(self._wait_seconds)
-            if source.store is not None and not _is_reading(source):
+            if source.store is not None and is_idle and not _is_reading(source):
                 source.store.close()
                 source.store = None
         with self._lock:
-            for opened in (*self._opened.values(), *self._dropped):
+            for opened in (*self._opened.values(), *self._dropped) if is_idle else ():
                 opened.close()
             self._opened.clear()
             self._dropped.clear()

@@ -1,8 +1,11 @@
 """Bytes, ages, times and numbers as people read them."""
 
 import math
+import re
 from datetime import UTC, datetime
 from typing import Final
+
+from markupsafe import Markup, escape
 
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 
@@ -42,3 +45,8 @@ def number_text(number: float | None) -> str:
 def root_text(root: str) -> str:
     """The digits of a root that are enough to find it again."""
     return root[:SHOWN_ROOT_DIGITS]
+
+
+def commands_html(text: str) -> Markup:
+    """A text with commands in backticks, which become code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - it is escaped

@@ -1,6 +1,7 @@
 """Which snapshots of a branch's history stay, by rules that are stored in the store.
 
 policy.py       the rules, as users write them and as the log stores them
+rule_text.py    rules as a command line or a form has them
 keep_rules.py   which snapshots a policy keeps, and why: pure
 expiry.py       policies applied to a branch, at one entry of the log
 age_rules.py    where snapshots should lie as they age, and how they are encoded
@@ -10,6 +11,7 @@ from tensorstore_ck.log.retention.age_rules import AgeTarget, age_targets
 from tensorstore_ck.log.retention.expiry import candidates, expire, expire_at_put, policies_of, verdicts
 from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose
 from tensorstore_ck.log.retention.policy import Best, Policy
+from tensorstore_ck.log.retention.rule_text import parse_rule
 
 __all__ = [
     "AgeTarget",
@@ -22,6 +24,7 @@ __all__ = [
     "choose",
     "expire",
     "expire_at_put",
+    "parse_rule",
     "policies_of",
     "verdicts",
 ]

@@ -1,0 +1,31 @@
+"""Rules of a policy as text: `tsck policy set 'runs/*' keep_last=5 keep_best=3:val_loss:min`. Pure."""
+
+import re
+from typing import Final
+
+_WHOLE: Final = re.compile(r"\s*-?[0-9]{1,18}\s*")
+
+
+def parse_rule(name: str, text: str) -> object:
+    """A value for `Store.set_policy`; text that does not parse is passed on, and refused there."""
+    if name in ("keep_last", "keep_every"):
+        return _number(text)
+    if name == "keep_steps":
+        return [_number(step) for step in text.split(",")]
+    if name == "keep_best":
+        return [_best(each) for each in text.split(",")]
+    if name == "move_after":
+        return [tuple(each.split(":", 1)) for each in text.split(",")]
+    if name == "keep_first":
+        return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
+    return text
+
+
+def _number(text: str) -> object:
+    return int(text) if _WHOLE.fullmatch(text) else text
+
+
+def _best(text: str) -> tuple[object, ...]:
+    count, _, rest = text.partition(":")
+    metric, _, direction = rest.rpartition(":")
+    return (_number(count), metric, direction)

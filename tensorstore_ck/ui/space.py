@@ -1,0 +1,135 @@
+"""The page of a store's space: what holds its bytes, how it grew, and what a policy would free."""
+
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from sqlalchemy import Connection, func, select
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from tensorstore_ck.catalog.schema import policies, snapshots
+from tensorstore_ck.gc.usage import Usage, measure_usage
+from tensorstore_ck.ui.background import Progress
+from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.sources import StoreKey
+from tensorstore_ck.ui.what_if import try_rules
+
+KIND: Final = "usage"
+"""Of the background read."""
+MAX_REFS: Final = 100
+POINTS: Final = 400
+"""Of the chart of growth."""
+DAY_NS: Final = 86_400 * 10**9
+WIDTH: Final = 1000.0
+"""Of the bar, in its own units."""
+LEAST: Final = 3.0
+"""A state that has any bytes is this wide at least, so that it is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of the store in one state."""
+
+    name: str
+    bytes: int
+    meaning: str
+    left: float
+    """Where its piece of the bar begins."""
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What saves put into a store, by their time."""
+
+    seconds: tuple[float, ...]
+    """Since 1970, strictly ascending."""
+    total_bytes: tuple[int, ...]
+    """Put until then, in all."""
+    recent: tuple[tuple[str, int], ...]
+    """The last day, week and month, and the bytes put in it."""
+
+    @property
+    def data(self) -> list[list[float]]:
+        """For the chart."""
+        return [[*self.seconds], [*self.total_bytes]]
+
+
+def page(pages: Pages, request: Request) -> Response:
+    """The page; with ``measure=yes`` in the query it measures first."""
+    store = pages.store_of(request)
+    if "measure" in request.query_params:
+
+        def measure(progress: Progress) -> Usage:
+            return measure_usage(pages.sources.open(store).engine.of_store(), progress=progress)
+
+        pages.sources.background.start(store.uuid, KIND, measure)
+        return RedirectResponse(pages.link("space", store), 303)
+    read = pages.sources.background.read(store.uuid, KIND)
+    usage = read.result if isinstance(read.result, Usage) else None
+    with pages.sources.catalog.reading() as connection:
+        growth, globs = read_growth(connection, store), read_globs(connection, store)
+    refs = sorted(usage.refs, key=lambda ref: -ref.stored_bytes) if usage is not None else []
+    return pages.render(
+        "space.html",
+        "space",
+        store=store,
+        read=read,
+        usage=usage,
+        age_ns=time.time_ns() - (read.result_ns or 0),
+        states=states_of(usage) if usage is not None else (),
+        refs=refs[:MAX_REFS],
+        more_refs=len(refs[MAX_REFS:]),
+        growth=growth,
+        globs=globs,
+        trial=try_rules(pages, store, request.query_params),
+    )
+
+
+def states_of(usage: Usage) -> tuple[State, ...]:
+    """The states, which together are all bytes of the store. A block counts once, for the first state that it is in."""
+    young = min(sum(each.bytes for each in usage.freeable.later if each.why == "age"), usage.unreferenced_bytes)
+    live = usage.stored_bytes - usage.pinned_bytes - usage.undo_bytes
+    rest = usage.objects_bytes - usage.stored_bytes - usage.unreferenced_bytes
+    found = (
+        ("Live", live, "A branch or a tag holds it, whatever else does."),
+        ("Pinned", usage.pinned_bytes, "Pins hold it, and no branch or tag."),
+        ("Undo window", usage.undo_bytes, "It was forgotten. Only undo windows hold it, until gc ends them."),
+        ("Young", young, "Nothing holds it, and it is less than a day old: it may belong to a save that is running. gc keeps it."),
+        ("Garbage", usage.unreferenced_bytes - young, "Nothing holds it. gc frees it, or later where it lies in a pack that is in use."),
+        ("Log and tables", max(0, rest), "The log, and the headers and tables of packs that are in use."),
+    )
+    shown = sum(size for _, size, _ in found) or 1
+    widths = [max(WIDTH * size / shown, LEAST) if size else 0.0 for _, size, _ in found]
+    scale = WIDTH / (sum(widths) or 1)
+    lefts = accumulate((width * scale for width in widths), initial=0.0)
+    return tuple(State(*each, left, width * scale) for each, left, width in zip(found, lefts, widths, strict=False))
+
+
+def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = None) -> Growth:
+    """By the catalog: at most about `POINTS` points."""
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    its = snapshots.c.store_id == store.store_id
+    first, last = connection.execute(select(func.min(snapshots.c.time_ns), func.max(snapshots.c.time_ns)).where(its)).one()
+    if first is None:
+        return Growth((), (), ())
+    width_ns = max((last - first) // POINTS, 10**6)
+    bucket = (snapshots.c.time_ns - first) // width_ns
+    grouped = select(func.max(snapshots.c.time_ns), func.sum(snapshots.c.new_bytes)).where(its).group_by(bucket).order_by(bucket)
+    times, sizes = zip(*connection.execute(grouped), strict=True)
+    recent = [
+        (name, select(func.sum(snapshots.c.new_bytes)).where(its, snapshots.c.time_ns > now_ns - days * DAY_NS))
+        for name, days in (("Last day", 1), ("Last 7 days", 7), ("Last 30 days", 30))
+    ]
+    return Growth(
+        tuple(int(each) / 1e9 for each in times),
+        tuple(accumulate(int(each) for each in sizes)),
+        tuple((name, int(connection.execute(each).scalar() or 0)) for name, each in recent),
+    )
+
+
+def read_globs(connection: Connection, store: StoreKey) -> tuple[str, ...]:
+    """The policies that are set."""
+    return tuple(connection.execute(select(policies.c.glob).where(policies.c.store_id == store.store_id).order_by("glob")).scalars())

@@ -1,0 +1,76 @@
+"""What a policy would do, by its dry run: which snapshots would go, and what that frees."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.log.ref_names import is_ref_glob
+from tensorstore_ck.log.retention import parse_rule
+from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict, retain
+from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.sources import StoreKey
+
+RULES: Final = (
+    ("keep_last", "Newest", "5"),
+    ("keep_every", "Each multiple of steps", "1000"),
+    ("keep_every_seconds", "One in each period", "6h"),
+    ("keep_best", "Best of a metric", "3:val_loss:min"),
+    ("keep_steps", "These steps", "1000,5000"),
+    ("keep_first", "The first", "yes"),
+    ("keep_younger", "Younger than", "7d"),
+    ("expire_after", "Limit: age", "30d"),
+    ("max_bytes", "Limit: bytes", "2TB"),
+)
+"""Name, what it keeps, and an example."""
+MAX_CHARS: Final = 4000
+"""Of a rule."""
+MAX_ROWS: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Rules, and what they would do."""
+
+    glob: str
+    rules: Mapping[str, str]
+    """As they were typed."""
+    error: str = ""
+    report: RetentionReport | None = None
+    command: str = ""
+    """Sets them as a policy."""
+
+    @property
+    def fields(self) -> list[tuple[str, str, str, str]]:
+        """The form: name, label, example, value."""
+        return [(name, label, example, self.rules.get(name, "")) for name, label, example in RULES]
+
+    @property
+    def branches(self) -> tuple[BranchVerdicts, ...]:
+        """Those with the most snapshots that would go first."""
+        found = self.report.branches if self.report is not None else ()
+        return tuple(sorted(found, key=lambda branch: -sum(not each.stays for each in branch.snapshots)))
+
+    def verdicts(self, *, stays: bool) -> list[tuple[str, SnapshotVerdict]]:
+        """Branch and verdict of what stays or goes, the newest of each branch first."""
+        return [(branch.ref, each) for branch in self.branches for each in reversed(branch.snapshots) if each.stays is stays]
+
+
+def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:
+    """What the rules in a query would do; the empty form if it has none."""
+    glob = query.get("branches", "").strip()
+    rules = {name: text for name, _, _ in RULES if (text := query.get(name, "").strip())}
+    if "branches" not in query:
+        return Trial("*", {})
+    if not is_ref_glob(glob):
+        return Trial(glob, rules, f"{glob!r} matches no branch: write a name, with * for any characters, such as runs/*")
+    too_long = next((name for name, text in rules.items() if len(text) > MAX_CHARS), None)
+    if too_long is not None:
+        return Trial(glob, {}, f"{too_long} is longer than {MAX_CHARS:,} characters")
+    try:
+        parsed = {name: parse_rule(name, text) for name, text in rules.items()}
+        report = retain(pages.sources.open(store).engine.of_store(), dry_run=True, rules=parsed, glob=glob)
+    except StoreError as exc:
+        return Trial(glob, rules, str(exc))
+    words = [f"{name}={text}" for name, text in rules.items()]
+    return Trial(glob, rules, "", report, pages.command(store, "policy", "set", glob, *words))
