@@ -8,7 +8,7 @@ TESTS ?= tests
 
 NEWEST := .venv-newest-torch
 APART := .venv-apart
-EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,pandas,plot,postgres,ui
+EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,pandas,plot,postgres,ui,exporter
 
 .PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart lint package docs clean
 

@@ -142,6 +142,19 @@ class Usage(HeldBytes):
     freeable: Freeable
     """What gc frees now, and what later and why."""
 
+    @property
+    def by_state(self) -> dict[str, int]:
+        """All bytes of the store: live, pinned, undo_window, young, garbage, log_and_tables. A block counts for the first that it is in."""
+        young = min(sum(each.bytes for each in self.freeable.later if each.why == "age"), self.unreferenced_bytes)
+        return {
+            "live": self.stored_bytes - self.pinned_bytes - self.undo_bytes,
+            "pinned": self.pinned_bytes,
+            "undo_window": self.undo_bytes,
+            "young": young,
+            "garbage": self.unreferenced_bytes - young,
+            "log_and_tables": max(0, self.objects_bytes - self.stored_bytes - self.unreferenced_bytes),
+        }
+
     def __repr__(self) -> str:
         sizes = f"{human_bytes(self.logical_bytes)} stored as {human_bytes(self.stored_bytes)}"
         return f"Usage({len(self.refs):,} refs, {self.snapshots:,} snapshots, {sizes}, {human_bytes(self.objects_bytes)} in the store)"

@@ -13,6 +13,9 @@ current_refs.py     refs, tags, pins, policies and states, as the log's cache ha
 row_writer.py       changes -> rows
 sync.py             one batch of a sync, in one transaction
 sync_stores.py      syncs several stores at a time
+synced_store.py     one store that a catalog follows
+private_catalog.py  where a server keeps a catalog of its own
+save_intervals.py   the usual time between the saves of a branch
 sql_conditions.py   a parsed condition -> SQL
 query.py            `find`
 """

@@ -61,6 +61,7 @@ COMMANDS: Final = {
     "catalog": "cmd_catalog",
     "find": "cmd_catalog",
     "ui": "cmd_ui",
+    "exporter": "cmd_exporter",
     "pin": "cmd_pin_forget_gc",
     "unpin": "cmd_pin_forget_gc",
     "policy": "cmd_policy",

@@ -19,6 +19,7 @@ filesystem.py            ``tsck://``: snapshots as a read-only fsspec filesystem
 virtual_safetensors.py   the ``.safetensors`` files in it, whose bytes are made when they are read
 safetensors_format.py    dtypes and limits of the safetensors format
 model_file_names.py      files next to a model's weights
+prometheus/              a Prometheus endpoint over several stores
 otel.py                  OpenTelemetry metrics and spans of saves
 
 Each imports the system that it adapts, so nothing is imported unless it is used by its full name.

@@ -1,15 +1,14 @@
 """Pages in a browser, for one user on this host: `tsck ui`. They show what a catalog and its stores hold, and change nothing.
 
-app.py              the application: which path has which page
-pages.py            what all pages share: templates, the stores behind them, links, what an error looks like
-security.py         who may ask: host, token, cookie, methods; headers of every answer
-sources.py          the stores and their catalog; threads that read what is new in their logs
-private_catalog.py  where a server keeps its own catalog
-background.py       reads of a whole store that take long, each in a thread of its own
-overview.py         the page of all stores and branches
-space.py            what holds a store's bytes, and how it grew
-what_if.py          what a policy would keep and free
-text.py             bytes, ages, times and numbers as people read them
+app.py         the application: which path has which page
+pages.py       what all pages share: templates, the stores behind them, links, what an error looks like
+security.py    who may ask: host, token, cookie, methods; headers of every answer
+sources.py     the stores and their catalog; threads that read what is new in their logs
+background.py  reads of a whole store that take long, each in a thread of its own
+overview.py    the page of all stores and branches
+space.py       what holds a store's bytes, and how it grew
+what_if.py     what a policy would keep and free
+text.py        bytes, ages, times and numbers as people read them
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
 that has what the page shows, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
@@ -26,8 +25,8 @@ try:
 except ImportError as exc:
     raise missing_extra("ui", "the pages in a browser") from exc
 
+from tensorstore_ck.catalog.private_catalog import private_catalog
 from tensorstore_ck.ui.app import make_app, serve
-from tensorstore_ck.ui.private_catalog import private_catalog
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources
 

@@ -1,22 +1,15 @@
 """The page of all stores and branches: when each was saved last, and whether that is late."""
 
-import statistics
 import time
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
 
 from sqlalchemy import Connection, func, select
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
+from tensorstore_ck.catalog.save_intervals import LATE, usual_interval
+from tensorstore_ck.catalog.schema import gc_runs, jobs, stores
 from tensorstore_ck.ui.pages import Pages
-
-LATE: Final = 3
-"""Usual intervals after which a branch's next save is late."""
-RECENT: Final = 50
-"""Saves whose intervals say what is usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +80,7 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
                 job.last_step,
                 job.last_time_ns,
                 now_ns - job.last_time_ns,
-                _usual_interval(connection, job.store_id, job.ref),
+                usual_interval(connection, job.store_id, job.ref),
                 job.logical_bytes,
                 job.new_bytes,
             )
@@ -97,10 +90,3 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
         StoreRow(row.uuid, row.url, row.head_n, row.synced_ns, last_gc.get(row.store_id), tuple(rows.get(row.store_id, ())))
         for row in found
     )
-
-
-def _usual_interval(connection: Connection, store_id: int, ref: str) -> int | None:
-    recent = select(snapshots.c.time_ns).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id).order_by(snapshots.c.id.desc())
-    times = sorted(connection.execute(recent.limit(RECENT)).scalars())
-    intervals = [later - earlier for earlier, later in pairwise(times)]
-    return int(statistics.median(intervals)) if len(intervals) >= 2 else None

@@ -15,8 +15,8 @@ from sqlalchemy import select
 
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.schema import stores
-from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, StoreError
-from tensorstore_ck.log.table_rows import Head
+from tensorstore_ck.catalog.synced_store import SyncedStore
+from tensorstore_ck.errors import BackendUnavailableError, NotFoundError
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.ui.background import Background
@@ -51,13 +51,7 @@ class Trouble:
 
 @dataclass(slots=True)
 class _Source:
-    url: str
-    store: ReadOnlyStore | None = None
-    uuid: str | None = None
-    """Of the store that was opened last."""
-    head: Head | None = None
-    """Up to where the catalog has its log."""
-    error: StoreError | None = None
+    synced: SyncedStore
     progress: tuple[int, int] = (0, 0)
     reading: threading.Thread | None = None
     since: float = 0.0
@@ -83,10 +77,9 @@ class Sources:
         self.catalog = Catalog(db)
         self.background = Background()
         self._open_store = open_store
-        self._sources = [_Source(url) for url in dict.fromkeys(urls)]
+        self._sources = [_Source(SyncedStore(self.catalog, url, self._open)) for url in dict.fromkeys(urls)]
         self._is_private = is_private
         self._wait_seconds = wait_seconds
-        self._dropped: list[ReadOnlyStore] = []
         self._opened: dict[str, ReadOnlyStore] = {}
         """Stores of the catalog that others sync, by uuid."""
         self._lock = threading.Lock()
@@ -104,11 +97,11 @@ class Sources:
 
     def refresh(self, uuid: str | None = None) -> dict[str, Trouble]:
         """Reads what is new in the logs, or in one store's; returns the URL and trouble of each store that was not read to its end."""
-        wanted = [source for source in self._sources if uuid is None or source.uuid == uuid] or self._sources
+        wanted = [source for source in self._sources if uuid is None or source.synced.uuid == uuid] or self._sources
         threads = [(source, self._begin(source)) for source in wanted]
         for source, thread in threads:
             thread.join(max(0.0, source.since + self._wait_seconds - time.monotonic()))
-        return {display_url(source.url): found for source in wanted if (found := _trouble(source)) is not None}
+        return {display_url(source.synced.url): found for source in wanted if (found := _trouble(source)) is not None}
 
     def trouble(self, key: StoreKey) -> Trouble | None:
         """Why pages of a store may be old, as far as the last `refresh` knows."""
@@ -134,9 +127,9 @@ class Sources:
         """
         for source in self._sources:
             if _is_of(source, key):
-                if source.store is not None:
-                    return source.store
-                raise source.error or BackendUnavailableError(f"{key.url} does not answer yet: try again", object_id=key.url)
+                if source.synced.store is not None:
+                    return source.synced.store
+                raise source.synced.error or BackendUnavailableError(f"{key.url} does not answer yet: try again", object_id=key.url)
         with self._lock:
             if key.uuid not in self._opened:
                 opened = self._open_store(key.url)
@@ -155,14 +148,12 @@ class Sources:
         for source in self._sources:
             if source.reading is not None:
                 source.reading.join(self._wait_seconds)
-            if source.store is not None and is_idle and not _is_reading(source):
-                source.store.close()
-                source.store = None
+            if is_idle and not _is_reading(source):
+                source.synced.close()
         with self._lock:
-            for opened in (*self._opened.values(), *self._dropped) if is_idle else ():
+            for opened in self._opened.values() if is_idle else ():
                 opened.close()
             self._opened.clear()
-            self._dropped.clear()
         self.catalog.close()
 
     def _begin(self, source: _Source) -> threading.Thread:
@@ -179,33 +170,13 @@ class Sources:
         def progress(done: int, total: int) -> None:
             source.progress = (done, total)
 
-        try:
-            store = source.store or self._open(source)
-            head = store.engine.log.sync()
-            if source.head is not None and head.n < source.head.n:  # the store is gone, or another one is there
-                store = self._open(source)
-                head = store.engine.log.sync()
-            if head != source.head:
-                self.catalog.sync(store, progress=progress)
-                source.head = head
-            source.error = None
-        except StoreError as exc:
-            source.error = exc
-            self._drop(source)
+        source.synced.refresh(progress=progress)
 
-    def _open(self, source: _Source) -> ReadOnlyStore:
-        self._drop(source)
-        opened = self._open_store(source.url)
+    def _open(self, url: str) -> ReadOnlyStore:
+        opened = self._open_store(url)
         if self._is_private:
             self._forget_earlier(opened)
-        source.store, source.uuid = opened, opened.engine.config.uuid
         return opened
-
-    def _drop(self, source: _Source) -> None:
-        """Has the store opened again before its next use. A page may still read from it, so it is closed at the end."""
-        if source.store is not None:
-            self._dropped.append(source.store)
-            source.store = None
 
     def _forget_earlier(self, opened: ReadOnlyStore) -> None:
         """Removes stores from the catalog that were at this place before."""
@@ -217,9 +188,10 @@ class Sources:
 
 
 def _is_of(source: _Source, key: StoreKey) -> bool:
-    if source.uuid is not None:
-        return source.uuid == key.uuid
-    return display_url(source.url if "://" in source.url else os.path.abspath(source.url)) == key.url
+    synced = source.synced
+    if synced.uuid is not None:
+        return synced.uuid == key.uuid
+    return display_url(synced.url if "://" in synced.url else os.path.abspath(synced.url)) == key.url
 
 
 def _is_reading(source: _Source) -> bool:
@@ -230,4 +202,4 @@ def _trouble(source: _Source) -> Trouble | None:
     if _is_reading(source):
         done, total = source.progress
         return Trouble(f"is being read: entry {done:,} of {total:,}" if total else "is being read", is_reading=True)
-    return Trouble(f"cannot be read now: {source.error}", is_reading=False) if source.error is not None else None
+    return Trouble(f"cannot be read now: {source.synced.error}", is_reading=False) if source.synced.error is not None else None

@@ -27,6 +27,16 @@ WIDTH: Final = 1000.0
 LEAST: Final = 3.0
 """A state that has any bytes is this wide at least, so that it is seen."""
 
+SHOWN: Final = {
+    "live": ("Live", "A branch or a tag holds it, whatever else does."),
+    "pinned": ("Pinned", "Pins hold it, and no branch or tag."),
+    "undo_window": ("Undo window", "It was forgotten. Only undo windows hold it, until gc ends them."),
+    "young": ("Young", "Nothing holds it, and it is less than a day old: it may belong to a save that is running. gc keeps it."),
+    "garbage": ("Garbage", "Nothing holds it. gc frees it, or later where it lies in a pack that is in use."),
+    "log_and_tables": ("Log and tables", "The log, and the headers and tables of packs that are in use."),
+}
+"""State of `Usage.by_state` -> its name and meaning."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -90,22 +100,14 @@ def page(pages: Pages, request: Request) -> Response:
 
 def states_of(usage: Usage) -> tuple[State, ...]:
     """The states, which together are all bytes of the store. A block counts once, for the first state that it is in."""
-    young = min(sum(each.bytes for each in usage.freeable.later if each.why == "age"), usage.unreferenced_bytes)
-    live = usage.stored_bytes - usage.pinned_bytes - usage.undo_bytes
-    rest = usage.objects_bytes - usage.stored_bytes - usage.unreferenced_bytes
-    found = (
-        ("Live", live, "A branch or a tag holds it, whatever else does."),
-        ("Pinned", usage.pinned_bytes, "Pins hold it, and no branch or tag."),
-        ("Undo window", usage.undo_bytes, "It was forgotten. Only undo windows hold it, until gc ends them."),
-        ("Young", young, "Nothing holds it, and it is less than a day old: it may belong to a save that is running. gc keeps it."),
-        ("Garbage", usage.unreferenced_bytes - young, "Nothing holds it. gc frees it, or later where it lies in a pack that is in use."),
-        ("Log and tables", max(0, rest), "The log, and the headers and tables of packs that are in use."),
-    )
-    shown = sum(size for _, size, _ in found) or 1
-    widths = [max(WIDTH * size / shown, LEAST) if size else 0.0 for _, size, _ in found]
+    found = [(*SHOWN[state], size) for state, size in usage.by_state.items()]
+    shown = sum(size for _, _, size in found) or 1
+    widths = [max(WIDTH * size / shown, LEAST) if size else 0.0 for _, _, size in found]
     scale = WIDTH / (sum(widths) or 1)
     lefts = accumulate((width * scale for width in widths), initial=0.0)
-    return tuple(State(*each, left, width * scale) for each, left, width in zip(found, lefts, widths, strict=False))
+    return tuple(
+        State(name, size, meaning, left, width * scale) for (name, meaning, size), left, width in zip(found, lefts, widths, strict=False)
+    )
 
 
 def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = None) -> Growth:

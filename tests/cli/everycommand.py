@@ -31,6 +31,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "catalog": [["catalog", "sync", "--db", "catalog.sqlite"], ["catalog", "show", "--db", "catalog.sqlite"]],
     "find": [["find", "step > 0", "--db", "catalog.sqlite"]],
     "ui": [["ui", "--help"]],  # else it runs until it is interrupted; see tests/ui
+    "exporter": [["exporter", "--help"]],  # the same; see tests/integrations/prometheus
     "pin": [["pin", "runs/gpt", "--owner", "me", "--reason", "why"]],
     "unpin": [["unpin", "runs/gpt", "--owner", "me"]],
     "policy": [["policy", "set", "runs/*", "keep_last=5"], ["policy"]],

@@ -7,6 +7,7 @@ documents; it does not know the condition keys ``s3:if-none-match`` and ``s3:Obj
 import contextlib
 import json
 import re
+import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend, s3_multipart_writer
+from tensorstore_ck.integrations.prometheus import Exporter
 from tensorstore_ck.maintenance.copy_store import copy
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
@@ -107,6 +109,15 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}": torch.randn(1000 + number, 75, generator=generator) for number in range(40)}
 
 
+def _exporter(store: tsck.Store) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        exporter = Exporter(f"{folder}/catalog.sqlite", [store.url], lambda _: store)
+        exporter.refresh(measure=True)
+        (watched,) = exporter.watched
+        assert watched.is_up
+        assert watched.measured
+
+
 def _put(store: tsck.Store) -> None:
     first = tensors(1)
     store.put_snapshot(first, ref="run", step=1)
@@ -119,6 +130,7 @@ COMMANDS: list[tuple[str, str, Callable[[tsck.Store], object]]] = [
     ("show", "reader", lambda store: store.show("run@1")),
     ("log", "reader", lambda store: list(store.log("run"))),
     ("fsck", "reader", lambda store: store.fsck(read_data=True)),
+    ("exporter", "reader", _exporter),
     ("tag", "writer", lambda store: store.tag("v1", at="run@2")),
     ("pin", "writer", lambda store: store.pin("run@2", reason="kept")),
     ("forget", "writer", lambda store: store.forget("run@1")),
@@ -187,7 +199,7 @@ def played(moto_site: Site) -> Requests:
 
 
 def test_every_command_does_with_its_policy(played: Requests, moto_site: Site) -> None:
-    assert list(played) == ["init", "put", "checkout", "show", "log", "fsck", "copy", "tag", "pin", "forget", "gc", "salvage"]
+    assert list(played) == ["init", "put", "checkout", "show", "log", "fsck", "copy", "exporter", "tag", "pin", "forget", "gc", "salvage"]
     with moto_site.open("reader") as store:
         assert len(store.checkout("run")) == 40
 

@@ -29,11 +29,11 @@ def private_catalog(cache_dir: str | None, urls: Sequence[str]) -> Iterator[str]
     digest = hashlib.sha256("\0".join(places).encode()).hexdigest()
     name = f"{digest[:32]}-v{VERSION}.sqlite"
     try:
-        path = private_folder(base, "ui") / name
+        path = private_folder(base, "catalogs") / name
         if path.exists():
             os.utime(path)
     except (OSError, PermissionDeniedError):
-        with tempfile.TemporaryDirectory(prefix="tsck-ui-") as folder:
+        with tempfile.TemporaryDirectory(prefix="tsck-catalog-") as folder:
             yield os.path.join(folder, name)
         return
     for other in path.parent.glob("*.sqlite"):

@@ -1,0 +1,92 @@
+"""What the catalog knows of each store and branch. What has not changed since the last reading is not read again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, and_, func, select
+
+from tensorstore_ck.catalog.save_intervals import usual_interval
+from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, refs, snapshots, stores, tags
+
+
+@dataclass(frozen=True, slots=True)
+class RefState:
+    """A branch that exists, and has been saved to."""
+
+    ref: str
+    head_step: int | None
+    saves: int
+    last_save_ns: int
+    interval_ns: int | None
+    """Usually between two saves; None: too few saves."""
+    logical_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """A store in the catalog."""
+
+    url: str
+    log: str
+    head_n: int
+    synced_ns: int
+    branches: int
+    tags: int
+    pins: int
+    snapshots: Mapping[str, int]
+    """By state."""
+    last_gc_ns: int | None
+    refs: Mapping[str, RefState]
+
+
+def read_states(connection: Connection, before: Mapping[int, StoreState]) -> dict[int, StoreState]:
+    """The state of each store, by its key in the catalog; `before`: what was read last."""
+    states = {}
+    for row in connection.execute(select(stores).order_by(stores.c.synced_ns)):
+        known = before.get(row.store_id)
+        if known is not None and (known.log, known.head_n) == (row.log, row.head_n):
+            states[row.store_id] = replace(known, url=row.url, synced_ns=row.synced_ns)
+        else:
+            states[row.store_id] = _read_store(connection, row, known.refs if known is not None and known.log == row.log else {})
+    return states
+
+
+def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, RefState]) -> StoreState:
+    of_store = snapshots.c.store_id == row.store_id
+    by_state = connection.execute(select(snapshots.c.state, func.count()).where(of_store).group_by(snapshots.c.state))
+    return StoreState(
+        url=row.url,
+        log=row.log,
+        head_n=row.head_n,
+        synced_ns=row.synced_ns,
+        branches=_count(connection, refs, row.store_id),
+        tags=_count(connection, tags, row.store_id),
+        pins=_count(connection, pins, row.store_id),
+        snapshots={state: count for state, count in by_state},  # noqa: C416 - rows are no pairs for mypy
+        last_gc_ns=connection.execute(select(func.max(gc_runs.c.time_ns)).where(gc_runs.c.store_id == row.store_id)).scalar(),
+        refs=_read_refs(connection, row.store_id, before),
+    )
+
+
+def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefState]) -> dict[str, RefState]:
+    saved = and_(jobs.c.store_id == refs.c.store_id, jobs.c.ref == refs.c.name)
+    found = {}
+    for row in connection.execute(select(jobs, refs.c.step.label("head_step")).join(refs, saved).where(refs.c.store_id == store_id)):
+        known = before.get(row.ref)
+        unchanged = known is not None and known.saves == row.puts
+        found[row.ref] = RefState(
+            ref=row.ref,
+            head_step=row.head_step,
+            saves=row.puts,
+            last_save_ns=row.last_time_ns,
+            interval_ns=known.interval_ns if known is not None and unchanged else usual_interval(connection, store_id, row.ref),
+            logical_bytes=row.logical_bytes,
+            new_bytes=row.new_bytes,
+        )
+    return found
+
+
+def _count(connection: Connection, table: Table, store_id: int) -> int:
+    return connection.execute(select(func.count()).select_from(table).where(table.c.store_id == store_id)).scalar_one()

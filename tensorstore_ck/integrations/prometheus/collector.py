@@ -1,0 +1,99 @@
+"""What the exporter knows -> metrics. A scrape reads nothing: neither a store nor the catalog."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from tensorstore_ck import __version__
+from tensorstore_ck.integrations.prometheus import families as of
+from tensorstore_ck.integrations.prometheus.catalog_state import StoreState
+from tensorstore_ck.integrations.prometheus.families import KINDS, Families
+from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
+
+_NS: Final = 1e9
+
+
+@dataclass(slots=True)
+class Readings:
+    """The catalog as it was last read, and how often the exporter failed."""
+
+    states: Mapping[int, StoreState] = field(default_factory=dict)
+    read_ns: int | None = None
+    catalog_errors: int = 0
+    scrape_errors: int = 0
+
+
+class StoreCollector:
+    """A collector for a registry of prometheus_client."""
+
+    def __init__(self, watched: Sequence[WatchedStore], readings: Readings) -> None:
+        self._watched = watched
+        self._readings = readings
+
+    def describe(self) -> Iterable[Metric]:
+        """The families, without samples."""
+        return [kind.empty() for kind in KINDS]
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics."""
+        families = Families()
+        families.add(of.INFO, 1, __version__)
+        families.add(of.CATALOG_READ, _seconds(self._readings.read_ns))
+        families.add(of.CATALOG_ERRORS, self._readings.catalog_errors)
+        families.add(of.SCRAPE_ERRORS, self._readings.scrape_errors)
+        read_ns = {}
+        for watched in self._watched:
+            _add_watched(families, watched)
+            read_ns[watched.url] = watched.read_ns
+        newest = {state.url: state for state in self._readings.states.values()}  # of several stores that were at one URL
+        for state in newest.values():
+            _add_state(families, state, read_ns.get(state.url))
+        return families.all()
+
+
+def _add_watched(families: Families, watched: WatchedStore) -> None:
+    store = label(watched.url)
+    families.add(of.UP, watched.is_up, store)
+    families.add(of.REFRESH_SECONDS, watched.refresh_seconds, store)
+    families.add(of.REFRESH_ERRORS, watched.refresh_errors, store)
+    families.add(of.MEASURE_ERRORS, watched.measure_errors, store)
+    measured = watched.measured
+    if measured is not None:
+        for state, count in measured.usage.by_state.items():
+            families.add(of.STORED_BYTES, count, store, state)
+        families.add(of.UNREFERENCED_BYTES, measured.usage.unreferenced_bytes, store)
+        families.add(of.FREEABLE_BYTES, measured.usage.freeable.now_bytes, store)
+        families.add(of.MEASURED, _seconds(measured.time_ns), store)
+        families.add(of.MEASURE_SECONDS, measured.seconds, store)
+
+
+def _add_state(families: Families, state: StoreState, read_ns: int | None) -> None:
+    """`read_ns`: when its log was last read here; the catalog is synced only when there is something new."""
+    store = label(state.url)
+    families.add(of.SYNCED, _seconds(max(state.synced_ns, read_ns or 0)), store)
+    families.add(of.LOG_ENTRIES, state.head_n, store)
+    families.add(of.BRANCHES, state.branches, store)
+    families.add(of.TAGS, state.tags, store)
+    families.add(of.PINS, state.pins, store)
+    for name, count in state.snapshots.items():
+        families.add(of.SNAPSHOTS, count, store, name)
+    families.add(of.LAST_GC, _seconds(state.last_gc_ns), store)
+    for each in state.refs.values():
+        ref = label(each.ref)
+        families.add(of.LAST_SAVE, _seconds(each.last_save_ns), store, ref)
+        families.add(of.SAVE_INTERVAL, _seconds(each.interval_ns), store, ref)
+        families.add(of.HEAD_STEP, each.head_step, store, ref)
+        families.add(of.SAVES, each.saves, store, ref)
+        families.add(of.LOGICAL_BYTES, each.logical_bytes, store, ref)
+        families.add(of.NEW_BYTES, each.new_bytes, store, ref)
+
+
+def label(text: str) -> str:
+    """A text that UTF-8 can hold: a path may be any bytes. The text format itself escapes quotes, backslashes and line ends."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _seconds(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / _NS

@@ -1,0 +1,81 @@
+"""The metrics: their names, help and labels."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+Family = CounterMetricFamily | GaugeMetricFamily
+_STORE: Final = ("store",)
+_REF: Final = ("store", "ref")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A metric. Counters are named with ``_total``."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = _STORE
+
+    def empty(self) -> Family:
+        """Its family, without samples."""
+        if self.name.endswith("_total"):
+            return CounterMetricFamily(self.name, self.help, labels=self.labels)
+        return GaugeMetricFamily(self.name, self.help, labels=self.labels)
+
+
+UP: Final = Kind("tsck_up", "1 if the store's log could be read into the catalog at the last refresh, and no refresh hangs")
+REFRESH_SECONDS: Final = Kind("tsck_refresh_duration_seconds", "How long the last refresh took")
+REFRESH_ERRORS: Final = Kind("tsck_refresh_errors_total", "Refreshes that failed, since the exporter started")
+SYNCED: Final = Kind(
+    "tsck_catalog_sync_timestamp_seconds", "When the catalog was last found to have, or given, the store's newest log entry"
+)
+LOG_ENTRIES: Final = Kind("tsck_log_entries_total", "Entries of the store's log that the catalog has read")
+BRANCHES: Final = Kind("tsck_branches", "Branches")
+TAGS: Final = Kind("tsck_tags", "Tags")
+PINS: Final = Kind("tsck_pins", "Pins")
+SNAPSHOTS: Final = Kind("tsck_snapshots", "Snapshots, by state: live, forgotten (can be undone) or gone", ("store", "state"))
+LAST_GC: Final = Kind("tsck_last_gc_timestamp_seconds", "When gc last changed something")
+
+LAST_SAVE: Final = Kind("tsck_last_save_timestamp_seconds", "When the branch was last saved to", _REF)
+SAVE_INTERVAL: Final = Kind("tsck_save_interval_seconds", "Median time between the last 50 saves to the branch", _REF)
+HEAD_STEP: Final = Kind("tsck_head_step", "Step of the snapshot that the branch is at", _REF)
+SAVES: Final = Kind("tsck_saves_total", "Saves to the branch", _REF)
+LOGICAL_BYTES: Final = Kind("tsck_logical_bytes", "Full size of the branch's newest save", _REF)
+NEW_BYTES: Final = Kind("tsck_new_bytes_total", "Bytes that the saves to the branch added to the store", _REF)
+
+STORED_BYTES: Final = Kind(
+    "tsck_stored_bytes",
+    "Bytes in the store: live; pinned (held by pins alone); undo_window (forgotten, can be undone); young (in no snapshot, may belong to a "
+    "running save); garbage; log_and_tables",
+    ("store", "state"),
+)
+UNREFERENCED_BYTES: Final = Kind("tsck_unreferenced_bytes", "Bytes that nothing holds: young and garbage")
+FREEABLE_BYTES: Final = Kind("tsck_freeable_bytes", "Bytes that gc would free now")
+MEASURED: Final = Kind("tsck_usage_timestamp_seconds", "When the bytes by state were measured")
+MEASURE_SECONDS: Final = Kind("tsck_usage_duration_seconds", "How long the last measurement of the bytes by state took")
+MEASURE_ERRORS: Final = Kind("tsck_usage_errors_total", "Measurements of the bytes by state that failed, since the exporter started")
+
+CATALOG_READ: Final = Kind("tsck_catalog_read_timestamp_seconds", "When the exporter last read the catalog", ())
+CATALOG_ERRORS: Final = Kind("tsck_catalog_errors_total", "Readings of the catalog that failed, since the exporter started", ())
+SCRAPE_ERRORS: Final = Kind("tsck_exporter_scrape_errors_total", "Scrapes that failed, since the exporter started", ())
+INFO: Final = Kind("tsck_exporter_info", "The exporter's version", ("version",))
+
+KINDS: Final = tuple(kind for kind in tuple(vars().values()) if isinstance(kind, Kind))
+
+
+@dataclass(slots=True)
+class Families:
+    """The families of one scrape."""
+
+    _by_kind: dict[Kind, Family] = field(default_factory=lambda: {kind: kind.empty() for kind in KINDS})
+
+    def add(self, kind: Kind, value: float | None, *labels: str) -> None:
+        """Adds a sample; None: there is no value."""
+        if value is not None:
+            self._by_kind[kind].add_metric(labels, value)
+
+    def all(self) -> list[Metric]:
+        """All of them, in the order of `KINDS`; those without samples, too."""
+        return list(self._by_kind.values())
