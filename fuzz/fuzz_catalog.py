@@ -9,8 +9,8 @@ from _common import fuzz
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.catalog import Catalog
+    from tensorstore_ck.common.metric_condition import condition as metric_condition
     from tensorstore_ck.errors import StoreError
-    from tensorstore_ck.training.checkpointing.metric_condition import condition as metric_condition
 
 FILE = Path(tempfile.mkdtemp(prefix="fuzz-catalog-")) / "catalog.db"
 

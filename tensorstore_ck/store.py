@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.log.retention import Policy
     from tensorstore_ck.maintenance.advise import Advice
     from tensorstore_ck.maintenance.apply_policies import RetentionReport
+    from tensorstore_ck.maintenance.bisect_history import Bisection, Tested
     from tensorstore_ck.maintenance.describe import SnapshotDiff
     from tensorstore_ck.maintenance.forget import Forgotten
     from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, RepairReport
@@ -564,6 +565,70 @@ class Store:
 
         return change_statistics(self.engine, self.session.resolve(old).info, self.session.resolve(new).info, select)
 
+    def find_nan(self, address: str, select: Sequence[str] | None = None) -> str | None:
+        """The name of a snapshot's first tensor that has a NaN or an infinity; None if no tensor has one. Reads no tensor after it.
+
+        Args:
+            address: See `statistics`.
+            select: See `statistics`.
+
+        Raises:
+            MismatchError: a glob fits nothing.
+            DamageError: stored data is damaged.
+        """
+        from tensorstore_ck.maintenance.describe import find_nan  # noqa: PLC0415
+
+        return find_nan(self.engine, self.session.resolve(address).info, select)
+
+    def bisect(
+        self,
+        ref: str,
+        is_bad: Callable[[Snapshot], bool | None],
+        *,
+        good: str | None = None,
+        bad: str | None = None,
+        pin_for: float | str = "1d",
+        unpinned_unsafe: bool = False,
+        tested: "Callable[[Tested], object] | None" = None,
+    ) -> "Bisection":
+        """Finds the first bad snapshot of a branch by a binary search, as `git bisect` does. Tests both ends first.
+
+        ::
+
+            found = store.bisect("runs/gpt", lambda snapshot: store.find_nan(snapshot.root) is not None)
+
+        The search is right only if all snapshots after the first bad one are bad; else it finds one of the places where a bad one follows
+        a good one. Snapshots that training was taken back from are left out. What may still be the answer is pinned, under an owner of
+        its own, until the search ends; what is freed nevertheless counts as not testable.
+
+        Args:
+            ref: The branch.
+            is_bad: Tests a snapshot; None: it cannot be tested. The search goes around it, and the answer may then be a range.
+            good: The address of a snapshot before the bad one; by default the oldest one of the branch's history that can be tested.
+            bad: The address of a bad snapshot; by default the newest one that can be tested.
+            pin_for: How long a test may take, about. The pins of a process that was killed last as long.
+            unpinned_unsafe: Pin nothing: for a store that is opened read-only, or a test of metrics alone. Retention and gc may free
+                snapshots during the search.
+            tested: Called with the outcome of each test.
+
+        Raises:
+            InvalidOptionError: `good` is bad, `bad` is good, or one of them is not in the branch's history.
+            NotFoundError: the newest snapshot is good, or the oldest one is bad; there is no such branch, or nothing to test in it.
+            PermissionDeniedError: the store cannot be written to, and `unpinned_unsafe` is false.
+        """
+        from tensorstore_ck.maintenance.bisect_history import bisect  # noqa: PLC0415
+
+        return bisect(
+            self.engine.of_store(),
+            ref,
+            is_bad,
+            good=good,
+            bad=bad,
+            pin_for=pin_for,
+            unpinned_unsafe=unpinned_unsafe,
+            tested=tested or (lambda each: None),
+        )
+
     def usage(self, *, per_snapshot: bool = False) -> "Usage":
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
 
@@ -948,6 +1013,17 @@ class ReadOnlyStore(Protocol):
     def diff(self, old: str, new: str) -> "SnapshotDiff": ...
     def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]": ...
     def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]": ...
+    def find_nan(self, address: str, select: Sequence[str] | None = None) -> str | None: ...
+    def bisect(
+        self,
+        ref: str,
+        is_bad: Callable[[Snapshot], bool | None],
+        *,
+        good: str | None = None,
+        bad: str | None = None,
+        unpinned_unsafe: Literal[True],
+        tested: "Callable[[Tested], object] | None" = None,
+    ) -> "Bisection": ...
     def usage(self, *, per_snapshot: bool = False) -> "Usage": ...
     def advise(
         self,

@@ -9,6 +9,7 @@ cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`
 output.py             prints tables, facts and JSON
 progress.py           progress bars
+run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
 exit_codes.py         the table of exit codes

@@ -49,6 +49,7 @@ COMMANDS: Final = {
     "log": "cmd_log_show_diff",
     "show": "cmd_log_show_diff",
     "diff": "cmd_log_show_diff",
+    "bisect": "cmd_bisect",
     "branch": "cmd_refs",
     "reset": "cmd_refs",
     "tag": "cmd_refs",

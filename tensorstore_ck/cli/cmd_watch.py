@@ -1,15 +1,12 @@
 """The command watch: prints each snapshot as it is published, or runs a program on it."""
 
-import os
-import shlex
-import subprocess
 from contextlib import closing
 
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
-from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line, step_text
+from tensorstore_ck.cli.run_program import program_words, run_program
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.watch import PIN_SECONDS
 
@@ -43,7 +40,7 @@ def watch(
 
     A CMD that fails is reported, and does not end the watch. With --json a line for each snapshot. Without --exec the store is not changed.
     """
-    words = _words(program) if program is not None else None
+    words = program_words(program) if program is not None else None
     held = PIN_SECONDS if pin_for is None and words is not None else pin_for
     options = {"since_step": since_step, "newest_only": newest_only, "pin_for": held, "poll_seconds": poll}
     with choice.open(read_only=held is None) as store, closing(store.watch(ref, **options)) as watched:
@@ -55,30 +52,11 @@ def watch(
                 break
 
 
-def _words(program: str) -> list[str]:
-    try:
-        words = shlex.split(program)
-        _filled(words, {"root": "", "step": "", "ref": "", "store": ""})
-    except (ValueError, KeyError, IndexError) as exc:
-        raise InvalidOptionError(
-            f"--exec {program!r} cannot be run: {exc}; {{root}}, {{step}}, {{ref}} and {{store}} are filled in"
-        ) from exc
-    if not words:
-        raise InvalidOptionError("--exec is empty", object_id="exec")
-    return words
-
-
-def _filled(words: list[str], said: dict[str, str]) -> list[str]:
-    return [word.format(**said) for word in words]
-
-
 def _run(words: list[str], snapshot: Snapshot, url: str) -> None:
-    step = "" if snapshot.step is None else str(snapshot.step)
-    said = {"root": snapshot.root, "step": step, "ref": snapshot.ref, "store": url}
     try:
-        code = subprocess.run(_filled(words, said), check=False, env={**os.environ, "TSCK_STORE": url}).returncode
+        code = run_program(words, snapshot, url)
         problem = f"ended with {code}" if code else ""
     except OSError as exc:
         problem = f"could not be run: {exc}"
     if problem:
-        say(f"tsck: {printable(words[0])} for step {step} {problem}", err=True)
+        say(f"tsck: {printable(words[0])} for step {step_text(snapshot.step)} {problem}", err=True)

@@ -12,6 +12,7 @@ free_space.py        whether there is enough free space, checked before writing
 html_table.py        escaped tables for notebooks
 host_memory.py       how much memory is free
 ids.py               ULIDs and BLAKE3 hashes
+metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended

@@ -7,6 +7,8 @@ describe/            shows and compares snapshots
 refs.py              moves, tags, pins, marks and annotates
 forget.py            forget and undo
 apply_policies.py    sets, shows and applies retention policies
+bisect_history.py    the first bad snapshot of a branch
+bisect_search.py     the search of that, without a store
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save
 metric_plot.py       a metric over snapshots, as points and drawn by matplotlib

@@ -115,6 +115,15 @@ def tensor_statistics(content: SnapshotContent, select: Sequence[str] | None = N
     return [_statistics(name, tensor, sums.get(name), counts.get(name)) for name, tensor in tensors.items()]
 
 
+def first_not_finite(content: SnapshotContent, select: Sequence[str] | None = None) -> str | None:
+    """The first tensor of a snapshot with an element that is not finite; see `Store.find_nan`."""
+    tensors = _selected(stored_tensors(content), select, content)
+    for name, flat in _read(tensors, (name for name, tensor in tensors.items() if has_numbers(tensor.form.dtype))):
+        if not all(bool(np.isfinite(numbers).all()) for (numbers,) in steps(flat)):
+            return name
+    return None
+
+
 def _read(tensors: dict[str, StoredTensor], names: Iterable[str]) -> Iterable[tuple[str, TensorOrArray]]:
     """The elements of the tensors with these names, one piece after another."""
     pieces = ((Piece(tensors[name], *each),) for name in names for each in cut(tensors[name]))

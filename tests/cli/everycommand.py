@@ -19,6 +19,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "log": [["log"], ["log", "runs/gpt"]],
     "show": [["show", "runs/gpt"], ["show", "runs/gpt", "--stats"]],
     "diff": [["diff", "runs/gpt~1", "runs/gpt"], ["diff", "runs/gpt~1", "runs/gpt", "--stats"]],
+    "bisect": [["bisect", "runs/gpt", "--metric", "val_loss < 2.4"]],
     "branch": [["branch"], ["branch", "runs/two", "runs/gpt"]],
     "reset": [["reset", "runs/two", "runs/gpt~1"]],
     "tag": [["tag"], ["tag", "v1", "runs/gpt"]],

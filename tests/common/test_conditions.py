@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.common.conditions import Comparison, Condition, Joined, NameTest, parse
+from tensorstore_ck.common.metric_condition import condition, names_in
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.training.checkpointing.metric_condition import condition
 
 CORPUS = json.loads(Path(__file__).with_name("conditions.json").read_text(encoding="utf-8"))
 ROWS = [{name: float(number) for name, number in row.items()} for row in CORPUS["numbers"]]
@@ -184,3 +184,17 @@ def test_any_text_is_a_condition_or_refused(text: str, words: list[str]) -> None
         for arithmetic in (False, True):
             with suppress(InvalidOptionError):
                 parse(each, max_chars=MAX_CHARS, arithmetic=arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("loss > 5 or loss is nan", {"loss"}),
+        ("a / (b - 1) < c and not d", {"a", "b", "c", "d"}),
+        ("a in (1, 2) or 0 < x < 1", {"a", "x"}),
+        ('late is null or not late is null and "val/acc" between 0 and 1', {"val/acc"}),
+        ("1 < 2", set()),
+    ],
+)
+def test_the_metrics_that_a_condition_needs(text: str, names: set[str]) -> None:
+    assert names_in(text) == names

@@ -10,7 +10,7 @@ statistics.py   minimum, mean, norm, NaN of tensors, and by how much they change
 from tensorstore_ck.maintenance.describe.contents import blob_rows, names_of_blobs, part_prefix
 from tensorstore_ck.maintenance.describe.diff import SnapshotDiff, TensorChange, ValueChange, diff_snapshots
 from tensorstore_ck.maintenance.describe.show import describe
-from tensorstore_ck.maintenance.describe.statistics import change_statistics, statistics
+from tensorstore_ck.maintenance.describe.statistics import change_statistics, find_nan, statistics
 
 __all__ = [
     "SnapshotDiff",
@@ -20,6 +20,7 @@ __all__ = [
     "change_statistics",
     "describe",
     "diff_snapshots",
+    "find_nan",
     "names_of_blobs",
     "part_prefix",
     "statistics",

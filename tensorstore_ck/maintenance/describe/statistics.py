@@ -19,6 +19,13 @@ def statistics(engine: Engine, info: SnapshotInfo, select: Sequence[str] | None,
     return tensor_statistics(open_snapshot(engine, info), select, bins)
 
 
+def find_nan(engine: Engine, info: SnapshotInfo, select: Sequence[str] | None) -> str | None:
+    """See `Store.find_nan`."""
+    from tensorstore_ck.state.statistics import first_not_finite  # noqa: PLC0415 - loads torch
+
+    return first_not_finite(open_snapshot(engine, info), select)
+
+
 def change_statistics(engine: Engine, old: SnapshotInfo, new: SnapshotInfo, select: Sequence[str] | None) -> "list[ChangeStatistics]":
     """See `Store.change_statistics`."""
     from tensorstore_ck.state.statistics import change_statistics as compare  # noqa: PLC0415 - loads torch

@@ -1,6 +1,5 @@
 """When to save: triggers on which all ranks agree, and the training loop's helper that uses them.
 
-metric_condition.py    conditions on metrics, as text
 triggers.py            decide at each step whether to save
 step_flag.py           announces to all ranks, ahead of time, the step from which something holds
 unsaved_time.py        how long a run has been without a snapshot, and when that is too long

@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
-from tensorstore_ck.training.checkpointing.metric_condition import condition
 
 FIRST_SECONDS: Final = 600.0
 """The interval of `auto` until costs are measured."""

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorstore_ck as tsck
+from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.maintenance.optimal_interval import SaveCosts
 from tensorstore_ck.training.checkpointing import TriggerContext
-from tensorstore_ck.training.checkpointing.metric_condition import condition
 from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
 

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from tensorstore_ck.common.conditions import Arithmetic, Comparison, Condition, Joined, Name, NameTest, Operand, parse, syntax_error
@@ -35,6 +35,28 @@ def condition(text: str) -> _Holds:
         InvalidOptionError: it is not a condition on metrics; the message says where.
     """
     return _condition(parse(text, max_chars=MAX_CHARS, arithmetic=True), text)
+
+
+def names_in(text: str) -> frozenset[str]:
+    """The metrics that a condition needs: all but those that it only tests for ``is null``."""
+    return frozenset(_names(parse(text, max_chars=MAX_CHARS, arithmetic=True)))
+
+
+def _names(node: Condition | Operand) -> Iterator[str]:
+    match node:
+        case Joined(_, parts):
+            for part in parts:
+                yield from _names(part)
+        case Comparison(_, left, right):
+            yield from _names(left)
+            yield from _names(right)
+        case Arithmetic(first, steps):
+            for each in (first, *(operand for _, operand in steps)):
+                yield from _names(each)
+        case NameTest(name, op):
+            yield from () if op == "null" else (name.text,)
+        case Name(text):
+            yield text
 
 
 def _condition(node: Condition, text: str) -> _Holds:
