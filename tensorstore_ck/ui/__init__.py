@@ -7,6 +7,7 @@ sources.py     the stores and their catalog; threads that read what is new in th
 background.py  reads of a whole store that take long, each in a thread of its own
 overview.py    the page of all stores and branches
 space.py       what holds a store's bytes, and how it grew
+health.py      last runs, a check on request, marks, and where packs lie
 what_if.py     what a policy would keep and free
 text.py        bytes, ages, times and numbers as people read them
 

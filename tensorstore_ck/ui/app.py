@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ui import overview, space
+from tensorstore_ck.ui import health, overview, space
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
@@ -23,7 +23,7 @@ Page = Callable[[Pages, Request], Response]
 
 OF_ALL: Final[dict[str, Page]] = {"": overview.page}
 """Path -> page."""
-OF_A_STORE: Final[dict[str, Page]] = {"space": space.page}
+OF_A_STORE: Final[dict[str, Page]] = {"space": space.page, "health": health.page}
 """Path below ``/stores/UUID/`` -> page."""
 
 

@@ -54,9 +54,15 @@ def rows_of(text: str, table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+def settled(browser: TestClient) -> TestClient:
+    """A browser whose server has read the log: the next page reads what is added after this."""
+    enter(browser).get("/")
+    return browser
+
+
 @pytest.fixture
 def browser(client: Client) -> TestClient:
-    return enter(client())
+    return settled(client())
 
 
 def test_states_are_exact_and_together_the_whole_store(browser: TestClient, store: Store) -> None:

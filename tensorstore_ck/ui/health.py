@@ -1,0 +1,187 @@
+"""The page of a store's health: last runs of gc and fsck, a check on request, what is marked, and where packs lie."""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection, func, select
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from tensorstore_ck.backend.cold.locations import read_marker
+from tensorstore_ck.catalog.schema import gc_runs, policies, snapshots
+from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError, StoreError
+from tensorstore_ck.gc.usage import Usage
+from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck
+from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
+from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.ui import space
+from tensorstore_ck.ui.background import Progress, Read
+from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.sources import StoreKey
+
+CHECK: Final = "fsck"
+"""Of the background read."""
+REACH: Final = "locations"
+MAX_FINDINGS: Final = 200
+MAX_MARKED: Final = 50
+REACH_AGAIN_NS: Final = 60 * 10**9
+_REPAIR: Final = re.compile(r"`(tsck fsck[^`]* --(?:repair|abort-uploads)\b[^`]*)`")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """The last run of gc or fsck."""
+
+    run: str
+    time_ns: int
+    is_ok: bool
+    outcome: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedRow:
+    """A snapshot that is marked bad or damaged."""
+
+    root: str
+    ref: str
+    step: int | None
+    time_ns: int
+    mark: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where packs lie."""
+
+    url: str
+    """Empty: the store's own location."""
+    packs: int | None
+    bytes: int | None
+    """By the last measurement; None: there was none."""
+    error: str | None
+    """Why it cannot be used; empty: it can; None: not known yet."""
+
+
+def page(pages: Pages, request: Request) -> Response:
+    """The page; with ``check=yes`` in the query it checks the store first."""
+    store = pages.store_of(request)
+    background = pages.sources.background
+    if "check" in request.query_params:
+        background.start(store.uuid, CHECK, lambda progress: _check(pages.sources.open(store), progress))
+        return RedirectResponse(pages.link("health", store), 303)
+    opened, problem = _open(pages, store)
+    cold = Counter(opened.engine.log.view().locations().values()) if opened is not None else Counter[str]()
+    reach = background.read(store.uuid, REACH)
+    if opened is not None and cold and time.time_ns() - (reach.result_ns or 0) > REACH_AGAIN_NS:
+        asked = opened
+        background.start(store.uuid, REACH, lambda progress: _reach(asked, sorted(cold), progress))
+    read = background.read(store.uuid, CHECK)
+    report = read.result if isinstance(read.result, FsckReport) else None
+    with pages.sources.catalog.reading() as connection:
+        marked, count = read_marked(connection, store)
+        runs, ageing = read_runs(connection, store), read_ageing(connection, store)
+    return pages.render(
+        "health.html",
+        "health",
+        store=store,
+        problem=problem,
+        is_changed=opened is not None and opened.engine.log.is_changed,
+        runs=runs,
+        read=read,
+        report=report,
+        findings=report.findings[:MAX_FINDINGS] if report is not None else (),
+        repairs=_repairs(pages, store, report.findings) if report is not None else [],
+        marked=marked,
+        more_marked=count - len(marked),
+        ageing=ageing,
+        reach=reach,
+        locations=_locations(cold, reach, background.read(store.uuid, space.KIND)),
+    )
+
+
+def read_runs(connection: Connection, store: StoreKey) -> tuple[RunRow, ...]:
+    """By the catalog."""
+    newest = select(gc_runs).where(gc_runs.c.store_id == store.store_id).order_by(gc_runs.c.n.desc()).limit(1)
+    row = connection.execute(newest).one_or_none()
+    return (RunRow("gc", row.time_ns, True, f"{row.swept_packs:,} packs freed", row.actor),) if row is not None else ()
+
+
+def read_marked(connection: Connection, store: StoreKey) -> tuple[tuple[MarkedRow, ...], int]:
+    """The newest marked snapshots that are still there, and how many there are."""
+    its = (snapshots.c.store_id == store.store_id, snapshots.c.mark != "", snapshots.c.state != "gone")
+    columns = (snapshots.c.root, snapshots.c.ref, snapshots.c.step, snapshots.c.time_ns, snapshots.c.mark, snapshots.c.reason)
+    rows = connection.execute(select(*columns).where(*its).order_by(snapshots.c.id.desc()).limit(MAX_MARKED))
+    count = connection.execute(select(func.count()).select_from(snapshots).where(*its)).scalar_one()
+    return tuple(MarkedRow(*row) for row in rows), count
+
+
+def read_ageing(connection: Connection, store: StoreKey) -> tuple[tuple[str, str], ...]:
+    """Glob and rules of the policies that move or re-encode packs as they age."""
+    rows = connection.execute(select(policies.c.glob, policies.c.rules).where(policies.c.store_id == store.store_id).order_by("glob"))
+    found = []
+    for glob, rules in rows:
+        try:
+            policy = Policy.decode(json.loads(rules))
+        except InvalidOptionError as exc:
+            found.append((glob, str(exc)))
+            continue
+        if policy.ages:
+            found.append((glob, str(policy)))
+    return tuple(found)
+
+
+def _open(pages: Pages, store: StoreKey) -> tuple[ReadOnlyStore | None, str]:
+    try:
+        return pages.sources.open(store), ""
+    except StoreError as exc:
+        return None, str(exc)
+
+
+def _check(store: ReadOnlyStore, progress: Progress) -> FsckReport:
+    def note(done: int, total: int) -> None:
+        progress("reading records, parts and the tables of packs", done, total)
+
+    progress("reading the log", 0, 0)
+    return run_fsck(store.engine.of_store(), FsckOptions(progress=note))
+
+
+def _reach(store: ReadOnlyStore, urls: Iterable[str], progress: Progress) -> dict[str, str]:
+    """Why each location cannot be used; empty if it can."""
+    found = {}
+    for url in urls:
+        progress(f"asking {url}", 0, 0)
+        try:
+            if read_marker(store.engine.placed.at(url)) is None:
+                raise PlaceUnavailableError("it does not have the marker of the store any more: is it mounted?", object_id=url)
+            found[url] = ""
+        except StoreError as exc:
+            found[url] = str(exc)
+    return found
+
+
+def _locations(cold: Counter[str], reach: Read, usage_read: Read) -> list[Location]:
+    usage = usage_read.result if isinstance(usage_read.result, Usage) else None
+    errors = reach.result if isinstance(reach.result, dict) else {}
+    sizes = {place.url: place.bytes for place in usage.places} if usage is not None else {}
+    own_bytes = sum(pack.bytes for pack in usage.packs) - sum(sizes.values()) if usage is not None else None
+    own_packs = len(usage.packs) - sum(place.packs for place in usage.places) if usage is not None else None
+    found = [Location("", own_packs, own_bytes, "")]
+    for url, packs in sorted(cold.items()):
+        found.append(Location(url, packs, sizes.get(url, 0) if usage is not None else None, errors.get(url)))
+    return found
+
+
+def _repairs(pages: Pages, store: StoreKey, findings: Sequence[Finding]) -> list[str]:
+    """The commands that repair, each once: those of the findings; else one for damage of which the extent is known when data is read."""
+    found = [command for each in findings for command in _REPAIR.findall(pages.completed(store, each.message))]
+    if not found and any(each.repairable and each.severity == "error" for each in findings):
+        found = [pages.command(store, "fsck", "--read-data", "--repair")]
+    return list(dict.fromkeys(found))
