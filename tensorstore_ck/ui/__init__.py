@@ -6,6 +6,11 @@ security.py    who may ask: host, token, cookie, methods; headers of every answe
 sources.py     the stores and their catalog; threads that read what is new in their logs
 background.py  reads of a whole store that take long, each in a thread of its own
 overview.py    the page of all stores and branches
+ref.py         the page of a branch: charts, graph, saves
+lineage.py     the saves of a branch: which lead to its head, and which it left behind
+series.py      what its charts draw, as JSON
+graph.py       its graph
+saves.py       its saves, a page at a time
 space.py       what holds a store's bytes, and how it grew
 health.py      last runs, a check on request, marks, and where packs lie
 what_if.py     what a policy would keep and free
@@ -13,7 +18,7 @@ text.py        bytes, ages, times and numbers as people read them
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
 that has what the page shows, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
-without JavaScript; htmx replaces pieces of a page, and uPlot draws charts from data in the page.
+without JavaScript; htmx replaces pieces of a page, and uPlot draws charts from data in the page or from JSON.
 """
 
 from tensorstore_ck.common.extras import missing_extra

@@ -14,16 +14,23 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ui import health, overview, space
+from tensorstore_ck.ui import health, overview, ref, series, space
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
 
 Page = Callable[[Pages, Request], Response]
 
-OF_ALL: Final[dict[str, Page]] = {"": overview.page}
+OF_ALL: Final[dict[str, Page]] = {
+    "": overview.page,
+}
 """Path -> page."""
-OF_A_STORE: Final[dict[str, Page]] = {"space": space.page, "health": health.page}
+OF_A_STORE: Final[dict[str, Page]] = {
+    "ref": ref.page,
+    "ref/series": series.answer,
+    "space": space.page,
+    "health": health.page,
+}
 """Path below ``/stores/UUID/`` -> page."""
 
 

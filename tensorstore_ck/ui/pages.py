@@ -18,6 +18,7 @@ from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
 from tensorstore_ck.ui.text import commands_html, count_text, duration_text, number_text, root_text, time_text
 
+MAX_PAGE_DIGITS: Final = 9
 _COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
 """A command in a text that does not name its store."""
 
@@ -53,10 +54,13 @@ class Pages:
         }
 
     def link(self, name: str, store: StoreKey | str = "", /, **query: object) -> str:
-        """The URL of a page: of all stores if `store` is empty, else of the store with this uuid. None in `query` is left out."""
+        """The URL of a page: of all stores if `store` is empty, else of the store with this uuid.
+
+        None in `query` is left out, and a list repeats its name.
+        """
         uuid = store.uuid if isinstance(store, StoreKey) else store
         path = f"/stores/{quote(uuid, safe='')}/{name}" if uuid else f"/{name}"
-        asked = urlencode({key: value for key, value in query.items() if value is not None})
+        asked = urlencode({key: value for key, value in query.items() if value is not None}, doseq=True)
         return f"{self._access.prefix}{path}{'?' if asked else ''}{asked}"
 
     def command(self, store: StoreKey, *words: str) -> str:
@@ -103,3 +107,9 @@ def asked(query: Mapping[str, str], name: str) -> str:
     if not value:
         raise HTTPException(400, f"The address of this page lacks {name}=: start from the overview.")
     return value
+
+
+def page_number(query: Mapping[str, str]) -> int:
+    """Which page of a long list: ``page=``, from 1 on; 1 if it is not a number."""
+    text = query.get("page", "")
+    return max(1, int(text)) if text.isascii() and text.isdigit() and len(text) <= MAX_PAGE_DIGITS else 1

@@ -1,0 +1,142 @@
+// Draws the metrics of a branch by step: its line, what it left behind, and what happened at which step.
+"use strict";
+
+const NOTE_COLOURS = { tag: "--series-4", pin: "--series-5", mark: "--bad", restart: "--quiet", back: "--series-2", branch: "--series-3" };
+const NEAR_PIXELS = 5;
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const short = (value) => (value == null ? "–" : Number(value.toPrecision(6)).toString());
+const steps = (step) => `step ${step.toLocaleString("en")}`;
+const finite = (values) => values.filter((value) => value != null);
+
+function summary(chart) {
+  const { line, not_finite: lost, abandoned, abandoned_runs: runs } = chart;
+  const values = finite(line.values);
+  const said = [];
+  if (values.length) {
+    const last = line.values.findLastIndex((value) => value != null);
+    const [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
+    said.push(`${values.length.toLocaleString("en")} values, ${short(line.values[last])} at ${steps(line.steps[last])}, lowest ${short(low)}, highest ${short(high)}`);
+  }
+  if (lost.length) said.push(`${lost.length} NaN or infinite`);
+  if (runs) said.push(`${runs} abandoned ${runs === 1 ? "run" : "runs"}${runs > abandoned.length ? `, the newest ${abandoned.length} drawn` : ""}`);
+  return said.join("; ") || "No snapshot of this branch has it.";
+}
+
+// Vertical lines over the whole height: red and dotted where a value is NaN or infinite, and one for each note.
+function annotations(chart, notes) {
+  const vertical = (u, step, colour, dash, flag) => {
+    const { ctx, bbox } = u, x = u.valToPos(step, "x", true), dot = devicePixelRatio;
+    if (!(x >= bbox.left && x <= bbox.left + bbox.width)) return;
+    ctx.strokeStyle = ctx.fillStyle = colour;
+    ctx.lineWidth = dot;
+    ctx.setLineDash(dash.map((length) => length * dot));
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    if (!flag) return;
+    ctx.beginPath();
+    ctx.moveTo(x - 5 * dot, bbox.top - 10 * dot);
+    ctx.lineTo(x + 5 * dot, bbox.top - 10 * dot);
+    ctx.lineTo(x, bbox.top - 1 * dot);
+    ctx.fill();
+  };
+  return {
+    hooks: {
+      drawAxes: (u) => {
+        u.ctx.save();
+        for (const note of notes) vertical(u, note.step, css(NOTE_COLOURS[note.kind]), [2, 3], true);
+        for (const point of chart.not_finite) vertical(u, point.step, css("--bad"), [1, 2], false);
+        u.ctx.restore();
+      },
+    },
+  };
+}
+
+function options(chart, notes, at, wanted) {
+  const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
+  const abandoned = { stroke: css("--quiet"), width: 1.5, dash: [4, 4], alpha: 0.8, points: { size: 4 } };
+  const values = [chart.line, ...chart.abandoned].flatMap((points) => finite(points.values));
+  const log = wanted.log && values.every((value) => value > 0);
+  return {
+    width: at.clientWidth,
+    height: 272,
+    legend: { show: false },
+    padding: [14, 12, 0, 0],
+    cursor: { y: false, points: { size: 7 } },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    axes: [{ ...axis, values: (_, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) }, { ...axis, size: 72, values: (_, splits) => splits.map((value) => (value == null ? "" : short(value))) }],
+    series: [
+      { label: "step" },
+      { label: chart.metric, stroke: css("--series-1"), width: 2, points: { size: 5 } },
+      ...chart.abandoned.map(() => ({ label: "abandoned", ...abandoned, show: wanted.abandoned })),
+    ],
+    plugins: [annotations(chart, notes)],
+  };
+}
+
+function draw(figure, chart, notes, wanted) {
+  const at = figure.querySelector(".chart"), reading = figure.querySelector(".reading");
+  const parts = [chart.line, ...chart.abandoned], said = summary(chart);
+  const roots = parts.map((part) => new Map(part.steps.map((step, index) => [step, part.roots[index]])));
+  const lost = new Map(chart.not_finite.map((point) => [point.step, point.value]));
+  at.replaceChildren();
+  at.setAttribute("aria-label", `${chart.metric}: ${said}`);
+  reading.textContent = said;
+  if (parts.every((part) => part.steps.length === 0)) return null;
+  const plot = new uPlot(options(chart, notes, at, wanted), uPlot.join(parts.map((part) => [part.steps, part.values])), at);
+  const under = () => {
+    const index = plot.cursor.idx;
+    if (index == null) return null;
+    const step = plot.data[0][index];
+    const part = parts.findIndex((_, number) => roots[number].has(step) && plot.series[number + 1].show);
+    return { step, root: part < 0 ? null : roots[part].get(step), value: part < 0 ? null : plot.data[part + 1][index], isAbandoned: part > 0 };
+  };
+  plot.over.addEventListener("mousemove", () => {
+    const found = under();
+    if (!found) return;
+    const near = notes.filter((note) => Math.abs(plot.valToPos(note.step, "x") - plot.cursor.left) <= NEAR_PIXELS);
+    const value = found.value == null ? lost.get(found.step) ?? "–" : short(found.value);
+    const happened = [...new Set(near.map((note) => `${steps(note.step)}: ${note.text}`))];
+    reading.textContent = [`${steps(found.step)}: ${value}${found.isAbandoned ? ", abandoned" : ""}`, ...happened].join("; ");
+  });
+  plot.over.addEventListener("mouseleave", () => { reading.textContent = said; });
+  plot.over.addEventListener("click", () => {
+    const found = under();
+    if (found?.root && plot.select.width === 0) location.assign(`${figure.parentElement.dataset.snapshot}?at=${found.root}`);
+  });
+  at.uplot = plot;  // for who looks from outside: what is drawn
+  return plot;
+}
+
+async function drawCharts() {
+  const place = document.getElementById("charts"), controls = document.getElementById("chart-controls");
+  if (!place) return;
+  const answer = await fetch(place.dataset.series);
+  if (!answer.ok) {
+    place.textContent = `The metrics cannot be read now (${answer.status}): load the page again.`;
+    return;
+  }
+  const { charts, notes } = await answer.json();
+  const figures = [...place.querySelectorAll("figure")];
+  controls.hidden = false;
+  let plots = [];
+  const drawAll = () => {
+    const wanted = { log: controls.querySelector("[name=log]").checked, abandoned: controls.querySelector("[name=abandoned]").checked };
+    const on = new Set([...controls.querySelectorAll("[name=notes]:checked")].map((box) => box.value));
+    for (const plot of plots) plot?.destroy();
+    plots = charts.map((chart, index) => draw(figures[index], chart, notes.filter((note) => on.has(note.kind)), wanted));
+  };
+  drawAll();
+  controls.addEventListener("change", drawAll);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  new ResizeObserver(() => {
+    for (const [index, plot] of plots.entries()) {
+      const width = figures[index].querySelector(".chart").clientWidth;
+      if (plot && plot.width !== width) plot.setSize({ width, height: plot.height });
+    }
+  }).observe(place);
+}
+
+document.addEventListener("DOMContentLoaded", drawCharts);
