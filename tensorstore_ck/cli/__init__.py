@@ -9,6 +9,10 @@ cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`
 output.py             prints tables, facts and JSON
 progress.py           progress bars
+complete_names.py     completes refs, steps and metrics
+known_stores.py       which cache belongs to a remote store, for that
+shell_completion.py   what shells ask when Tab is pressed, and their scripts
+leading_options.py    options before the command
 run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages

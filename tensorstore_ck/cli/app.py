@@ -7,6 +7,7 @@ on stdout), and its kind's exit code; 2 is a misuse of the command line, 130 an 
 import difflib
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import click
 import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
 from tensorstore_ck.cli.hints import COMPLETE
+from tensorstore_ck.cli.leading_options import split_leading
 from tensorstore_ck.cli.output import clear_line, emit, printable, say
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
@@ -78,8 +80,10 @@ COMMANDS: Final = {
     "accept-log": "cmd_init_probe_salvage",
     "salvage": "cmd_init_probe_salvage",
     "probe": "cmd_init_probe_salvage",
+    "completion": "cmd_completion",
 }
 """Each command, in the order that a newcomer meets them, and its module, which is loaded when the command is asked for."""
+COMPLETION_VARIABLE: Final = "_TSCK_COMPLETE"
 ALIASES: Final = {"checkout": "get"}
 RENAMED_OPTIONS: Final = {
     "allow-bad": "allow-marked",
@@ -117,7 +121,12 @@ class Program(click.Group):
         return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *others: Any, **more: Any) -> NoReturn:
-        """Runs one command and exits."""
+        """Runs one command and exits; or answers a shell that completes its words."""
+        if instruction := os.environ.get(COMPLETION_VARIABLE):
+            from tensorstore_ck.cli.shell_completion import answer  # noqa: PLC0415 - only a shell's question needs it
+
+            click.echo(answer(self, instruction), nl=False)
+            sys.exit(0)
         arguments = list(sys.argv[1:] if args is None else args)
         more["standalone_mode"] = False
         logger, lines = logging.getLogger("tensorstore_ck"), _Lines(logging.WARNING)
@@ -147,27 +156,9 @@ class Program(click.Group):
         return code if isinstance(code, int) else 0
 
 
-_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
-_LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
-
-
-def _split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options that choose a store and stand before the command, with their values; and the rest."""
-    at = 0
-    while at < len(arguments):
-        name, equals, _ = arguments[at].partition("=")
-        if arguments[at] in _LEADING:
-            at += 2
-        elif arguments[at] in _LEADING_FLAGS or (equals and name in _LEADING) or (name.startswith("-s") and not name.startswith("--")):
-            at += 1
-        else:
-            break
-    return list(arguments[:at]), list(arguments[at:])
-
-
 def _arranged(arguments: list[str]) -> list[str]:
     """The command first: options of the command that stand before it come after it; ``help`` and ``version`` are options."""
-    leading, rest = _split_leading(arguments)
+    leading, rest = split_leading(arguments)
     match rest:
         case ["version"]:
             return ["--version"]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, byte_count, byte_rate, command, seconds, store_options
 from tensorstore_ck.cli.output import emit, facts, indented, printable, table
 from tensorstore_ck.cli.plot import save_png
@@ -20,7 +21,7 @@ FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval
     "tsck advise runs/gpt --stall 2s --lag 90s --restart 5m --mtbf 6h",
     "tsck advise runs/gpt --stall 2s --bandwidth 500MB --plot advice.png",
 )
-@click.argument("ref")
+@click.argument("ref", shell_complete=complete_ref)
 @click.option("--stall", type=seconds, metavar="TIME", help="How long a save holds up the training; default: as Checkpointer measured.")
 @click.option("--lag", type=seconds, metavar="TIME", help="From then until the snapshot is published; default: as measured, or 0s.")
 @click.option("--restart", type=seconds, metavar="TIME", help="From a failure until training goes on; default: the restore time, or 5m.")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address, complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
 from tensorstore_ck.cli.output import emit, fields_of, green, metrics_text, printable, red, short_root, snapshot_line, step_text
 from tensorstore_ck.cli.progress import Bar
@@ -31,13 +32,13 @@ _Test = Callable[[Snapshot], tuple[bool | None, str]]
     "tsck bisect runs/gpt --metric 'loss > 5 or loss is nan'",
     "tsck bisect runs/gpt --exec 'python eval.py --root {root}' --good runs/gpt@1000",
 )
-@click.argument("ref")
+@click.argument("ref", shell_complete=complete_ref)
 @click.option("--exec", "program", metavar="CMD", help="Test by a program: exit 0 good, 125 cannot be tested, other codes to 127 bad.")
 @click.option("--nan", is_flag=True, help="Bad: a tensor has a NaN or an infinity. Reads the tensors, up to the first such one.")
 @click.option("--metric", "text", metavar="CONDITION", help="Bad: a condition on the metrics holds. Reads no tensors.")
 @click.option("--include", metavar="GLOB", multiple=True, help="With --nan: only tensors with such names (repeatable).")
-@click.option("--good", metavar="ADDRESS", help="A good snapshot before the bad one. Default: the oldest.")
-@click.option("--bad", metavar="ADDRESS", help="A bad snapshot. Default: the newest.")
+@click.option("--good", metavar="ADDRESS", shell_complete=complete_address, help="A good snapshot before the bad one. Default: the oldest.")
+@click.option("--bad", metavar="ADDRESS", shell_complete=complete_address, help="A bad snapshot. Default: the newest.")
 @click.option("--pin-for", type=seconds, default="1d", show_default=True, metavar="TIME", help="How long one test may take.")
 @click.option("--unpinned-unsafe", is_flag=True, help="Pin nothing: for a store that cannot be written to.")
 @store_options(writes=True)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import StoreChoice, allow_marked_option, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
@@ -31,7 +32,7 @@ def file_size(text: str) -> int:
     "tsck export runs/gpt --to dcp checkpoint/",
     "tsck export runs/bert --to hf bert/",
 )
-@click.argument("address")
+@click.argument("address", shell_complete=complete_address)
 @click.argument("path", metavar="DIR", type=click.Path())
 @click.option(
     "--to",

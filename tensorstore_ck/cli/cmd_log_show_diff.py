@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address, complete_metric
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import (
     MAX_SHOWN,
@@ -37,9 +38,9 @@ _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
 
 @command("Show the history of a branch or tag.", "tsck log runs/gpt -n 10", "tsck log runs/gpt --plot val_loss")
-@click.argument("ref", required=False)
+@click.argument("ref", required=False, shell_complete=complete_address)
 @click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
-@click.option("--plot", "metric", metavar="METRIC", help="Draw a metric over the snapshots instead.")
+@click.option("--plot", "metric", metavar="METRIC", shell_complete=complete_metric, help="Draw a metric over the snapshots instead.")
 @click.option("--output", metavar="FILE", type=click.Path(), help="With --plot: into a PNG.")
 @store_options()
 def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str | None, output: str | None, as_json: bool) -> None:
@@ -64,7 +65,7 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
 
 
 @command("Show what is in a snapshot.", "tsck show runs/gpt@1000", "tsck show runs/gpt --stats")
-@click.argument("address")
+@click.argument("address", shell_complete=complete_address)
 @click.option("--stats", is_flag=True, help="Also minimum, mean, norm, NaN and so on of each tensor: reads all of them.")
 @click.option("--all", "everything", is_flag=True, help=f"All tensors and values, not only the first {MAX_SHOWN}.")
 @store_options()
@@ -162,8 +163,8 @@ def _rest(count: int) -> list[str]:
 
 
 @command("Show what differs between two snapshots.", "tsck diff runs/gpt~1 runs/gpt", "tsck diff runs/gpt exp/lr2 --stats")
-@click.argument("old")
-@click.argument("new")
+@click.argument("old", shell_complete=complete_address)
+@click.argument("new", shell_complete=complete_address)
 @click.option("--stats", is_flag=True, help="Also by how much the numbers changed: reads the tensors that differ.")
 @store_options()
 def diff(old: str, new: str, choice: StoreChoice, *, stats: bool, as_json: bool) -> None:

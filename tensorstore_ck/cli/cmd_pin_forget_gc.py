@@ -3,6 +3,7 @@
 import click
 
 from tensorstore_ck.cli.cmd_policy import apply_policies
+from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import (
     counted,
@@ -24,7 +25,7 @@ from tensorstore_ck.maintenance.forget import Forgotten
 
 
 @command("Pin a snapshot, or list the pins.", "tsck pin", 'tsck pin runs/gpt@1000 --reason "mmlu running" --expires 7d')
-@click.argument("address", required=False)
+@click.argument("address", required=False, shell_complete=complete_address)
 @click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck pin`.")
 @click.option("--owner", metavar="NAME", help="Who pins it; default: this user.")
 @click.option("--expires", type=seconds, metavar="TIME", help="For how long, e.g. 12h or 30d; default: until unpinned.")
@@ -59,7 +60,7 @@ def _pin_lines(pins: tuple[PinnedSnapshot, ...]) -> list[str]:
 
 
 @command("Remove a pin.", "tsck unpin runs/gpt@1000")
-@click.argument("address")
+@click.argument("address", shell_complete=complete_address)
 @click.option("--owner", metavar="NAME", help="Whose pin; default: this user's.")
 @store_options(writes=True)
 def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool) -> None:
@@ -74,7 +75,7 @@ def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool
     "tsck forget runs/gpt@900 runs/gpt@1000",
     "tsck forget",
 )
-@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, shell_complete=complete_address)
 @click.option("--by-policy", is_flag=True, hidden=True)
 @click.option("--dry-run", is_flag=True, hidden=True)
 @store_options(writes=True)
@@ -94,7 +95,7 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
 
 
 @command("Bring back what was forgotten.", "tsck undo", "tsck undo runs/gpt@900")
-@click.argument("address", required=False)
+@click.argument("address", required=False, shell_complete=complete_address)
 @store_options(writes=True)
 def undo(address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """Bring back what was forgotten last, of all refs or of one; or the snapshot REF@STEP."""

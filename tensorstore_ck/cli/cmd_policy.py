@@ -8,6 +8,7 @@ import click
 
 from tensorstore_ck.backend.cold.allowed_locations import can_allow, is_allowed
 from tensorstore_ck.cli.allowed_locations import note_places, read_places
+from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, short_root, shortened_table, step_text, table
 from tensorstore_ck.common.units import human_bytes
@@ -29,7 +30,7 @@ MAX_SHOWN: Final = 60
     "tsck policy remove 'runs/*'",
 )
 @click.argument("action", type=click.Choice(ACTIONS), default="show", metavar=f"[{'|'.join(ACTIONS)}]")
-@click.argument("target", required=False, metavar="[GLOB|REF]")
+@click.argument("target", required=False, shell_complete=complete_ref, metavar="[GLOB|REF]")
 @click.argument("rules", nargs=-1, metavar="[RULE=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="With apply: only print why each snapshot stays or goes.")
 @store_options(writes=True)

@@ -2,6 +2,7 @@
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import (
     StoreChoice,
     allow_marked_option,
@@ -69,7 +70,7 @@ def put(
 @command(
     "Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --include 'model.*'", "tsck get runs/gpt@1000 step-1000.pt"
 )
-@click.argument("address")
+@click.argument("address", shell_complete=complete_address)
 @click.argument("file", type=click.Path())
 @click.option("--include", metavar="GLOB", multiple=True, help="Only tensors whose names match, e.g. 'model.*' (repeatable).")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")

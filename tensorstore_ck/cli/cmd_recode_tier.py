@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import StoreChoice, command, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, shortened_table
 from tensorstore_ck.cli.progress import Bar
@@ -15,7 +16,7 @@ from tensorstore_ck.gc.tiering import TierReport
 @command(
     "Re-encode old snapshots so that they are smaller.", "tsck recode runs/gpt --older-than 7d", "tsck recode --all --codec small --dry-run"
 )
-@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, shell_complete=complete_address)
 @click.option("--all", "everything", is_flag=True, help="All snapshots that a ref, pin or undo window holds.")
 @click.option("--codec", type=click.Choice(["small", "fast"]), default="small", show_default=True, help="The codec to encode with.")
 @click.option("--older-than", type=seconds, metavar="AGE", help="Only snapshots older than this, e.g. 7d.")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address, complete_ref, complete_tag
 from tensorstore_ck.cli.options import StoreChoice, command, named_number, store_options
 from tensorstore_ck.cli.output import emit, printable, snapshot_line, snapshot_table
 from tensorstore_ck.log.snapshot import Snapshot
@@ -11,7 +12,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 
 @command("List the branches, or make one.", "tsck branch", "tsck branch exp/lr2 runs/gpt@1000")
 @click.argument("name", required=False)
-@click.argument("address", required=False)
+@click.argument("address", required=False, shell_complete=complete_address)
 @store_options(writes=True)
 def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """List the branches, or make branch NAME at the snapshot ADDRESS."""
@@ -26,8 +27,8 @@ def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_jso
 
 
 @command("Move a branch to any snapshot.", "tsck reset runs/gpt runs/gpt~3")
-@click.argument("name")
-@click.argument("address")
+@click.argument("name", shell_complete=complete_ref)
+@click.argument("address", shell_complete=complete_address)
 @store_options(writes=True)
 def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> None:
     """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; its history keeps the old position."""
@@ -37,7 +38,7 @@ def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> Non
 
 @command("List the tags, or make one.", "tsck tag", "tsck tag paper-v1 runs/gpt@9000")
 @click.argument("name", required=False)
-@click.argument("address", required=False)
+@click.argument("address", required=False, shell_complete=complete_address)
 @store_options(writes=True)
 def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """List the tags, or give the snapshot ADDRESS the tag NAME, which never moves."""
@@ -50,7 +51,7 @@ def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: 
 
 
 @command("Remove a tag.", "tsck untag paper-v1")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_tag)
 @store_options(writes=True)
 def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
     """Remove the tag NAME; `tsck undo` brings it back. The snapshot stays while another ref or pin holds it."""
@@ -60,7 +61,7 @@ def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
 
 
 @command("Add metrics to a snapshot.", "tsck annotate runs/gpt@9000 mmlu=0.61 val_loss=2.21")
-@click.argument("address")
+@click.argument("address", shell_complete=complete_address)
 @click.argument("metrics", metavar="NAME=NUMBER...", type=named_number, nargs=-1, required=True)
 @store_options(writes=True)
 def annotate(address: str, metrics: tuple[tuple[str, float], ...], choice: StoreChoice, *, as_json: bool) -> None:
@@ -70,7 +71,7 @@ def annotate(address: str, metrics: tuple[tuple[str, float], ...], choice: Store
 
 
 @command("Mark a snapshot as bad.", 'tsck mark runs/gpt@900 bad --reason "loss spike"', "tsck mark runs/gpt@900 --clear")
-@click.argument("address")
+@click.argument("address", shell_complete=complete_address)
 @click.argument("mark", metavar="[bad]", type=click.Choice(["bad"]), default="bad")
 @click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck log`.")
 @click.option("--clear", is_flag=True, help="Remove the mark.")

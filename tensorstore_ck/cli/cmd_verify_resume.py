@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, green, printable, red
 
@@ -24,7 +25,7 @@ DIFFERS_EXIT: Final = 3  # Python exits with 1 when the user's code raises
     "tsck verify-resume my.jobs.train:make --ref runs/gpt@1000 --steps 10",
 )
 @click.argument("function", metavar="MODULE:FUNCTION")
-@click.option("--ref", "address", required=True, metavar="ADDRESS", help="The snapshot to resume from.")
+@click.option("--ref", "address", required=True, shell_complete=complete_address, metavar="ADDRESS", help="The snapshot to resume from.")
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="How many steps to run each time.")
 @store_options()
 @click.pass_context

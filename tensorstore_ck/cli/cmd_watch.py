@@ -4,6 +4,7 @@ from contextlib import closing
 
 import click
 
+from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line, step_text
 from tensorstore_ck.cli.run_program import program_words, run_program
@@ -16,7 +17,7 @@ from tensorstore_ck.maintenance.watch import PIN_SECONDS
     "tsck watch runs/gpt",
     "tsck watch runs/gpt --exec 'python eval.py --root {root} --step {step}' --newest-only",
 )
-@click.argument("ref")
+@click.argument("ref", shell_complete=complete_ref)
 @click.option("--exec", "program", metavar="CMD", help="Run CMD for each, with {root}, {step}, {ref} and {store} filled in; no shell.")
 @click.option("--since-step", type=int, metavar="N", help="Also existing snapshots, from step N on.")
 @click.option("--newest-only", is_flag=True, help="Skip all but the newest of the snapshots that came while CMD ran.")

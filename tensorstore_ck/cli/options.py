@@ -21,7 +21,9 @@ from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.cli.allowed_locations import read_places
+from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
+from tensorstore_ck.cli.known_stores import note_store
 from tensorstore_ck.cli.output import printable
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
@@ -91,8 +93,9 @@ class StoreChoice:
 
     def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, **options: Any) -> Engine:
         """The engine of the store, for operations that `Store` does not offer; `options`: see `engine.opening`."""
-        return open_engine(
-            self.require_url(),
+        url = self.require_url()
+        engine = open_engine(
+            url,
             storage_options=self.storage_options,
             single_writer_unsafe=self.single_writer_unsafe,
             no_sync=self.no_sync,
@@ -104,6 +107,8 @@ class StoreChoice:
             state_dir=self.state_dir,
             **options,
         )
+        note_store(url, self.storage_options, self.cache_dir, f"{engine.config.uuid}-{engine.config.log}")
+        return engine
 
     def make_portable(self, engine: Engine) -> None:
         """Gives an engine a backend that can be pickled, for workers on other hosts."""
@@ -202,7 +207,9 @@ def byte_rate(text: str) -> int:
     return rate
 
 
-ref_option: Final = click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
+ref_option: Final = click.option(
+    "--ref", required=True, metavar="NAME", shell_complete=complete_ref, help="The branch to put it on; made if it does not exist."
+)
 metadata_option: Final = click.option(
     "--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="Metadata, as JSON or text (repeatable)."
 )

@@ -48,6 +48,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "salvage": [["salvage", "--dry-run"]],
     "probe": [["probe"]],
     "accept-log": [["accept-log"]],
+    "completion": [["completion", "bash"], ["completion", "zsh"]],
 }
 
 
