@@ -2,7 +2,7 @@
 
 PROTOCOL.md says why that is safe. Several hosts may run gc at once, alongside writers and readers, and a run may be killed anywhere:
 the lists are in the log, so the next run continues with them. Clocks decide only when something begins. A run that refuses has
-changed nothing: only an accepted plan is carried out.
+changed nothing but that the log notes it: only an accepted plan is carried out.
 """
 
 from collections.abc import Collection, Mapping, Sequence

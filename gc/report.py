@@ -109,6 +109,8 @@ class GcReport:
     """The shell command for this run; empty where gc never runs."""
     later: tuple[FreedLater, ...] = ()
     """What later runs free, and when."""
+    not_recorded: str = ""
+    """Why the log does not say that this run took place; empty if it does, and in a dry run."""
 
     def __repr__(self) -> str:
         what = "would free" if self.dry_run else "freed"

@@ -59,6 +59,7 @@ from .integrations.importing import (
 )
 from .integrations.torch_checkpointing import CheckpointManager as CheckpointManager
 from .log import LogChangedWarning as LogChangedWarning
+from .log.run_outcome import RunOutcome as RunOutcome
 from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetails
 from .maintenance.copy_store import copy as copy
 from .maintenance.fsck import FsckOptions as FsckOptions

@@ -21,6 +21,7 @@ from tensorstore_ck.events import Callback
 from tensorstore_ck.format.codec import CodecName, CodecOption, DeltaOption
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log import Rollback
+from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
 from tensorstore_ck.log.snapshot_log import SnapshotLog
 from tensorstore_ck.maintenance import forget as forgetting
@@ -639,6 +640,13 @@ class Store:
 
         return measure_usage(self.engine.of_store(), per_snapshot=per_snapshot)
 
+    def last_runs(self) -> dict[str, RunOutcome]:
+        """``gc``, ``fsck`` -> the last run of each, by any host: when it ended, its outcome, and what it freed or found.
+
+        A run whose process could not write to the log is not among them; neither are dry runs, nor `free_dropped`.
+        """
+        return last_runs(self.engine.log.newest_view())
+
     @renamed_argument(
         stall="stall_seconds", lag="lag_seconds", restart="restart_seconds", mtbf="mtbf_seconds", bytes_per_second="bandwidth"
     )
@@ -677,11 +685,19 @@ class Store:
             bytes_per_day=bytes_per_day,
         )
 
-    def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
-        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""
-        from tensorstore_ck.maintenance.fsck import run_fsck  # noqa: PLC0415
+    def fsck(
+        self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None, record: bool = True
+    ) -> "FsckReport":
+        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Repairs nothing.
 
-        return run_fsck(self.engine.of_store(), options, read_data=read_data, progress=progress)
+        An entry in the log says what it found: see `last_runs`. There is none if this process may not write, if the log is damaged, or with
+        ``record=False``: then nothing in the store changes.
+        """
+        from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck  # noqa: PLC0415
+        from tensorstore_ck.maintenance.recorded_runs import recorded_fsck  # noqa: PLC0415
+
+        options = options or FsckOptions(read_data=read_data, progress=progress)
+        return (recorded_fsck if record else run_fsck)(self.engine.of_store(), options)
 
     @_changes
     def repair(self, *, read_data: bool = False, other: "Store | None" = None) -> "RepairReport":
@@ -689,9 +705,10 @@ class Store:
 
         Snapshots that stay damaged are marked, so that `checkout` refuses them. Nothing is deleted.
         """
-        from tensorstore_ck.maintenance.fsck import FsckOptions, run_repair  # noqa: PLC0415
+        from tensorstore_ck.maintenance.fsck import FsckOptions  # noqa: PLC0415
+        from tensorstore_ck.maintenance.recorded_runs import recorded_repair  # noqa: PLC0415
 
-        return run_repair(self.engine.of_store(), FsckOptions(read_data), other=None if other is None else other.engine.of_store())
+        return recorded_repair(self.engine.of_store(), FsckOptions(read_data), other=None if other is None else other.engine.of_store())
 
     # --- refs -------------------------------------------------------------------------------------------------------------
 
@@ -849,13 +866,15 @@ class Store:
     def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
         """Frees objects that nothing holds any more; from any host, alongside writers and readers. With `dry_run` only reports them.
 
+        An entry in the log says what it freed, or why it did not: see `last_runs`.
+
         Raises:
             UnreadableError: an object that is held cannot be read; nothing was freed.
             GcRefusedError: more than `options.max_delete` of all bytes would be deleted.
         """
-        from tensorstore_ck.gc import run_gc  # noqa: PLC0415
+        from tensorstore_ck.maintenance.recorded_runs import recorded_gc  # noqa: PLC0415
 
-        return run_gc(self.engine.of_store(), options, dry_run=dry_run, progress=progress)
+        return recorded_gc(self.engine.of_store(), options, dry_run=dry_run, progress=progress)
 
     @_changes
     def free_dropped(self, ref: str) -> "FreedSnapshots":
@@ -1025,6 +1044,7 @@ class ReadOnlyStore(Protocol):
         tested: "Callable[[Tested], object] | None" = None,
     ) -> "Bisection": ...
     def usage(self, *, per_snapshot: bool = False) -> "Usage": ...
+    def last_runs(self) -> dict[str, RunOutcome]: ...
     def advise(
         self,
         ref: str,

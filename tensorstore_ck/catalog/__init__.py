@@ -16,6 +16,7 @@ sync_stores.py      syncs several stores at a time
 synced_store.py     one store that a catalog follows
 private_catalog.py  where a server keeps a catalog of its own
 save_intervals.py   the usual time between the saves of a branch
+last_runs.py        the last run of gc and fsck in each store
 sql_conditions.py   a parsed condition -> SQL
 query.py            `find`
 """

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, delete, func, select
 from tensorstore_ck.catalog import create_tables
 from tensorstore_ck.catalog.current_refs import LIVE
 from tensorstore_ck.catalog.database import Database
+from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.query import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import jobs, metrics, snapshots, stores
@@ -226,6 +227,7 @@ class Catalog:
                     row.new_bytes,
                 )
                 its_jobs.setdefault(row.store_id, []).append(job)
+            runs = last_runs(connection)
             return tuple(
                 CatalogStore(
                     row.uuid,
@@ -234,6 +236,7 @@ class Catalog:
                     row.synced_ns,
                     sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
                     tuple(its_jobs.get(row.store_id, ())),
+                    runs.get(row.store_id, {}),
                 )
                 for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
             )

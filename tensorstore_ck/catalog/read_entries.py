@@ -36,11 +36,12 @@ CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "relocate": (),
     "place": (),
     "settle": (),
+    "report": (),
 }
 """Operation -> the tables that it may change, of those that are read from the fold. Any other operation changes none."""
 _GC: Final = ("condemn", "sweep", "relocate", "purge", "settle")
-_TEXTS: Final = ("mark", "reason", "owner", "glob", "url")
-_NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns")
+_TEXTS: Final = ("mark", "reason", "owner", "glob", "url", "run", "outcome", "message")
+_NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns", "duration_ns")
 _LISTS: Final = (*FOLDERS.values(), "targets")
 
 
@@ -78,6 +79,7 @@ class EntryEvents:
     """Whether the fold has a snapshot at its head."""
     events: list[Row] = field(default_factory=list)
     gc_runs: list[Row] = field(default_factory=list)
+    reports: list[Row] = field(default_factory=list)
     changes: list[PutEvent | AnnotatedEvent | FreedEvent] = field(default_factory=list)
     affected_ulids: set[str] = field(default_factory=set)
     """Snapshots whose state may have changed."""
@@ -98,6 +100,8 @@ class EntryEvents:
                 put_txns.add(op.fields["txn"])
             self.events.append(_event(entry, position, op, counted=counted))
             self._add_changes(entry, op)
+            if op.name == "report":
+                self.reports.append(_report(entry, position, op.fields))
             if counted or op.name != "put":
                 self._note_affected(op)
         if any(op.name in _GC for op in entry.ops):
@@ -192,6 +196,20 @@ def _detail(op: Op, *, counted: bool) -> Iterator[tuple[str, object]]:
         yield "entry", fields["n"]
     if op.name == "annotate":
         yield "metrics", len(fields["metrics"])
+
+
+def _report(entry: Entry, position: int, fields: Mapping[str, Any]) -> Row:
+    return {
+        "n": entry.n,
+        "position": position,
+        "time_ns": entry.time_ns,
+        "actor": clean(entry.actor),
+        "run": fields["run"],
+        "outcome": clean(fields["outcome"]),
+        "duration_ns": fields["duration_ns"],
+        "counts": json.dumps(fields["counts"], ensure_ascii=False, sort_keys=True),
+        "message": clean(fields["message"]),
+    }
 
 
 def _gc_run(entry: Entry) -> Row:

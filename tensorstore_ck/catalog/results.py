@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.log.run_outcome import RunOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class CatalogStore:
     synced_ns: int
     snapshots: int
     jobs: tuple[CatalogJob, ...]
+    last_runs: Mapping[str, RunOutcome]
+    """``gc``, ``fsck`` -> the last run that the log has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tensorstore_ck.catalog import current_refs
 from tensorstore_ck.catalog.read_entries import AnnotatedEvent, EntryEvents, FreedEvent, PutEvent, Row
-from tensorstore_ck.catalog.schema import events, gc_runs, jobs, metadata, metrics, snapshots
+from tensorstore_ck.catalog.schema import events, gc_runs, jobs, metadata, metrics, reports, snapshots
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.log import RefTable
 from tensorstore_ck.log.field_checks import MAX_METRICS
@@ -75,6 +75,7 @@ class RowWriter:
         self._write_metrics()
         self._insert(events, read.events)
         self._insert(gc_runs, read.gc_runs)
+        self._insert(reports, read.reports)
         self._write_jobs({str(snapshot.new["ref"]) for snapshot in new if snapshot.new is not None})
         for name in sorted(read.tables):
             self._replace(metadata.tables[name], current_refs.TABLES[name](view))

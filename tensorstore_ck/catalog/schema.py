@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
@@ -182,7 +182,24 @@ gc_runs: Final = Table(
 )
 """The log entries of gc."""
 
-OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, events, gc_runs)
+reports: Final = Table(
+    "reports",
+    metadata,
+    _key("store_id", Integer),
+    _key("n"),
+    _key("position", Integer),
+    _required("time_ns"),
+    _required("actor", _text()),
+    _required("run", _text()),
+    _required("outcome", _text()),
+    _required("duration_ns"),
+    _required("counts", _text()),
+    _required("message", _text()),
+    Index("reports_run", "store_id", "run", "n"),
+)
+"""What each run of gc and fsck noted when it ended. `counts`: as JSON."""
+
+OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, events, gc_runs, reports)
 """Every table with a `store_id`."""
 
 

@@ -39,6 +39,10 @@ VIEWS: Final[Mapping[str, str]] = {
         SELECT st.url AS store, g.n, <time g.time_ns> AS time, g.actor, g.condemned_packs, g.swept_packs, g.swept_parts,
             g.swept_snapshots, g.rescued_packs, g.relocated_packs, g.purged_windows, g.settled_n, g.time_ns
         FROM gc_runs g JOIN stores st ON st.store_id = g.store_id""",
+    "report_history": """
+        SELECT st.url AS store, r.n, <time r.time_ns> AS time, r.actor, r.run, r.outcome, r.duration_ns / 1000000000.0 AS duration_seconds,
+            r.counts, r.message, r.time_ns
+        FROM reports r JOIN stores st ON st.store_id = r.store_id""",
     "event_history": """
         SELECT st.url AS store, e.n, e.position, <time e.time_ns> AS time, e.actor, e.op, e.ref, e.root, e.detail, e.time_ns
         FROM events e JOIN stores st ON st.store_id = e.store_id""",

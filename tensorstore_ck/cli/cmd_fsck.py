@@ -15,9 +15,10 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError
 from tensorstore_ck.format.store_config import CONFIG_NAME
-from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck, run_repair
+from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck
 from tensorstore_ck.maintenance.fsck.check_config import find_config, is_of_log
 from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
+from tensorstore_ck.maintenance.recorded_runs import recorded_fsck, recorded_repair
 
 
 @command(
@@ -34,6 +35,7 @@ from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
 @click.option("--from", "other", metavar="URL", help="With --repair: another store to take lost data from.")
 @click.option("--from-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For its storage service (repeatable).")
 @click.option("--abort-uploads", is_flag=True, help="Also delete unfinished uploads that are older than a day.")
+@click.option("--no-record", is_flag=True, help="Leave no entry in the log: nothing in the store changes.")
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Read the data on the workers of a Dask cluster.")
 @store_options(writes=True)
@@ -49,6 +51,7 @@ def fsck(
     other: str | None,
     from_storage_option: tuple[tuple[str, object], ...],
     abort_uploads: bool,
+    no_record: bool,
     rate_limit: float | None,
     dask: str | None,
     as_json: bool,
@@ -57,19 +60,22 @@ def fsck(
 
     Jobs and gc may run meanwhile. Without options it reads the log, records, parts and the packs' tables, and the data of packs in which
     this host found damage before; --repair also reads the data of snapshots that are marked as damaged. --read-data finds damage in all
-    other data, with and without --repair.
+    other data, with and without --repair. An entry in the log notes what was found (`tsck usage` shows it), unless this user may
+    not write, the log is damaged, or --no-record is given: for a copy of a store's files that still follows its original.
     """
     if other is not None and not repair:
         raise click.UsageError("--from is for --repair.")
     if dask is not None and repair:
         raise click.UsageError("--dask checks; --repair runs here.")
+    if no_record and (repair or abort_uploads):
+        raise click.UsageError("--no-record is for a check that changes nothing.")
     with ExitStack() as stack:
         source: Engine | None = None
         if other is not None:  # a copy of this store's files has the same uuid, and must not share this host's cache
             folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
             from_choice = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder)
             source = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
-        engine, is_sure = _open(choice, stack, source, read_only=not (repair or abort_uploads))
+        engine, is_sure = _open(choice, stack, source, changes=repair or abort_uploads, records=not no_record)
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
@@ -82,16 +88,18 @@ def fsck(
         repaired: RepairReport | None = None
         if repair:
             if is_sure:
-                repaired = run_repair(engine, options, other=source)
+                repaired = recorded_repair(engine, options, other=source)
             else:  # the log may be another store's: write nothing
                 found = run_fsck(engine, options)
                 repaired = RepairReport(found, (), (), (), found)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:
-            report = _completed(run_fsck(engine, options, executor=executor), choice)
+            check = recorded_fsck if is_sure and not no_record else run_fsck
+            report = _completed(check(engine, options, executor=executor), choice)
     lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
     lines += _fsck_lines(report, repaired.before if repaired else report, options)
+    lines += [f"note: this check is not noted in the log: {printable(report.not_recorded)}"] if report.not_recorded else []
     lines += choice.advice_lines(report.freeable.describe() if report.freeable is not None else ())
     document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
     emit(document, lines, as_json=as_json)
@@ -99,10 +107,10 @@ def fsck(
         context.exit(DamageError.exit_code)
 
 
-def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, read_only: bool) -> tuple[Engine, bool]:
+def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, changes: bool, records: bool) -> tuple[Engine, bool]:
     """The store, even if its store.json is damaged; and whether the log is certainly that of this store."""
     try:
-        engine = choice.open_engine(read_only=read_only)
+        engine = choice.open_engine(read_only=not changes and not records)
         if is_of_log(engine.backend, engine.config) is not False:
             return stack.enter_context(closing(engine)), True
         engine.close()
@@ -110,10 +118,10 @@ def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, read_o
         if exc.object_id != CONFIG_NAME:
             raise
     with closing(choice.open_backend()) as backend:
-        found = find_config(backend, other.config if other is not None else None, is_writable=not read_only)
+        found = find_config(backend, other.config if other is not None else None, is_writable=changes)
     if not found.is_sure:  # this host's cache may be another store's
         choice = replace(choice, cache_dir=stack.enter_context(TemporaryDirectory(prefix="tsck-")))
-    return stack.enter_context(closing(choice.open_engine(read_only=read_only, config=found.config))), found.is_sure
+    return stack.enter_context(closing(choice.open_engine(read_only=not changes, config=found.config))), found.is_sure
 
 
 def _completed(report: FsckReport, choice: StoreChoice) -> FsckReport:

@@ -196,6 +196,8 @@ def _gc_lines(report: GcReport) -> list[str]:
     lines.append(
         f"{would}freed: {size}" + (f" ({deleted} deleted)" if deleted else "") + f", in about {counted(report.requests, 'request')}"
     )
+    if report.not_recorded:
+        lines.append(f"note: this run is not noted in the log: {printable(report.not_recorded)}")
     if report.refused is not None:
         lines.append(f"would be refused: {printable(report.refused)}")
     return lines

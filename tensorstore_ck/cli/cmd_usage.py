@@ -6,9 +6,10 @@ from typing import Final
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import emit, printable, short_root, step_text, table
+from tensorstore_ck.cli.output import counted, emit, fields_of, iso_time, printable, short_root, step_text, table
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
+from tensorstore_ck.log.run_outcome import FINDINGS, RunOutcome
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40
@@ -24,10 +25,10 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
     """Show how many bytes each branch and tag uses.
 
     LOGICAL counts all bytes that were saved, UNIQUE each block once, STORED the bytes on disk, SHARED those that another ref holds too,
-    and EXCLUSIVE those that forgetting it frees when the undo window has ended.
+    and EXCLUSIVE those that forgetting it frees when the undo window has ended. The last lines say when gc and fsck ran last.
     """
     with choice.look() as store:
-        found = store.usage(per_snapshot=snapshots)
+        found, runs = store.usage(per_snapshot=snapshots), store.last_runs()
     if snapshots:
         lines = _snapshot_lines(found.by_snapshot or ())
     elif packs:
@@ -44,7 +45,13 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         header = ["REF", "SNAPSHOTS", *SIZES]
         rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
         lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
-    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *choice.advice_lines(found.freeable.describe())], as_json=as_json)
+    lines += [
+        "",
+        *map(choice.complete, _store_lines(found)),
+        *choice.advice_lines(found.freeable.describe()),
+        *map(_run_line, runs.values()),
+    ]
+    emit({**fields_of(found), "last_runs": runs}, lines, as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:
@@ -99,3 +106,14 @@ def _store_lines(found: Usage) -> list[str]:
         parts += [f"{human_bytes(size)} {what}"] if size else []
     parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in found.places]
     return [", ".join(parts)]
+
+
+def _run_line(run: RunOutcome) -> str:
+    counts = run.counts
+    what = [counted(counts.get("errors", 0), "error") if run.outcome == FINDINGS else printable(run.outcome)]
+    if run.run == "gc" and "deleted_bytes" in counts:
+        what.append(f"freed {human_bytes(max(0, counts['deleted_bytes'] - counts.get('written_bytes', 0)))}")
+    if run.run == "fsck" and "read_bytes" in counts:
+        what.append(f"{human_bytes(counts['read_bytes'])} of data read")
+    reason = f": {printable(run.message)}" if run.message else ""
+    return f"last {printable(run.run)}: {iso_time(run.time_ns)} by {printable(run.actor)}: {', '.join(what)}{reason}"

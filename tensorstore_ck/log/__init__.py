@@ -3,12 +3,14 @@
 entry.py, operations.py, object_set.py   what an entry holds (format)
 ref_names.py                             what a branch or tag may be called
 table_rows.py                            what the ref table holds: keys and rows (format: checkpoints are dumps of it)
+row_kind.py                              how a row is encoded, and decoded strictly
 field_checks.py                          what the fields of operations and rows may hold
 fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
+run_outcome.py                           what users see of a run of gc or fsck
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that nobody has to read the log from its start
 entry_reader.py                          entries read from the backend

@@ -16,6 +16,7 @@ from tensorstore_ck.format.sealed import seal, unseal
 from tensorstore_ck.log import table_rows
 from tensorstore_ck.log.cache import Batch, Reader
 from tensorstore_ck.log.field_checks import COUNT, DIGEST
+from tensorstore_ck.log.row_kind import PREFIX
 
 MIN_TAIL_ENTRIES: Final = 64
 MAX_TAIL_ENTRIES: Final = 2000
@@ -79,7 +80,7 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
 
     Takes a batch, so that nobody folds further entries while it is read.
     """
-    items = [(key[len(table_rows.PREFIX) :], value) for key, value in batch.scan(table_rows.PREFIX) if key != table_rows.HEAD.prefix]
+    items = [(key[len(PREFIX) :], value) for key, value in batch.scan(PREFIX) if key != table_rows.HEAD.prefix]
     body = {
         "n": n,
         "entry_hash": entry_hash,
@@ -97,9 +98,9 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
 
 def load(batch: Batch, checkpoint: Checkpoint) -> None:
     """Replaces the ref table in `batch`."""
-    batch.clear(table_rows.PREFIX)
+    batch.clear(PREFIX)
     for key, value in zip(checkpoint.keys, checkpoint.values, strict=True):
-        batch.put(table_rows.PREFIX + key, value)
+        batch.put(PREFIX + key, value)
     table_rows.HEAD.put(batch, b"", table_rows.Head(checkpoint.n, checkpoint.entry_hash))
 
 

@@ -9,11 +9,10 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, derived_hash
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
 from tensorstore_ck.format.sealed import object_hash, seal, unseal
-from tensorstore_ck.log.field_checks import COUNT, DIGEST, ULID
+from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID
 from tensorstore_ck.log.operations import Op, op_problem
 
 MAX_ENTRY_BYTES: Final = 1 << 20
-MAX_ACTOR_CHARS: Final = 256
 ENTRIES_A_FOLDER: Final = 1000
 
 

@@ -12,9 +12,13 @@ MAX_METRIC_NAME_CHARS: Final = 256
 MAX_REASON_CHARS: Final = 4096
 MAX_OP_NAME_CHARS: Final = 64
 MAX_OWNER_BYTES: Final = 256
+MAX_ACTOR_CHARS: Final = 256
 MAX_RULES: Final = 64
 MAX_RULE_ITEMS: Final = 1000
 MAX_URL_CHARS: Final = 1024
+MAX_COUNTS: Final = 64
+MAX_RUN_CHARS: Final = 64
+MAX_MESSAGE_CHARS: Final = 1000
 MARKS: Final = ("bad", "damaged", "drift", "")
 _MAX_INTEGER: Final = (1 << 63) - 1
 
@@ -58,6 +62,14 @@ def _are_metrics(metrics: dict[object, object]) -> bool:
     return all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and type(number) is float for name, number in metrics.items())
 
 
+def _are_counts(counts: dict[object, object]) -> bool:
+    return all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and COUNT.accepts(number) for name, number in counts.items())
+
+
+def _is_run(name: str) -> bool:
+    return name.isascii() and name.isprintable()
+
+
 def _fits_into_key(owner: str) -> bool:
     return len(owner.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in owner
 
@@ -90,3 +102,7 @@ OWNER: Final = Field(str, 1, MAX_OWNER_BYTES, _fits_into_key)
 RULES: Final = Field(dict, 1, MAX_RULES, _are_rules)
 URL: Final = Field(str, 1, MAX_URL_CHARS, str.isprintable)
 SHORT_TEXT: Final = Field(str, 0, 64)
+RUN: Final = Field(str, 1, MAX_RUN_CHARS, _is_run)
+COUNTS: Final = Field(dict, 0, MAX_COUNTS, _are_counts)
+MESSAGE: Final = Field(str, 0, MAX_MESSAGE_CHARS)
+ACTOR: Final = Field(str, 0, MAX_ACTOR_CHARS)

@@ -242,6 +242,11 @@ def _close_window_if_empty(batch: Batch, view: RefTable, window: bytes) -> None:
         rows.WINDOWS.delete(batch, window)
 
 
+def _report(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
+    row = rows.ReportRow(op["outcome"], op["duration_ns"], op["counts"], op["message"], entry.actor, entry.n, entry.time_ns)
+    rows.REPORTS.put(batch, op["run"].encode(), row)
+
+
 # --- the lists of gc --------------------------------------------------------------------------------------------------
 
 
@@ -351,4 +356,5 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "relocate": _relocate,
     "place": _place,
     "settle": _settle,
+    "report": _report,
 }

@@ -15,6 +15,7 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.field_checks import (
     COUNT,
+    COUNTS,
     DATE,
     DIGEST,
     GLOB,
@@ -22,12 +23,15 @@ from tensorstore_ck.log.field_checks import (
     MAX_OP_NAME_CHARS,
     MAX_OWNER_BYTES,
     MAX_REASON_CHARS,
+    MESSAGE,
     METRICS,
     OWNER,
     PARENT,
     REASON,
     REF,
     RULES,
+    RUN,
+    SHORT_TEXT,
     STEP,
     ULID,
     ULIDS,
@@ -191,6 +195,11 @@ class Op:
         """Drops the tombstones of objects swept at entry `n` or before; nothing anchored before `n` can commit any more."""
         return _op("settle", n=n)
 
+    @classmethod
+    def report(cls, run: str, outcome: str, duration_ns: int, counts: Mapping[str, int], message: str = "") -> "Op":
+        """Says what a run of gc or fsck, which ends now, did and found."""
+        return _op("report", critical=False, run=run, outcome=outcome, duration_ns=duration_ns, counts=counts, message=message)
+
     def check(self, view: "RefTable") -> None:
         """Checks its preconditions at `view`, except those of a put, which its caller checks.
 
@@ -276,5 +285,6 @@ SCHEMA: Final[Mapping[str, Mapping[str, Field]]] = {
     "relocate": {"pack": ULID, "moved": ULID, "hash": DIGEST, "targets": ULIDS},
     "place": {"packs": ULIDS, "url": URL},
     "settle": {"n": COUNT},
+    "report": {"run": RUN, "outcome": SHORT_TEXT, "duration_ns": COUNT, "counts": COUNTS, "message": MESSAGE},
 }
 """Operation -> its fields."""

@@ -9,7 +9,8 @@ from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import Reader
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
-from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, Row, RowKind, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.row_kind import PREFIX, Row, RowKind
+from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, SnapshotInfo, TxnOutcome, UndoWindow
 
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
@@ -46,7 +47,7 @@ class RefTable:
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Every row, as it is stored."""
-        return self._reader.scan(rows.PREFIX)
+        return self._reader.scan(PREFIX)
 
     def head(self) -> Head | None:
         """The entry folded last; None if there is none, or another version of the fold folded it."""
@@ -238,6 +239,10 @@ class RefTable:
     def locations(self) -> dict[Ulid, str]:
         """The URL of each pack at a cold location."""
         return {Ulid(pack): rows.LOCATIONS.decode(value).url for pack, value in self.scan(rows.LOCATIONS)}
+
+    def reports(self) -> dict[str, rows.ReportRow]:
+        """``gc``, ``fsck`` -> what its last run reported."""
+        return {run.decode("ascii"): rows.REPORTS.decode(value) for run, value in self.scan(rows.REPORTS)}
 
     def horizon(self) -> int:
         """Tombstones of entries up to this one are dropped, and nothing anchored before it may commit."""

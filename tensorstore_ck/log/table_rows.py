@@ -24,50 +24,46 @@ strictly, whether it comes from this host's cache or from a checkpoint.
     m pack:16 moved:16      n, hash, targets                              a relocation of a pack
     w moved:16              pack                                          the same, by its moved object
     c pack:16               url                                           the cold location of a pack
+    v run                   outcome, duration_ns, counts, message, actor, n, time_ns     the last report of gc or fsck
     z                       n                                             the horizon
     f                       n, op                                         the first critical operation unknown to this build
     h                       n, hash, fold                                 (not in checkpoints) the entry folded last
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, NamedTuple, TypeVar
-
-import msgpack
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.folders import FOLDERS
-from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.field_checks import (
+    ACTOR,
     COUNT,
+    COUNTS,
     DATE,
     DIGEST,
     FLAG,
     GLOB,
     MARK,
-    MAX_METRICS,
-    MAX_RULE_ITEMS,
+    MESSAGE,
     METRICS,
     OWNER,
     PARENT,
     REASON,
     REF,
     RULES,
+    RUN,
     SHORT_TEXT,
     STEP,
     ULID,
     ULIDS,
     URL,
-    Field,
-    first_invalid,
 )
 from tensorstore_ck.log.object_set import ObjectKey
+from tensorstore_ck.log.row_kind import PREFIX, RowKind
 
-FOLD_VERSION: Final = 5
+FOLD_VERSION: Final = 6
 """Incremented whenever `fold` learns another operation: the fold of an older build lacks its effect."""
-
-PREFIX: Final = b"r/"
 
 
 class Head(NamedTuple):
@@ -219,6 +215,19 @@ class RelocationRow(NamedTuple):
     """The packs, as joined ULIDs."""
 
 
+class ReportRow(NamedTuple):
+    """What a run of gc or fsck reported last."""
+
+    outcome: str
+    duration_ns: int
+    counts: Mapping[str, int]
+    message: str
+    actor: str
+    n: int
+    time_ns: int
+    """When it ended."""
+
+
 class EntryRow(NamedTuple):
     """The number of a log entry."""
 
@@ -242,53 +251,6 @@ class LocationRow(NamedTuple):
     """The cold location of a pack."""
 
     url: str
-
-
-Row = TypeVar("Row", bound=tuple[Any, ...])
-
-
-class RowKind(Generic[Row]):
-    """One kind of row: where its keys begin, what its fields may hold, and the type that callers see."""
-
-    def __init__(self, byte: bytes, row: type[Row], *fields: Field, is_key: Callable[[bytes], bool], named_by_key: int = 0) -> None:
-        """`is_key` checks a key after its first byte. `named_by_key`: how many fields, the first ones of `row`, are not in the value."""
-        self.prefix = PREFIX + byte
-        self.row = row
-        self.fields = fields
-        self.is_key = is_key
-        self._named_by_key = named_by_key
-
-    def decode(self, value: bytes, *named: Any) -> Row:
-        """The row of a value; `named` are the fields that its key holds.
-
-        Raises:
-            CorruptObjectError: not a row of that kind.
-        """
-        return self.row(*named, *self.check(value))
-
-    def check(self, value: bytes) -> list[Any]:
-        """The fields of a value.
-
-        Raises:
-            CorruptObjectError: not a row of that kind.
-        """
-        try:
-            fields = msgpack.unpackb(value, max_array_len=MAX_RULE_ITEMS, max_map_len=MAX_METRICS, max_ext_len=0)
-        except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
-            fields = None
-        if type(fields) is not list or len(fields) != len(self.fields) or first_invalid(self.fields, fields) is not None:
-            name = self.row.__name__
-            raise CorruptObjectError(f"a {name} of the ref table is malformed: run `tsck fsck`", object_id=name)
-        return fields
-
-    def put(self, batch: Batch, key: bytes, row: Row) -> None:
-        """Sets a row; `key` without the prefix."""
-        start = self._named_by_key
-        batch.put(self.prefix + key, pack_body(list(row[start : start + len(self.fields)])))
-
-    def delete(self, batch: Batch, key: bytes) -> None:
-        """Removes a row, if it is there; `key` without the prefix."""
-        batch.delete(self.prefix + key)
 
 
 def numbered(name: str, seq: int) -> bytes:
@@ -355,6 +317,12 @@ OBJECTS: Final = RowKind(b"g", ObjectRow, FLAG, COUNT, is_key=lambda key: len(ke
 RELOCATIONS: Final = RowKind(b"m", RelocationRow, COUNT, DIGEST, ULIDS, is_key=_has(2 * ULID_BYTES))
 MOVED: Final = RowKind(b"w", MovedRow, ULID, is_key=_has(ULID_BYTES))
 LOCATIONS: Final = RowKind(b"c", LocationRow, URL, is_key=_has(ULID_BYTES))
+REPORTS: Final = RowKind(
+    b"v",
+    ReportRow,
+    *(SHORT_TEXT, COUNT, COUNTS, MESSAGE, ACTOR, COUNT, COUNT),
+    is_key=lambda key: RUN.accepts(key.decode("ascii", "replace")),
+)
 HORIZON: Final = RowKind(b"z", EntryRow, COUNT, is_key=_has(0))
 STOP: Final = RowKind(b"f", StopRow, COUNT, SHORT_TEXT, is_key=_has(0))
 
@@ -362,7 +330,7 @@ _IN_CHECKPOINTS: Final[Mapping[bytes, RowKind[Any]]] = {
     kind.prefix[len(PREFIX) :]: kind
     for kind in (
         *(BRANCHES, MOVES, STEPS, LENGTHS, TAGS, SNAPSHOTS, ROOTS, NOTES, TXNS, STAGED, HOLDS, PINS, POLICIES, WINDOWS, FORGOTTEN),
-        *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, HORIZON, STOP),
+        *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, REPORTS, HORIZON, STOP),
     )
 }
 

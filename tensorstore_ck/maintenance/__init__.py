@@ -6,6 +6,7 @@ copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
 refs.py              moves, tags, pins, marks and annotates
 forget.py            forget and undo
+recorded_runs.py     gc, fsck and repair, with an entry in the log about the outcome
 apply_policies.py    sets, shows and applies retention policies
 bisect_history.py    the first bad snapshot of a branch
 bisect_search.py     the search of that, without a store

@@ -229,6 +229,14 @@ def test_views_and_tables_in_plain_sql(url: str) -> None:
         assert [row["name"] for row in ask("SELECT name FROM refs")] == ["runs/gpt"]
         swept = ask("SELECT sum(swept_snapshots) AS snapshots, sum(swept_packs) AS packs, sum(purged_windows) AS windows FROM gc_history")
         assert [int(swept[0][name]) for name in ("snapshots", "packs", "windows")] == [1, 1, 2]
+        (noted,) = ask("SELECT run, outcome, counts FROM report_history")
+        assert (noted["run"], noted["outcome"], json.loads(noted["counts"])["deleted_snapshots"]) == ("gc", "ok", 1)
+        assert catalog.stores()[0].last_runs == store.last_runs()
+        store.fsck()
+        store.gc(AT_ONCE)
+        catalog.sync(store)
+        assert catalog.stores()[0].last_runs == store.last_runs()
+        assert [row["run"] for row in ask("SELECT run FROM reports ORDER BY n")] == ["gc", "fsck", "gc"]
         events = ask("SELECT op, ref, detail FROM event_history ORDER BY n, position")
         assert [event["op"] for event in events][:10] == ["put", "put", "put", "tag", "tag", "pin", "policy", "branch", "expire", "put"]
         assert json.loads(events[5]["detail"])["owner"] == "ada"

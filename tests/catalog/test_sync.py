@@ -16,7 +16,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog, create_tables, row_writer
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, FormatVersionError
-from tensorstore_ck.log import table_rows
+from tensorstore_ck.log import row_kind
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.catalog.made import dump, publish
@@ -180,7 +180,7 @@ def test_a_cache_that_others_empty_is_read_again(url: str, monkeypatch: pytest.M
         if times[0] > 0:
             times[0] -= 1
             with store.engine.table.batch() as batch:
-                for key, _ in list(batch.scan(table_rows.PREFIX)):
+                for key, _ in list(batch.scan(row_kind.PREFIX)):
                     batch.delete(key)
         return write(self, *args)  # type: ignore[arg-type]
 

@@ -176,6 +176,29 @@ def test_fsck_says_what_it_checked(history: Tsck) -> None:
     assert report["report"]["data_bytes"] > 40_000
 
 
+def test_usage_says_when_gc_and_fsck_ran_last(history: Tsck) -> None:
+    assert "last gc" not in history("usage").out
+    assert history("gc").code == 0
+    assert history("fsck", "--no-record").code == 0
+    assert set(history("usage", "--json").json["last_runs"]) == {"gc"}
+    assert history("fsck", "--read-data").code == 0
+    fsck, gc = history("usage").out.splitlines()[-2:]
+    assert gc.startswith("last gc: 20")
+    assert gc.endswith(": ok, freed 0 B")
+    assert fsck.startswith("last fsck: 20")
+    assert fsck.endswith("KiB of data read")
+    assert "changes nothing" in history("fsck", "--no-record", "--repair").err
+
+
+def test_a_run_that_the_log_does_not_have_says_so(history: Tsck, tmp_path: Path) -> None:
+    (entry,) = (tmp_path / "ck/log").rglob("*1")
+    entry.unlink()
+    damaged = history("fsck")
+    assert damaged.code == 40
+    assert "note: this check is not noted in the log: log/" in damaged.out
+    assert "damaged log" in history("fsck", "--json").json["report"]["not_recorded"]
+
+
 def test_fsck_names_the_tensors_that_damage_hits(history: Tsck, tmp_path: Path) -> None:
     for pack in (tmp_path / "ck/packs").rglob("*"):
         if pack.is_file() and pack.stat().st_size > 40_000:

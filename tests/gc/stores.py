@@ -94,6 +94,11 @@ def contents(backend: Backend, prefix: str = "") -> dict[str, bytes]:
     return {info.name: backend.get(info.name, max_bytes=1 << 30) for info in backend.list(prefix)}
 
 
+def contents_without_log(backend: Backend) -> dict[str, bytes]:
+    """Every object and its bytes, without the entries of the log, and the checkpoints of that."""
+    return {name: data for name, data in contents(backend).items() if not name.startswith(("log/", "checkpoint/"))}
+
+
 def sizes(backend: Backend) -> dict[str, int]:
     """What gc may free: name -> bytes."""
     return {info.name: info.size_bytes for folder in FOLDERS for info in backend.list(f"{folder}/")}

@@ -33,6 +33,7 @@ from tests.gc.stores import (
     Clock,
     State,
     contents,
+    contents_without_log,
     counts,
     interrupted,
     leave_orphans,
@@ -376,10 +377,12 @@ def test_what_has_run_out_stays_when_gc_refuses(why: str) -> None:
         ahead = Clock()
         ahead.advance(4 * DAY)
         store = open_store(backend, clock=ahead)
-    before = contents(backend)
+    before, head = contents_without_log(backend), store.engine.log.sync().n
     with pytest.raises(UnreadableError if why == "unreadable" else GcRefusedError):
         store.gc(GcOptions(min_age_seconds=0, max_delete=0.1 if why == "too much" else 1))
-    assert contents(backend) == before
+    assert contents_without_log(backend) == before
+    assert [op.name for entry in store.engine.log.entries(head + 1) for op in entry.ops] == ["report"]
+    assert store.last_runs()["gc"].outcome == ("failed" if why == "unreadable" else "refused")
     assert len(store.pins()) == 1
     store.undo()
     assert store.resolve("job@2").step == 2
@@ -400,10 +403,12 @@ def test_refuses_when_the_clocks_are_apart() -> None:
     store = open_store(backend, clock=clock)
     put_all(store, "job", [state(1), state(2)])
     store.forget("job@1")
-    before = contents(backend)
+    before = contents_without_log(backend)
     with pytest.raises(GcRefusedError, match="600 s apart"):
         store.gc(GcOptions())
-    assert contents(backend) == before, "not even the probe of the clock is left"
+    assert contents_without_log(backend) == before, "not even the probe of the clock is left"
+    assert "600 s apart" in store.last_runs()["gc"].message
+    before = contents(backend)
     assert "600 s apart" in str(store.gc(GcOptions(), dry_run=True).refused)
     assert contents(backend) == before
     clock.advance(301)

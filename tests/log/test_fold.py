@@ -39,6 +39,7 @@ class Model:
     snapshots: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     notes: dict[bytes, tuple[dict[str, float], str, str]] = field(default_factory=dict)
     outcomes: dict[bytes, tuple[bool, int]] = field(default_factory=dict)
+    reports: dict[str, tuple[str, int]] = field(default_factory=dict)
     stop: tuple[int, str] | None = None
 
     def newest(self, root: bytes) -> bytes | None:
@@ -74,6 +75,8 @@ class Model:
             case "annotate" if ulid:
                 metrics, mark, reason = self.notes.get(op["root"], ({}, "", ""))
                 self.notes[op["root"]] = ({**metrics, **op["metrics"]}, mark, reason)
+            case "report":
+                self.reports[op["run"]] = (op["outcome"], entry.n)
             case "mark" if ulid:
                 metrics, _, _ = self.notes.get(op["root"], ({}, "", ""))
                 self.notes[op["root"]] = (metrics, op["mark"], op["reason"])
@@ -121,6 +124,7 @@ def compare(view: RefTable, model: Model) -> None:
     for txn in [*TXNS, b"short"]:
         outcome = view.outcome(txn)
         assert (tuple(outcome) if outcome else None) == model.outcomes.get(txn)
+    assert {run: (row.outcome, row.n) for run, row in view.reports().items()} == model.reports
     stop = view.stop()
     assert (tuple(stop) if stop else None) == model.stop
 
@@ -156,6 +160,7 @@ ops = st.one_of(
     st.builds(Op.annotate, roots, metrics),
     st.builds(Op.mark, roots, st.sampled_from(["bad", ""]), st.sampled_from(["", "diverged"])),
     st.builds(Op.abort, st.sampled_from(TXNS)),
+    st.builds(Op.report, st.sampled_from(["gc", "fsck"]), st.sampled_from(["ok", "findings"]), st.just(7), st.just({"errors": 1})),
     st.sampled_from([Op({"op": "from-the-future", "critical": True}), Op({"op": "from-the-future-too", "critical": False})]),
 )
 logs = st.lists(st.lists(ops, max_size=3), max_size=12)

@@ -13,7 +13,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
 from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.log import LogChangedWarning, Op, RefTable, table_rows
+from tensorstore_ck.log import LogChangedWarning, Op, RefTable, row_kind, table_rows
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, Table
 from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
@@ -268,7 +268,7 @@ def test_operations_are_not_built_on_a_table_that_lost_what_it_held(table: Table
     def build(view: RefTable) -> list[Op]:
         if not built:
             with table.batch() as batch:
-                batch.clear(table_rows.PREFIX)
+                batch.clear(row_kind.PREFIX)
         built.append(view.branches())
         return [mark_op(",".join(view.branches()))]
 

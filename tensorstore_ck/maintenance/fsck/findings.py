@@ -61,6 +61,8 @@ class FsckReport:
     """Whether time ran out before all chosen data was read."""
     freeable: Freeable | None = None
     """What gc can free, if something unreferenced was found and gc can run."""
+    not_recorded: str = ""
+    """Why the log does not say that this check took place; empty if it does, or should not."""
 
     def __repr__(self) -> str:
         found = f"{sum(each.severity == 'error' for each in self.findings):,} errors" if not self.ok else "ok"

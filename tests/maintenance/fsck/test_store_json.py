@@ -76,7 +76,8 @@ def damage(how: Callable[[StoreConfig], bytes | None]) -> bytes:
 
 def errors(document: dict[str, Any]) -> list[tuple[str, str]]:
     report = document["report"]
-    assert (report["log_entries"], report["snapshots"]) == (2, 2)
+    assert report["log_entries"] >= 2, "and what checks noted"
+    assert report["snapshots"] == 2
     return [(finding["object"], finding["message"]) for finding in report["findings"] if finding["severity"] == "error"]
 
 

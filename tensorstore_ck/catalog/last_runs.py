@@ -1,0 +1,28 @@
+"""The last run of gc and of fsck in each store."""
+
+import json
+
+from sqlalchemy import Connection, and_, func, select
+
+from tensorstore_ck.catalog.schema import reports
+from tensorstore_ck.log.run_outcome import RunOutcome
+
+
+def last_runs(connection: Connection) -> dict[int, dict[str, RunOutcome]]:
+    """Number of a store -> ``gc``, ``fsck`` -> its last run."""
+    newest = select(reports.c.store_id, reports.c.run, func.max(reports.c.n).label("n")).group_by(reports.c.store_id, reports.c.run)
+    last = newest.subquery()
+    its = and_(reports.c.store_id == last.c.store_id, reports.c.run == last.c.run, reports.c.n == last.c.n)
+    found: dict[int, dict[str, RunOutcome]] = {}
+    for row in connection.execute(select(reports).join(last, its).order_by(reports.c.run, reports.c.position)):
+        found.setdefault(row.store_id, {})[row.run] = RunOutcome(
+            row.run,
+            row.outcome,
+            row.time_ns,
+            row.duration_ns / 1e9,
+            json.loads(row.counts),
+            row.message,
+            row.actor,
+            row.n,
+        )
+    return found
