@@ -81,6 +81,20 @@ def test_a_branch_that_was_removed_vanishes_and_new_saves_show(serve: Serve, mak
     assert not any("runs/b" in key for key in found)
 
 
+def test_what_changes_between_two_refreshes(serve: Serve, make_store: MakeStore) -> None:
+    store, now = make_store(), 100
+    served = serve(store.url, clock=lambda: now * 10**9)
+    for times, interval in (((0, 10, 20), 10), ((60, 100), 25)):
+        for seconds in times:
+            store.engine.log._clock = lambda seconds=seconds: seconds * 10**9  # type: ignore[misc]
+            publish(store, "runs/a", seconds)
+        found = served.refreshed()
+        assert found["tsck_save_interval_seconds", store.url, "runs/a"] == interval
+        assert found["tsck_catalog_sync_timestamp_seconds", store.url] == now
+    now = 200
+    assert served.refreshed()["tsck_catalog_sync_timestamp_seconds", store.url] == 200
+
+
 def test_a_dead_store_hides_no_other_and_comes_back(
     serve: Serve, make_store: MakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
