@@ -50,7 +50,7 @@ def ui(urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int,
         emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
         if not no_browser:
             webbrowser.open(url)
-        serve(make_app(sources, access, choice.complete), listening)
+        serve(make_app(sources, access, choice.complete, choice.open_options()), listening)
 
 
 def _listen(port: int) -> socket.socket:

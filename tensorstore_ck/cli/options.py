@@ -33,6 +33,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.log import ROLLBACK, Rollback
+from tensorstore_ck.redaction import hidden_options
 from tensorstore_ck.store import ReadOnlyStore, Store
 
 STORE_VARIABLE: Final = "TSCK_STORE"
@@ -109,6 +110,12 @@ class StoreChoice:
         )
         note_store(url, self.storage_options, self.cache_dir, f"{engine.config.uuid}-{engine.config.log}")
         return engine
+
+    def open_options(self) -> dict[str, Any]:
+        """The arguments of `tensorstore_ck.open` that reach the store from a program, without secrets."""
+        options = {"storage_options": hidden_options(self.storage_options), "cache_dir": self.cache_dir, "state_dir": self.state_dir}
+        found = {name: value for name, value in options.items() if value}
+        return {**found, "places": list(self.allowed_places())} if self.allowed_places() else found
 
     def make_portable(self, engine: Engine) -> None:
         """Gives an engine a backend that can be pickled, for workers on other hosts."""

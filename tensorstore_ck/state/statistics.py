@@ -6,7 +6,7 @@ nor infinite; a complex number is NaN if one of its two parts is, and infinite i
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,7 +103,11 @@ def tensor_statistics(content: SnapshotContent, select: Sequence[str] | None = N
     """The statistics of the tensors of a snapshot; see `Store.statistics`."""
     if type(bins) is not int or not 0 <= bins <= MAX_BINS:
         raise InvalidOptionError(f"bins must be a number from 0 to {MAX_BINS:,}, not {bins!r}", object_id="bins")
-    tensors = _selected(stored_tensors(content), select, content)
+    return statistics_of(_selected(stored_tensors(content), select, content), bins)
+
+
+def statistics_of(tensors: Mapping[str, StoredTensor], bins: int) -> list[TensorStatistics]:
+    """The statistics of these tensors of one snapshot, by name."""
     sums = {name: _Sums() for name, tensor in tensors.items() if has_numbers(tensor.form.dtype)}
     for name, flat in _read(tensors, sums):
         for (numbers,) in steps(flat):
@@ -124,7 +128,7 @@ def first_not_finite(content: SnapshotContent, select: Sequence[str] | None = No
     return None
 
 
-def _read(tensors: dict[str, StoredTensor], names: Iterable[str]) -> Iterable[tuple[str, TensorOrArray]]:
+def _read(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> Iterable[tuple[str, TensorOrArray]]:
     """The elements of the tensors with these names, one piece after another."""
     pieces = ((Piece(tensors[name], *each),) for name in names for each in cut(tensors[name]))
     for batch in piece_batches(pieces):
@@ -196,6 +200,11 @@ def change_statistics(
 ) -> list[ChangeStatistics]:
     """By how much tensors changed; see `Store.change_statistics`. Only those of which `changed` has the stored tensor are read."""
     before, after = (_selected(stored_tensors(content), select, old, new) for content in (old, new))
+    return changes_of(before, after, changed)
+
+
+def changes_of(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor], changed: Iterable[str]) -> list[ChangeStatistics]:
+    """As `change_statistics`, of these tensors of the old and of the new snapshot, by name."""
     known = set(changed)
     found, compared = list[ChangeStatistics](), dict[str, tuple[StoredTensor, StoredTensor]]()
     for name in [*after, *(name for name in before if name not in after)]:

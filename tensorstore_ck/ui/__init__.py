@@ -1,20 +1,28 @@
 """Pages in a browser, for one user on this host: `tsck ui`. They show what a catalog and its stores hold, and change nothing.
 
-app.py         the application: which path has which page
-pages.py       what all pages share: templates, the stores behind them, links, what an error looks like
-security.py    who may ask: host, token, cookie, methods; headers of every answer
-sources.py     the stores and their catalog; threads that read what is new in their logs
-background.py  reads of a whole store that take long, each in a thread of its own
-overview.py    the page of all stores and branches
-ref.py         the page of a branch: charts, graph, saves
-lineage.py     the saves of a branch: which lead to its head, and which it left behind
-series.py      what its charts draw, as JSON
-graph.py       its graph
-saves.py       its saves, a page at a time
-space.py       what holds a store's bytes, and how it grew
-health.py      last runs, a check on request, marks, and where packs lie
-what_if.py     what a policy would keep and free
-text.py        bytes, ages, times and numbers as people read them
+app.py                the application: which path has which page
+pages.py              what all pages share: templates, the stores behind them, links, what an error looks like
+security.py           who may ask: host, token, cookie, methods; headers of every answer
+sources.py            the stores and their catalog; threads that read what is new in their logs
+background.py         reads that take long, each in a thread of its own
+overview.py           the page of all stores and branches
+ref.py                the page of a branch: charts, graph, saves
+lineage.py            the saves of a branch: which lead to its head, and which it left behind
+series.py             what its charts draw, as JSON
+graph.py              its graph
+saves.py              its saves, a page at a time
+space.py              what holds a store's bytes, and how it grew
+health.py             last runs, a check on request, marks, and where packs lie
+what_if.py            what a policy would keep and free
+snapshot.py           the page of one snapshot
+catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
+contents.py           what is in a snapshot: its tables, read once
+tensor_tree.py        tensors as a tree of groups
+snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
+tensor_statistics.py  statistics and histograms of tensors
+snapshot_code.py      code that opens a snapshot, to copy
+addresses.py          addresses that complete what was typed
+text.py               bytes, ages, times and numbers as people read them
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
 that has what the page shows, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work

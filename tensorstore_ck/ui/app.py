@@ -1,7 +1,7 @@
 """The application: all pages, and what an error looks like."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import uvicorn
@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ui import health, overview, ref, series, space
+from tensorstore_ck.ui import addresses, health, overview, ref, series, snapshot, snapshot_tensors, space, tensor_statistics
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
@@ -28,15 +28,23 @@ OF_ALL: Final[dict[str, Page]] = {
 OF_A_STORE: Final[dict[str, Page]] = {
     "ref": ref.page,
     "ref/series": series.answer,
+    "addresses": addresses.page,
+    "snapshot": snapshot.page,
+    "snapshot/statistics": tensor_statistics.page,
+    "snapshot/tensors": snapshot_tensors.page,
+    "snapshot/values": snapshot_tensors.values_page,
+    "snapshot/value": snapshot_tensors.value_page,
     "space": space.page,
     "health": health.page,
 }
 """Path below ``/stores/UUID/`` -> page."""
 
 
-def make_app(sources: Sources, access: Access, complete: Callable[[str], str] = str) -> Starlette:
-    """The pages of `sources`, for who has the token of `access`. `complete`: see `Pages`."""
-    pages = Pages(sources, access, complete)
+def make_app(
+    sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: Mapping[str, Any] | None = None
+) -> Starlette:
+    """The pages of `sources`, for who has the token of `access`. `complete`, `open_options`: see `Pages`."""
+    pages = Pages(sources, access, complete, open_options)
 
     def route(path: str, page: Page) -> BaseRoute:
         def answer(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread

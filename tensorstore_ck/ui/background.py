@@ -1,21 +1,24 @@
-"""Reads of a whole store that take long: each runs in a thread of its own, and pages show how far it is, and its last result."""
+"""Reads that take long: each runs in a thread of its own, and pages show how far it is, and its last result."""
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 from tensorstore_ck.errors import StoreError
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total); raises `CancelledError` when the server ends."""
+"""Called with (what, done, total); raises `CancelledError` when the server ends, or nobody looks any more."""
 PATIENCE_SECONDS: Final = 1.0
 """A page waits this long for a read that it started: in a small store it is done then."""
 
 
 class CancelledError(Exception):
-    """The server ends."""
+    """The server ends, or nobody looks any more."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class Read:
     done: int = 0
     total: int = 0
     thread: threading.Thread | None = field(default=None, repr=False)
+    looked: float = 0.0
+    """When a page last looked at it, by the monotonic clock."""
 
     @property
     def is_running(self) -> bool:
@@ -43,18 +48,31 @@ class Read:
 class Background:
     """The reads, by store and kind: one at a time of each. Thread-safe. They are forgotten when the server ends."""
 
-    def __init__(self) -> None:
-        self._reads: dict[tuple[str, str], Read] = {}
+    def __init__(self, most: int | None = None, abandon_seconds: float = math.inf) -> None:
+        """Args:
+        most: How many to keep that have ended: those at which a page looked last; None: all.
+        abandon_seconds: A read ends when no page has looked at it for so long.
+        """
+        self._most = most
+        self._abandon_seconds = abandon_seconds
+        self._reads: OrderedDict[tuple[str, str], Read] = OrderedDict()
         self._lock = threading.Lock()
         self._ends = threading.Event()
+        self._alone = threading.Lock()
 
     def read(self, uuid: str, kind: str) -> Read:
         """How a kind of read of a store is now."""
         with self._lock:
-            return self._reads.setdefault((uuid, kind), Read())
+            read = self._reads.setdefault((uuid, kind), Read())
+            self._reads.move_to_end((uuid, kind))
+            read.looked = time.monotonic()
+            ended = [key for key, each in self._reads.items() if not each.is_running]
+            for key in ended[: -self._most] if self._most is not None else ():
+                del self._reads[key]
+            return read
 
-    def start(self, uuid: str, kind: str, work: Callable[[Progress], object]) -> None:
-        """Starts a read, unless one runs; returns when it ended, or after `PATIENCE_SECONDS`."""
+    def start(self, uuid: str, kind: str, work: Callable[[Progress], object], patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """Starts a read, unless one runs; returns when it ended, or after `patience_seconds`."""
         read = self.read(uuid, kind)
         with self._lock:
             if not read.is_running and not self._ends.is_set():
@@ -63,7 +81,17 @@ class Background:
                 read.thread.start()
             thread = read.thread
         if thread is not None:
-            thread.join(PATIENCE_SECONDS)
+            thread.join(patience_seconds)
+
+    @contextmanager
+    def alone(self, progress: Progress) -> Iterator[None]:
+        """For reads that take all cores and much memory: waits until no other one does."""
+        while not self._alone.acquire(timeout=PATIENCE_SECONDS):
+            progress("waiting for another read", 0, 0)
+        try:
+            yield
+        finally:
+            self._alone.release()
 
     def close(self, patience_seconds: float) -> bool:
         """Cancels what runs; returns whether it has ended in time, so that nothing uses the stores any more."""
@@ -78,15 +106,17 @@ class Background:
     def _run(self, read: Read, work: Callable[[Progress], object]) -> None:
         def note(what: str, done: int, total: int) -> None:
             if self._ends.is_set():
-                raise CancelledError
+                raise CancelledError("the server ended")
+            if time.monotonic() - read.looked > self._abandon_seconds:
+                raise CancelledError("no page asked for it any more")
             read.what, read.done, read.total = what, done, total
 
         error = "it ended with an error of this program: see what `tsck ui` printed"
         try:
             read.result, read.result_ns = work(note), time.time_ns()
             error = ""
-        except CancelledError:
-            error = "the server ended"
+        except CancelledError as exc:
+            error = str(exc)
         except StoreError as exc:
             error = str(exc)
         finally:

@@ -26,9 +26,17 @@ _COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
 class Pages:
     """Renders pages of `sources`. A page of one store has its uuid in the path parameter ``store``."""
 
-    def __init__(self, sources: Sources, access: Access, complete: Callable[[str], str] = str) -> None:
-        """`complete` adds to each command in a text what else it needs to reach its store."""
+    def __init__(
+        self, sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Args:
+        sources: The stores.
+        access: Who may see them.
+        complete: Adds to each command in a text what else it needs to reach its store.
+        open_options: What `tensorstore_ck.open` needs to reach the stores, without secrets.
+        """
         self.sources = sources
+        self.open_options = dict(open_options or {})
         self._access = access
         self._complete = complete
         self._environment = Environment(

@@ -24,6 +24,10 @@ from tensorstore_ck.ui.background import Background
 OpenStore = Callable[[str], ReadOnlyStore]
 
 PAGE_WAITS_SECONDS: Final = 2.0
+LOOKS: Final = 32
+"""Reads of single snapshots whose results are kept."""
+ABANDONED_SECONDS: Final = 120.0
+"""Such a read ends when no page has asked for it for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class Sources:
         """
         self.catalog = Catalog(db)
         self.background = Background()
+        self.looks = Background(LOOKS, ABANDONED_SECONDS)
+        """Reads of single snapshots, of which there may be many."""
         self._open_store = open_store
         self._sources = [_Source(SyncedStore(self.catalog, url, self._open)) for url in dict.fromkeys(urls)]
         self._is_private = is_private
@@ -144,7 +150,7 @@ class Sources:
 
         A store that does not answer is left to the end of the process.
         """
-        is_idle = self.background.close(self._wait_seconds)
+        is_idle = False not in [each.close(self._wait_seconds) for each in (self.background, self.looks)]
         for source in self._sources:
             if source.reading is not None:
                 source.reading.join(self._wait_seconds)

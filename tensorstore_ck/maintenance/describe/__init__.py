@@ -3,13 +3,13 @@
 show.py         `show`: metadata, tensors, values and stored size
 diff.py         `diff`: changed tensors and values
 contents.py     tensors and values by name, of all layouts and rank states
-group_costs.py  stored bytes and codecs per group of tensors
+group_costs.py  stored bytes and codecs per group of tensors, or of each
 statistics.py   minimum, mean, norm, NaN of tensors, and by how much they changed
 """
 
 from tensorstore_ck.maintenance.describe.contents import blob_rows, names_of_blobs, part_prefix
 from tensorstore_ck.maintenance.describe.diff import SnapshotDiff, TensorChange, ValueChange, diff_snapshots
-from tensorstore_ck.maintenance.describe.show import describe
+from tensorstore_ck.maintenance.describe.show import describe, describe_with_costs
 from tensorstore_ck.maintenance.describe.statistics import change_statistics, find_nan, statistics
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "blob_rows",
     "change_statistics",
     "describe",
+    "describe_with_costs",
     "diff_snapshots",
     "find_nan",
     "names_of_blobs",

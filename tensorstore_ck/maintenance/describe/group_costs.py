@@ -1,7 +1,7 @@
-"""Stored bytes and codecs per group of tensors: those with the same name up to the first dot."""
+"""Stored bytes and codecs per group of tensors: those with the same name up to the first dot; or of each tensor."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.reachability import BlockLocations
@@ -12,17 +12,24 @@ from tensorstore_ck.log.snapshot import GroupCost
 from tensorstore_ck.maintenance.describe.contents import part_prefix
 
 
+def first_part(name: str) -> str:
+    """``model`` of ``model.layers.0.weight``."""
+    return name.split(".", 1)[0]
+
+
 class GroupCosts:
     """Sums over parts, without keeping them; each block counts once in its group."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_of: Callable[[str], str] = first_part) -> None:
+        """`group_of`: name of a tensor -> its group."""
+        self._group_of = group_of
         self._groups: dict[str, _Group] = {}
 
     def add(self, reader: SnapshotReader, part: Part, locations: BlockLocations) -> None:
         """Adds the tensors of a part; `reader` has its layout."""
-        plan = reader.plan_of(part, reader.name)
+        plan, prefix = reader.plan_of(part, reader.name), part_prefix(part)
         for number, spec in enumerate(reader.layout.tensors):
-            group = self._groups.setdefault((part_prefix(part) + spec.name).split(".", 1)[0], _Group())
+            group = self._groups.setdefault(self._group_of(prefix + spec.name), _Group())
             for held in plan.of(number):
                 if held.is_inline:
                     group.add_inline(sum(held.lengths))

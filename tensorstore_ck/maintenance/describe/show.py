@@ -1,32 +1,46 @@
 """`show`: describes one snapshot."""
 
 import threading
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import locate_blocks
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.layout import Sharding
+from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.snapshot import Snapshot, SnapshotDetails
+from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, display, tensor_form
 from tensorstore_ck.maintenance.describe.group_costs import GroupCosts
 
 
 def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
     """Metadata, tensors and values of a snapshot."""
+    return _describe(engine, info, GroupCosts())
+
+
+def describe_with_costs(engine: Engine, info: SnapshotInfo) -> tuple[SnapshotDetails, Mapping[str, GroupCost]]:
+    """As `describe`, with the cost of each tensor by its name."""
+    by_tensor = GroupCosts(str)
+    details = _describe(engine, info, GroupCosts(), by_tensor)
+    return details, {each.name: each for each in by_tensor.groups()}
+
+
+def _describe(engine: Engine, info: SnapshotInfo, *costs: GroupCosts) -> SnapshotDetails:
+    """The groups are those of the first of `costs`."""
     opened = OpenSnapshot(engine, info)
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     values: dict[str, Any] = {}
-    costs = GroupCosts()
     for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
         tensors += [(name, *tensor_form(tensor.spec)) for name, tensor in contents.tensors.items()]
         values |= {path: display(value) for path, value in contents.values.items()}
         for reader in contents.readers if contents is not opened.shared else ():
-            costs.add(reader, reader.part, locate_blocks(engine, engine.log.view(), reader.part))
+            _add(costs, reader, reader.part, locate_blocks(engine, engine.log.view(), reader.part))
     spread = {name: _placement(tensor) for name, tensor in opened.shared.tensors.items()}
     return SnapshotDetails(
         Snapshot.from_info(info),
@@ -36,7 +50,7 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
         values,
         *_stored(engine, opened, costs),
         {name: placement for name, placement in spread.items() if placement},
-        costs.groups(),
+        costs[0].groups(),
     )
 
 
@@ -53,7 +67,12 @@ def _placement(tensor: Tensor) -> str:
     return f"{','.join(along)} on {'x'.join(map(str, layout.meshes[spread.mesh].shape))}"
 
 
-def _stored(engine: Engine, opened: OpenSnapshot, costs: GroupCosts) -> tuple[int, tuple[str, ...]]:
+def _add(costs: Sequence[GroupCosts], reader: SnapshotReader, part: Part, locations: BlockLocations) -> None:
+    for each in costs:
+        each.add(reader, part, locations)
+
+
+def _stored(engine: Engine, opened: OpenSnapshot, costs: Sequence[GroupCosts]) -> tuple[int, tuple[str, ...]]:
     """Stored bytes of the distinct blocks of all parts, and their packs; adds the shared parts to `costs`."""
     reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
     packs: dict[Ulid, dict[int, int]] = {}
@@ -65,7 +84,7 @@ def _stored(engine: Engine, opened: OpenSnapshot, costs: GroupCosts) -> tuple[in
         rows = locations.extents[["pack", "entry", "stored"]].tolist()
         with lock:
             if rank in reader_of:
-                costs.add(reader_of[rank], part, locations)
+                _add(costs, reader_of[rank], part, locations)
             for pack, entry, stored in rows:
                 packs.setdefault(locations.packs[pack], {})[entry] = stored
 

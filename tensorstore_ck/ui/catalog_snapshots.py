@@ -1,0 +1,176 @@
+"""One snapshot in the catalog, by its address, and what the catalog knows of it: also of one that is gone."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection, Row, select
+
+from tensorstore_ck.catalog.schema import metrics, pins, refs, snapshot_id, snapshots, tags
+from tensorstore_ck.common.ids import parse_ulid
+from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFoundError
+from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.sources import StoreKey
+
+MAX_RELATED: Final = 20
+"""Of children, and of other saves of the same root."""
+_ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
+MAX_ADDRESS_CHARS: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSnapshot:
+    """A row of the catalog's snapshots."""
+
+    id: int
+    ulid: str
+    root: str
+    parent: str | None
+    ref: str
+    step: int | None
+    n: int
+    time_ns: int
+    actor: str
+    logical_bytes: int
+    new_bytes: int
+    mark: str
+    reason: str
+    state: str
+    freed_n: int | None
+    """The log entry that freed its record."""
+
+    @classmethod
+    def of(cls, row: Row[tuple[object, ...]]) -> "CatalogSnapshot":
+        """From all columns of a row."""
+        found = row._mapping
+        return cls(**{name: found[name] for name in cls.__dataclass_fields__})
+
+    @property
+    def title(self) -> str:
+        """Branch and step."""
+        return self.ref if self.step is None else f"{self.ref}@{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that was saved with a snapshot, or noted later."""
+
+    name: str
+    value: float | None
+    """None: NaN."""
+    is_noted: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Neither NaN nor infinite."""
+        return self.value is not None and math.isfinite(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogFacts:
+    """A snapshot, and what is around it."""
+
+    snapshot: CatalogSnapshot
+    parent: CatalogSnapshot | None
+    children: tuple[CatalogSnapshot, ...]
+    """The first ones."""
+    same_root: tuple[CatalogSnapshot, ...]
+    """Other saves of the same content, newest first."""
+    branches: tuple[str, ...]
+    """Those that are at this snapshot now."""
+    tags: tuple[str, ...]
+    pins: tuple[Row[tuple[object, ...]], ...]
+    """With `owner`, `reason`, `expires_ns` and `time_ns`."""
+    metrics: tuple[Metric, ...]
+    short_root: str
+    """As many digits as name this root alone."""
+
+
+def find_snapshot(pages: Pages, store: StoreKey, address: str) -> CatalogSnapshot:
+    """The snapshot at an address: see `log/address.py`; also a ULID, and the root of one that is gone.
+
+    Raises:
+        NotFoundError: there is none.
+        AmbiguousAddressError: the first digits of several roots.
+        StoreError: the store is needed to find it, and cannot be read.
+    """
+    address = address.strip()
+    if not address or len(address) > MAX_ADDRESS_CHARS or not address.isprintable():
+        raise InvalidNameError("write an address: a ref, ref@step, ref~n, or a root (8 or more hex digits)", object_id="address")
+    with pages.sources.catalog.reading() as connection:
+        found = _in_catalog(connection, store.store_id, address)
+    if found is not None:
+        return found
+    if _ROOT.fullmatch(address):
+        raise NotFoundError(f"no snapshot has a root that begins with {address}", object_id=address)
+    resolved = pages.sources.open(store).resolve(address)
+    with pages.sources.catalog.reading() as connection:
+        found = _by_ulid(connection, store.store_id, resolved.id)
+    if found is None:
+        raise NotFoundError(
+            f"{address} is a snapshot that the catalog does not have: it is staged, or newer than the last `tsck catalog sync`",
+            object_id=address,
+        )
+    return found
+
+
+def _in_catalog(connection: Connection, store_id: int, address: str) -> CatalogSnapshot | None:
+    """By a ULID, root, branch or tag."""
+    if parse_ulid(address.upper()) is not None:
+        return _by_ulid(connection, store_id, address.upper())
+    if _ROOT.fullmatch(address):
+        is_it = snapshots.c.root >= address, snapshots.c.root < address + "g", snapshots.c.store_id == store_id  # g: after all digits
+        rows = connection.execute(select(snapshots.c.root).where(*is_it).distinct().limit(2)).scalars().all()
+        if len(rows) > 1:
+            raise AmbiguousAddressError(f"several snapshots have a root that begins with {address}: give more digits", object_id=address)
+        return _with_root(connection, store_id, rows[0])[0] if rows else None
+    for table in (refs, tags):
+        ulid = connection.execute(select(table.c.ulid).where(table.c.store_id == store_id, table.c.name == address)).scalar()
+        if ulid is not None:
+            return _by_ulid(connection, store_id, ulid)
+    return None
+
+
+def _by_ulid(connection: Connection, store_id: int, ulid: str) -> CatalogSnapshot | None:
+    its = select(snapshots).where(snapshots.c.store_id == store_id, snapshots.c.ulid == ulid)
+    row = connection.execute(its).one_or_none()
+    return CatalogSnapshot.of(row) if row is not None else None
+
+
+def _with_root(connection: Connection, store_id: int, root: str, limit: int = MAX_RELATED) -> list[CatalogSnapshot]:
+    """Those that are live first, then the newest."""
+    its = select(snapshots).where(snapshots.c.root == root, snapshots.c.store_id == store_id)
+    order = (snapshots.c.state == "gone", snapshots.c.state == "forgotten", snapshots.c.id.desc())
+    return [CatalogSnapshot.of(row) for row in connection.execute(its.order_by(*order).limit(limit))]
+
+
+def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot) -> CatalogFacts:
+    """What the catalog knows of a snapshot."""
+    its_ulid = {"store_id": store_id, "ulid": snapshot.ulid}
+    parents = _with_root(connection, store_id, snapshot.parent, 1) if snapshot.parent else []
+    later = snapshots.c.id.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
+    children = connection.execute(
+        select(snapshots).where(snapshots.c.parent == snapshot.root, later).order_by(snapshots.c.id).limit(MAX_RELATED)
+    )
+    measured = select(metrics).where(metrics.c.snapshot == snapshot.id).order_by(metrics.c.name)
+    return CatalogFacts(
+        snapshot,
+        parents[0] if parents else None,
+        tuple(CatalogSnapshot.of(row) for row in children),
+        tuple(each for each in _with_root(connection, store_id, snapshot.root) if each.id != snapshot.id),
+        tuple(connection.execute(select(refs.c.name).filter_by(**its_ulid).order_by(refs.c.name)).scalars()),
+        tuple(connection.execute(select(tags.c.name).filter_by(**its_ulid).order_by(tags.c.name)).scalars()),
+        tuple(connection.execute(select(pins).filter_by(**its_ulid).order_by(pins.c.owner))),
+        tuple(Metric(row.name, row.value, bool(row.noted)) for row in connection.execute(measured)),
+        _short_root(connection, store_id, snapshot.root),
+    )
+
+
+def _short_root(connection: Connection, store_id: int, root: str) -> str:
+    """The first digits, as many as no other root of the store begins with."""
+    for length in (12, 16, 24):
+        begins = snapshots.c.root >= root[:length], snapshots.c.root < root[:length] + "g", snapshots.c.root != root
+        if connection.execute(select(snapshots.c.id).where(*begins, snapshots.c.store_id == store_id).limit(1)).scalar() is None:
+            return root[:length]
+    return root
