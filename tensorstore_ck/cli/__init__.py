@@ -8,6 +8,7 @@ options.py            options that commands share, and the `StoreChoice` that th
 cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`
 output.py             prints tables, facts and JSON
+pager.py              prints long results through a pager
 progress.py           progress bars
 complete_names.py     completes refs, steps and metrics
 known_stores.py       which cache belongs to a remote store, for that

@@ -18,8 +18,9 @@ import click
 import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
 from tensorstore_ck.cli.hints import COMPLETE
-from tensorstore_ck.cli.leading_options import split_leading
+from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, printable, say
+from tensorstore_ck.cli.pager import no_pager_option
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
 
@@ -167,7 +168,8 @@ def _arranged(arguments: list[str]) -> list[str]:
         case ["help", *command]:
             return [*command, "--help"]
         case [command, *more]:
-            return [command, *leading, *more]
+            of_program = [each for each in leading if each == NO_PAGER]
+            return [*of_program, command, *(each for each in leading if each != NO_PAGER), *more]
     if leading:
         raise click.UsageError(f"There is no command after {' '.join(leading)}: write it there, as in `tsck -s ./ckpt log`.")
     return []
@@ -209,5 +211,6 @@ _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 
 
 @click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings=_SETTINGS)
 @click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
+@no_pager_option
 def main() -> None:
     """The entry point of ``tsck``."""

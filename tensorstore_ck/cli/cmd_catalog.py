@@ -25,6 +25,7 @@ from tensorstore_ck.cli.output import (
     step_text,
     table,
 )
+from tensorstore_ck.cli.pager import emit_paged, no_pager_option
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import FormatVersionError, StoreError
 
@@ -127,6 +128,7 @@ def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[st
 @click.option("--desc", is_flag=True, help="With --sort: highest first.")
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=MAX_FOUND, show_default=True, metavar="N", help="At most N.")
 @click.option("--all", "everything", is_flag=True, help="Also forgotten and freed snapshots.")
+@no_pager_option
 @json_option
 def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit: int, everything: bool, as_json: bool) -> None:
     """Find snapshots that satisfy CONDITION in all stores of the catalog, as of their last sync.
@@ -148,7 +150,7 @@ def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit:
         "found": shown,
         "more": len(found) > limit,
     }
-    emit(document, _found_lines(shown, names, synced, more=len(found) > limit), as_json=as_json)
+    emit_paged(document, _found_lines(shown, names, synced, more=len(found) > limit), as_json=as_json)
 
 
 def _open(db: str | None) -> "Catalog":

@@ -10,7 +10,6 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import (
     MAX_SHOWN,
     counted,
-    emit,
     facts,
     fields_of,
     first_names,
@@ -24,6 +23,7 @@ from tensorstore_ck.cli.output import (
     snapshot_table,
     table,
 )
+from tensorstore_ck.cli.pager import emit_paged, no_pager_option
 from tensorstore_ck.cli.plot import draw_png, draw_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
@@ -42,6 +42,7 @@ _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 @click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
 @click.option("--plot", "metric", metavar="METRIC", shell_complete=complete_metric, help="Draw a metric over the snapshots instead.")
 @click.option("--output", metavar="FILE", type=click.Path(), help="With --plot: into a PNG.")
+@no_pager_option
 @store_options()
 def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str | None, output: str | None, as_json: bool) -> None:
     """Show the history of a branch or tag, newest first; of all branches together without REF.
@@ -57,17 +58,18 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
         points = metric_points(snapshots, metric)
         if output is not None:
             draw_png(points, metric, output)
-        emit(points, draw_text(points, metric), as_json=as_json)
+        emit_paged(points, draw_text(points, metric), as_json=as_json)
         return
     names = None if ref else [snapshot.ref for snapshot in snapshots]
     lines = snapshot_table(snapshots, names, kept_by=kept_by) if snapshots else [choice.complete(NO_SNAPSHOTS)]
-    emit(snapshots, lines, as_json=as_json)
+    emit_paged(snapshots, lines, as_json=as_json)
 
 
 @command("Show what is in a snapshot.", "tsck show runs/gpt@1000", "tsck show runs/gpt --stats")
 @click.argument("address", shell_complete=complete_address)
 @click.option("--stats", is_flag=True, help="Also minimum, mean, norm, NaN and so on of each tensor: reads all of them.")
 @click.option("--all", "everything", is_flag=True, help=f"All tensors and values, not only the first {MAX_SHOWN}.")
+@no_pager_option
 @store_options()
 def show(address: str, choice: StoreChoice, *, stats: bool, everything: bool, as_json: bool) -> None:
     """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values.
@@ -81,7 +83,7 @@ def show(address: str, choice: StoreChoice, *, stats: bool, everything: bool, as
     lines = _details_lines(details, limit)
     if stats:
         lines += _statistics_lines(statistics, limit)
-    emit({**fields_of(details), "statistics": statistics} if stats else details, lines, as_json=as_json)
+    emit_paged({**fields_of(details), "statistics": statistics} if stats else details, lines, as_json=as_json)
 
 
 def _statistics_lines(statistics: "Sequence[TensorStatistics]", limit: int | None) -> list[str]:
@@ -166,6 +168,7 @@ def _rest(count: int) -> list[str]:
 @click.argument("old", shell_complete=complete_address)
 @click.argument("new", shell_complete=complete_address)
 @click.option("--stats", is_flag=True, help="Also by how much the numbers changed: reads the tensors that differ.")
+@no_pager_option
 @store_options()
 def diff(old: str, new: str, choice: StoreChoice, *, stats: bool, as_json: bool) -> None:
     """Show which tensors and values differ between two snapshots, and by how many bytes.
@@ -178,7 +181,7 @@ def diff(old: str, new: str, choice: StoreChoice, *, stats: bool, as_json: bool)
     lines = _diff_lines(found)
     if statistics:
         lines += ["", "by how much the numbers changed", *_changes_lines(statistics)]
-    emit({**fields_of(found), "statistics": statistics} if stats else found, lines, as_json=as_json)
+    emit_paged({**fields_of(found), "statistics": statistics} if stats else found, lines, as_json=as_json)
 
 
 def _changes_lines(statistics: "Sequence[ChangeStatistics]") -> list[str]:

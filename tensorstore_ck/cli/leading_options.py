@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Final
 
 LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
-_LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
+NO_PAGER: Final = "--no-pager"
+_LEADING_FLAGS: Final = (NO_PAGER, "--json", "--single-writer-unsafe", "--no-sync")
 
 
 def split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -41,9 +41,14 @@ def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Prints one line of text, without secrets of URLs; only our own colours act on a terminal."""
+    """Prints one line of text: see `shown`."""
+    click.echo(shown(line), err=err)
+
+
+def shown(line: str) -> str:
+    """A line as it is printed: without secrets of URLs, and only our own colours act on a terminal."""
     parts = _COLOURS.split(redacted(line))
-    click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), err=err)
+    return "".join(part if number % 2 else printable(part) for number, part in enumerate(parts))
 
 
 def emit_line(document: object) -> None:

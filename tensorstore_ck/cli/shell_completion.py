@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem, FishComplete, ShellComplete, ZshComplete
 
 from tensorstore_ck.cli.app import COMPLETION_VARIABLE
-from tensorstore_ck.cli.leading_options import LEADING, split_leading
+from tensorstore_ck.cli.leading_options import LEADING, NO_PAGER, split_leading
 
 PROGRAM: Final = "tsck"
 _BASH: Final = """\
@@ -41,6 +41,7 @@ class _Arranged(ShellComplete):
         leading, rest = split_leading(args)
         if leading and not rest and leading[-1] in LEADING:
             return [CompletionItem(incomplete, type="dir")]
+        leading = [each for each in leading if each != NO_PAGER]
         return super().get_completions([*rest[:1], *leading, *rest[1:]] if rest else [], incomplete)
 
     def source(self) -> str:
