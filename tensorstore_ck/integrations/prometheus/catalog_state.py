@@ -6,8 +6,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Table, and_, func, select
 
+from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.save_intervals import usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, refs, snapshots, stores, tags
+from tensorstore_ck.log.run_outcome import RunOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,29 @@ class StoreState:
     pins: int
     snapshots: Mapping[str, int]
     """By state."""
-    last_gc_ns: int | None
+    changed_by_gc_ns: int | None
+    """When gc last changed something; runs of earlier versions did not note their outcome."""
+    runs: Mapping[str, RunOutcome]
+    """The last run of gc and of fsck."""
     refs: Mapping[str, RefState]
 
 
 def read_states(connection: Connection, before: Mapping[int, StoreState]) -> dict[int, StoreState]:
     """The state of each store, by its key in the catalog; `before`: what was read last."""
     states = {}
-    for row in connection.execute(select(stores).order_by(stores.c.synced_ns)):
+    runs: dict[int, dict[str, RunOutcome]] | None = None
+    for row in connection.execute(select(stores).order_by(stores.c.synced_ns)).all():
         known = before.get(row.store_id)
         if known is not None and (known.log, known.head_n) == (row.log, row.head_n):
             states[row.store_id] = replace(known, url=row.url, synced_ns=row.synced_ns)
         else:
-            states[row.store_id] = _read_store(connection, row, known.refs if known is not None and known.log == row.log else {})
+            runs = last_runs(connection) if runs is None else runs
+            refs_before = known.refs if known is not None and known.log == row.log else {}
+            states[row.store_id] = _read_store(connection, row, refs_before, runs.get(row.store_id, {}))
     return states
 
 
-def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, RefState]) -> StoreState:
+def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, RefState], runs: Mapping[str, RunOutcome]) -> StoreState:
     of_store = snapshots.c.store_id == row.store_id
     by_state = connection.execute(select(snapshots.c.state, func.count()).where(of_store).group_by(snapshots.c.state))
     return StoreState(
@@ -65,7 +73,8 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
         tags=_count(connection, tags, row.store_id),
         pins=_count(connection, pins, row.store_id),
         snapshots={state: count for state, count in by_state},  # noqa: C416 - rows are no pairs for mypy
-        last_gc_ns=connection.execute(select(func.max(gc_runs.c.time_ns)).where(gc_runs.c.store_id == row.store_id)).scalar(),
+        changed_by_gc_ns=connection.execute(select(func.max(gc_runs.c.time_ns)).where(gc_runs.c.store_id == row.store_id)).scalar(),
+        runs=runs,
         refs=_read_refs(connection, row.store_id, before),
     )
 

@@ -11,8 +11,11 @@ from tensorstore_ck.integrations.prometheus import families as of
 from tensorstore_ck.integrations.prometheus.catalog_state import StoreState
 from tensorstore_ck.integrations.prometheus.families import KINDS, Families
 from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
+from tensorstore_ck.log.run_outcome import FAILED, FINDINGS, OK, REFUSED
+from tensorstore_ck.maintenance.recorded_runs import FSCK, GC
 
 _NS: Final = 1e9
+OUTCOMES: Final = (OK, FINDINGS, REFUSED, FAILED)
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ def _add_state(families: Families, state: StoreState, read_ns: int | None) -> No
     families.add(of.PINS, state.pins, store)
     for name, count in state.snapshots.items():
         families.add(of.SNAPSHOTS, count, store, name)
-    families.add(of.LAST_GC, _seconds(state.last_gc_ns), store)
+    _add_runs(families, state, store)
     for each in state.refs.values():
         ref = label(each.ref)
         families.add(of.LAST_SAVE, _seconds(each.last_save_ns), store, ref)
@@ -88,6 +91,22 @@ def _add_state(families: Families, state: StoreState, read_ns: int | None) -> No
         families.add(of.SAVES, each.saves, store, ref)
         families.add(of.LOGICAL_BYTES, each.logical_bytes, store, ref)
         families.add(of.NEW_BYTES, each.new_bytes, store, ref)
+
+
+def _add_runs(families: Families, state: StoreState, store: str) -> None:
+    gc, fsck = state.runs.get(GC), state.runs.get(FSCK)
+    families.add(of.LAST_RUN, _seconds(state.changed_by_gc_ns if gc is None else gc.time_ns), store, GC)
+    families.add(of.LAST_RUN, None if fsck is None else _seconds(fsck.time_ns), store, FSCK)
+    for name, run in ((GC, gc), (FSCK, fsck)):
+        if run is not None:
+            families.add(of.RUN_SECONDS, run.duration_seconds, store, name)
+            for outcome in dict.fromkeys((*OUTCOMES, run.outcome)):
+                families.add(of.RUN_OUTCOME, outcome == run.outcome, store, name, label(outcome))
+    if gc is not None and "deleted_bytes" in gc.counts:
+        families.add(of.FREED_BYTES, gc.counts["deleted_bytes"] - gc.counts.get("written_bytes", 0), store)
+    if fsck is not None:
+        for severity in ("error", "notice"):
+            families.add(of.FINDINGS, fsck.counts.get(f"{severity}s"), store, severity)
 
 
 def label(text: str) -> str:

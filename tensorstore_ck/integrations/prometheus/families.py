@@ -36,7 +36,15 @@ BRANCHES: Final = Kind("tsck_branches", "Branches")
 TAGS: Final = Kind("tsck_tags", "Tags")
 PINS: Final = Kind("tsck_pins", "Pins")
 SNAPSHOTS: Final = Kind("tsck_snapshots", "Snapshots, by state: live, forgotten (can be undone) or gone", ("store", "state"))
-LAST_GC: Final = Kind("tsck_last_gc_timestamp_seconds", "When gc last changed something")
+LAST_RUN: Final = Kind("tsck_last_run_timestamp_seconds", "When gc and fsck ended last, by run: gc, fsck", ("store", "run"))
+RUN_SECONDS: Final = Kind("tsck_last_run_duration_seconds", "How long the last run of gc and fsck took", ("store", "run"))
+RUN_OUTCOME: Final = Kind(
+    "tsck_last_run_outcome",
+    "1 for the outcome of the last run of gc and fsck, 0 for others: ok, findings (of fsck: errors), refused (gc did not begin), failed",
+    ("store", "run", "outcome"),
+)
+FINDINGS: Final = Kind("tsck_fsck_findings", "What the last fsck found, by severity: error, notice", ("store", "severity"))
+FREED_BYTES: Final = Kind("tsck_last_gc_freed_bytes", "By how much the last gc made the store smaller")
 
 LAST_SAVE: Final = Kind("tsck_last_save_timestamp_seconds", "When the branch was last saved to", _REF)
 SAVE_INTERVAL: Final = Kind("tsck_save_interval_seconds", "Median time between the last 50 saves to the branch", _REF)

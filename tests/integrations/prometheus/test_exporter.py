@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.integrations.prometheus import exporter as exporter_module
 from tensorstore_ck.integrations.prometheus.families import KINDS
@@ -25,7 +25,7 @@ from tensorstore_ck.store import ReadOnlyStore, Store
 from tests.catalog.made import publish
 from tests.documents import DOCS, text
 from tests.effort import PATIENCE_SECONDS
-from tests.integrations.prometheus.conftest import Served, get, samples
+from tests.integrations.prometheus.conftest import Samples, Served, get, samples
 
 Serve = Callable[..., Served]
 MakeStore = Callable[..., Store]
@@ -376,3 +376,38 @@ def test_secrets_are_in_no_label(serve: Serve) -> None:
     answer = get(served.url)
     assert "sekret123" not in answer
     assert samples(answer)["tsck_up", "s3://***@bucket/ck"] == 0
+
+
+def test_the_last_runs_of_gc_and_fsck(serve: Serve, make_store: MakeStore, tmp_path: Path) -> None:
+    store = make_store()
+    put(store, "runs/a", 1)
+    put(store, "runs/b", 1)
+    served = serve(store.url)
+    at, before = store.url, served.refreshed()
+    assert not any("last_run" in key[0] or "findings" in key[0] for key in before)
+
+    def outcomes(found: Samples, run: str) -> dict[str, float]:
+        return {key[3]: value for key, value in found.items() if key[0] == "tsck_last_run_outcome" and key[2] == run}
+
+    store.forget("runs/b")
+    begun = store.engine.clock() / 1e9
+    report = store.gc(GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1))
+    store.fsck()
+    found = served.refreshed()
+    for run in ("gc", "fsck"):
+        assert outcomes(found, run) == {"ok": 1, "findings": 0, "refused": 0, "failed": 0}
+        assert begun <= found["tsck_last_run_timestamp_seconds", at, run] <= store.engine.clock() / 1e9
+        assert found["tsck_last_run_duration_seconds", at, run] >= 0
+    assert found["tsck_last_gc_freed_bytes", at] == report.freed_bytes > 80_000
+    assert found["tsck_fsck_findings", at, "error"] == 0
+    shutil.rmtree(tmp_path / "ck" / "parts")
+    store.fsck()
+    found = served.refreshed()
+    assert outcomes(found, "fsck") == {"ok": 0, "findings": 1, "refused": 0, "failed": 0}
+    assert found["tsck_fsck_findings", at, "error"] > 0
+    with pytest.raises(StoreError):
+        store.gc(GcOptions(max_delete=0))
+    found = served.refreshed()
+    assert outcomes(found, "gc")["ok"] == 0
+    assert sum(outcomes(found, "gc").values()) == 1
+    assert ("tsck_last_gc_freed_bytes", at) not in found
