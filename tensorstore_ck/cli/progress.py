@@ -70,10 +70,16 @@ class Bar:
         self._done = min(max(done, self._done), self._total)
         if not self._shown or self._total <= 0:
             return
-        label = printable(self._label)
         if self._bar is None:
-            self._bar = _started(label)
+            self._bar = _started(self._label)
+        label = _shortened(self._label, self._bar.console.width // 2)
         self._bar.update(self._bar.task_ids[0], description=label, completed=self._done, total=self._total)
+
+
+def _shortened(label: str, width: int) -> str:
+    """At most so many characters: a longer label would leave no room for the percentage."""
+    text = printable(label)
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
 def _started(label: str) -> "Progress":
@@ -83,7 +89,7 @@ def _started(label: str) -> "Progress":
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     console = Console(file=sys.stderr)
     bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
-    bar.add_task(label)
+    bar.add_task(_shortened(label, console.width // 2))
     bar.start()
     return bar
 

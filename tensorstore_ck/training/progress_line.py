@@ -20,6 +20,9 @@ PERIOD_SECONDS: Final = 0.2
 STOP_SECONDS: Final = 1.0
 """How long `stop` waits for a terminal that takes no output."""
 BAR_CELLS: Final = 10
+_MIN_NAME: Final = 10
+_BAR_COLUMNS: Final = 30
+"""Of stage, bar and percentage: a long name leaves them these."""
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -85,7 +88,7 @@ class ProgressLine:
     def draw(self) -> None:
         """Draws the line; the thread does this five times a second."""
         if self._shown:
-            self._show(_line(self._store.pending()))
+            self._show(_line(self._store.pending(), _columns(self._stream)))
 
     def _run(self) -> None:
         while self._shown and not self._stopping.is_set():
@@ -111,14 +114,20 @@ class ProgressLine:
         self._drawn = line
 
 
-def _line(pending: Sequence[InFlight]) -> str:
-    """The newest save that has left the queue; the others are only counted."""
+def _line(pending: Sequence[InFlight], columns: int) -> str:
+    """The newest save that has left the queue; the others are only counted. A long name does not push the bar out, and what does not
+    fit is left out.
+    """
     if not pending:
         return ""
     progress = [each.progress() for each in pending]
     at = max((at for at, each in enumerate(progress) if each.stage != "queued"), default=len(pending) - 1)
     put, now = pending[at], progress[at]
-    parts = [one_line(put.ref if put.step is None else f"{put.ref}@{put.step}"), f"{now.stage:7}"]
+    name, width = (
+        one_line(put.ref if put.step is None else f"{put.ref}@{put.step}"),
+        max(min(columns // 2, columns - _BAR_COLUMNS), _MIN_NAME),
+    )
+    parts = [name if len(name) <= width else f"…{name[1 - width :]}", f"{now.stage:7}"]
     if now.total_bytes:
         full = int(BAR_CELLS * now.fraction)
         parts.append(f"[{'#' * full}{'-' * (BAR_CELLS - full)}] {now.fraction:4.0%}")
@@ -126,7 +135,12 @@ def _line(pending: Sequence[InFlight]) -> str:
         parts.append(f"{len(pending)} in flight")
     if now.total_bytes:  # last, since a narrow terminal cuts it off
         parts.append(f"{human_bytes(now.done_bytes)} of {human_bytes(now.total_bytes)}, {human_bytes(int(now.bytes_per_second))}/s")
-    return "  ".join(parts).rstrip()
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(part) + 2 >= columns:
+            break
+        line += f"  {part}"
+    return line.rstrip()
 
 
 def _columns(stream: TextIO) -> int:

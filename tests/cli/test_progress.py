@@ -1,6 +1,7 @@
 """Bars: on a terminal alone, and made of text alone."""
 
 import io
+import re
 import sys
 
 import pytest
@@ -53,6 +54,18 @@ def test_names_are_neither_markup_nor_control_characters(monkeypatch: pytest.Mon
     with Bar() as bar:
         bar.phase("[bold]pack[/bold]\x1b[2J", 1, 2)
     assert "[bold]pack[/bold]\\x1b[2J" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", [25, 40, 80])
+def test_a_long_label_leaves_the_percentage_its_place(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = Bar("a-long-label" * 10)
+    bar(1, 4)
+    bar.__exit__(ValueError)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.getvalue())]
+    assert max(map(len, lines)) <= columns
+    assert any(line.startswith("a-long-label"[: columns // 2 - 1]) and "… " in line and " 25% " in line for line in lines)
 
 
 def test_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,10 @@
 """The line on a terminal: what it shows of saves in flight and of those that ended, and that it delays nothing."""
 
+import fcntl
 import io
+import pty
+import struct
+import termios
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,9 +72,22 @@ def test_the_line() -> None:
     assert line == CLEAR + "runs/gpt@1000  write    [##--------]  25%  300.0 MiB of 1.2 GiB, 150.0 MiB/s"
 
 
-def test_a_narrow_terminal_cuts_it_off() -> None:
-    line = drawn(Put("a-long-name" * 5, None, progress("hash", 5, 10, 1.0)), Put("gpt", None, progress("queued")))
-    assert line == CLEAR + ("a-long-name" * 5 + "  hash     [#####-----]  50%  2 in flight")[:79]
+def test_a_long_name_loses_its_beginning_and_what_does_not_fit_is_left_out() -> None:
+    line = drawn(Put("a-long-name" * 5, 12, progress("hash", 5, 10, 1.0)), Put("gpt", None, progress("queued")))
+    assert line == CLEAR + "…" + ("a-long-name" * 5 + "@12")[-39:] + "  hash     [#####-----]  50%"
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_on_a_real_terminal_it_fits_and_shows_the_percentage(columns: int) -> None:
+    terminal, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(child, "w", encoding="utf-8") as stream, open(terminal, "rb", buffering=0) as shown:
+        put = Put("runs/" + "long-name" * 20, 123, progress("write", 300 * MIB, 1200 * MIB, 150.0 * MIB))
+        ProgressLine(FakeStore(put, put), stream).draw()
+        line = shown.read(4096).decode().removeprefix(CLEAR)
+    assert line.startswith("…")
+    assert "@123  write    [##--------]  25%" in line
+    assert len(line) < columns
 
 
 def test_no_bar_where_nothing_is_known() -> None:
