@@ -64,10 +64,10 @@ def _add_watched(families: Families, watched: WatchedStore) -> None:
     families.add(of.MEASURE_ERRORS, watched.measure_errors, store)
     measured = watched.measured
     if measured is not None:
-        for state, count in measured.usage.by_state.items():
+        for state, count in measured.by_state.items():
             families.add(of.STORED_BYTES, count, store, state)
-        families.add(of.UNREFERENCED_BYTES, measured.usage.unreferenced_bytes, store)
-        families.add(of.FREEABLE_BYTES, measured.usage.freeable.now_bytes, store)
+        families.add(of.UNREFERENCED_BYTES, measured.unreferenced_bytes, store)
+        families.add(of.FREEABLE_BYTES, measured.freeable_bytes, store)
         families.add(of.MEASURED, _seconds(measured.time_ns), store)
         families.add(of.MEASURE_SECONDS, measured.seconds, store)
 

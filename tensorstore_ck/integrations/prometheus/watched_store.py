@@ -1,7 +1,7 @@
 """One store of the exporter: whether it can be read, and its space."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +10,6 @@ from tensorstore_ck.catalog.sync_stores import OpenStore
 from tensorstore_ck.catalog.synced_store import SyncedStore
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.redaction import display_url, one_line, redacted
 
 OVERDUE: Final = 3
@@ -21,9 +20,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measurement of a store's space."""
+    """A measurement of a store's space: of `Usage`, which lists all packs, only the sums."""
 
-    usage: Usage
+    by_state: Mapping[str, int]
+    unreferenced_bytes: int
+    freeable_bytes: int
+    """What gc frees now."""
     time_ns: int
     seconds: float
 
@@ -87,7 +89,9 @@ class WatchedStore:
             if store is None or not self.is_up:
                 return
             begun, time_ns = self._monotonic(), self._clock()
-            self.measured = Measured(store.usage(), time_ns, self._monotonic() - begun)
+            usage = store.usage()
+            sums = usage.by_state, usage.unreferenced_bytes, usage.freeable.now_bytes
+            self.measured = Measured(*sums, time_ns, self._monotonic() - begun)
         except Exception as exc:  # noqa: BLE001 - as above
             self.measure_errors += 1
             error = exc
