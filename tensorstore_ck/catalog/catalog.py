@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from sqlalchemy import Connection, delete, func, select
 
@@ -165,6 +165,7 @@ class Catalog:
         order_by: str | None = None,
         descending: bool = False,
         limit: int | None = None,
+        offset: int = 0,
         state: str | None = LIVE,
     ) -> tuple[FoundSnapshot, ...]:
         """The snapshots of all stores for which a condition holds, newest first.
@@ -174,13 +175,15 @@ class Catalog:
             order_by: A field or a metric: lowest first; snapshots without it come last.
             descending: Highest first.
             limit: The most snapshots to return.
+            offset: Leave out this many, the first in the order.
             state: ``live``, ``forgotten`` or ``gone``; None: all. Ignored if `condition` tests the state.
 
         Raises:
             InvalidOptionError: the condition is wrong; the message says where.
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
-        query = CheckedQuery.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
+        options: dict[str, Any] = {"order_by": order_by, "descending": descending, "limit": limit, "offset": offset, "state": state}
+        query = CheckedQuery.of(condition, **options, now_ns=self._clock())
         with self.reading() as connection:
             return find(connection, query)
 

@@ -41,6 +41,7 @@ class CheckedQuery:
     order_by: Name | None
     descending: bool
     limit: int | None
+    offset: int = 0
 
     @classmethod
     def of(
@@ -50,6 +51,7 @@ class CheckedQuery:
         order_by: str | None = None,
         descending: bool = False,
         limit: int | None = None,
+        offset: int = 0,
         state: str | None = None,
         now_ns: int = 0,
     ) -> Self:
@@ -60,6 +62,8 @@ class CheckedQuery:
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidOptionError(f"limit must be a whole number from 1 on, not {limit!r}", object_id="limit")
+        if type(offset) is not int or not 0 <= offset <= _MAX_LIMIT:
+            raise InvalidOptionError(f"offset must be a whole number from 0 on, not {offset!r}", object_id="offset")
         if state is not None and state not in STATES:
             raise InvalidOptionError(f"there is no state {state!r}: there are {', '.join(STATES)}", object_id="state")
         node = None if text == "" else parse_query(text)
@@ -71,7 +75,7 @@ class CheckedQuery:
         order = _order_name(order_by) if order_by is not None else None
         query = [*names, *([order] if order is not None else [])]
         metrics = tuple(dict.fromkeys(name.text for name in query if is_metric(name)))
-        return cls(node, state, now_ns, metrics, order, descending, limit if limit is None else min(limit, _MAX_LIMIT))
+        return cls(node, state, now_ns, metrics, order, descending, limit if limit is None else min(limit, _MAX_LIMIT), offset)
 
 
 def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ...]:
@@ -124,7 +128,7 @@ def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
         joined = joined.where(snapshots.c.state == query.state)
     newest_first = (snapshots.c.time_ns.desc(), snapshots.c.id.desc())
     if query.order_by is None:
-        return joined.order_by(*newest_first).limit(query.limit)
+        return joined.order_by(*newest_first).limit(query.limit).offset(query.offset or None)
     turned = query.descending
     if is_metric(query.order_by):
         its = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == query.order_by.text)
@@ -133,7 +137,7 @@ def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
         turned = turned != (query.order_by.text == "age")
         column = _ORDERS["time" if query.order_by.text == "age" else query.order_by.text]
     ordered = column.desc() if turned else column.asc()
-    return joined.order_by(ordered.nulls_last(), *newest_first).limit(query.limit)
+    return joined.order_by(ordered.nulls_last(), *newest_first).limit(query.limit).offset(query.offset or None)
 
 
 def _is_rare(connection: Connection, those: Select[Any]) -> bool:
@@ -173,3 +177,11 @@ def _require_metric(connection: Connection, name: str) -> None:
     else:
         advice = "there are no metrics at all; is the store synced (`tsck catalog sync`)?"
     raise NotFoundError(f"no snapshot in the catalog has a metric {name!r}: {advice}", object_id=name)
+
+
+def metric_names(connection: Connection, limit: int) -> list[str]:
+    """The names of metrics in the catalog, in order, up to `limit`. Steps through the index from name to name, past their values."""
+    first = select(func.min(metrics.c.name).label("name")).cte("names", recursive=True)
+    above = select(func.min(metrics.c.name)).where(metrics.c.name > first.c.name).scalar_subquery()
+    names = first.union_all(select(above).where(first.c.name.is_not(None)))
+    return list(connection.execute(select(names.c.name).where(names.c.name.is_not(None)).limit(limit)).scalars())

@@ -165,6 +165,9 @@ events: Final = Table(
     Column("ulid", _text()),
     _required("detail", _text()),
     Index("events_time", "time_ns"),
+    Index("events_store", "store_id", "time_ns"),
+    Index("events_ref", "ref", "time_ns"),
+    Index("events_op", "op", "time_ns"),
 )
 """Every operation in the log; `detail` is JSON with counts instead of lists."""
 

@@ -6,6 +6,8 @@ security.py           who may ask: host, token, cookie, methods; headers of ever
 sources.py            the stores and their catalog; threads that read what is new in their logs
 background.py         reads that take long, each in a thread of its own
 overview.py           the page of all stores and branches
+find.py               snapshots of all stores for which a condition holds
+activity.py           the operations in the logs
 ref.py                the page of a branch: charts, graph, saves
 lineage.py            the saves of a branch: which lead to its head, and which it left behind
 series.py             what its charts draw, as JSON

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ui import addresses, health, overview, ref, series, snapshot, snapshot_tensors, space, tensor_statistics
+from tensorstore_ck.ui import activity, addresses, find, health, overview, ref, series, snapshot, snapshot_tensors, space, tensor_statistics
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
@@ -23,6 +23,8 @@ Page = Callable[[Pages, Request], Response]
 
 OF_ALL: Final[dict[str, Page]] = {
     "": overview.page,
+    "find": find.page,
+    "activity": activity.page,
 }
 """Path -> page."""
 OF_A_STORE: Final[dict[str, Page]] = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog, FoundSnapshot
+from tensorstore_ck.catalog.query import metric_names
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tests.catalog.made import publish
 from tests.gc.stores import Clock, open_store
@@ -226,10 +227,15 @@ def test_order_and_limit(filled: tuple[Catalog, ...]) -> None:
                 assert finite == sorted(finite, reverse=turned)
                 assert values[: len(finite)] == finite, "what has none comes last"
                 assert catalog.find(state=None, order_by=name, descending=turned, limit=5) == ordered[:5]
+                assert catalog.find(state=None, order_by=name, descending=turned, limit=5, offset=7) == ordered[7:12]
         for name in ("step", "job", "ref", "store", "time", "size", "new_bytes", "mark", "state", "actor", "root"):
             assert len(catalog.find(order_by=name, descending=True, state=None)) == 60
         assert [each.ref for each in catalog.find(order_by="ref", state=None)] == sorted(each.ref for each in found)
         assert catalog.find(state=None, order_by="age") == found
+        assert catalog.find(state=None, offset=55) == found[55:]
+        with catalog.reading() as connection:
+            assert metric_names(connection, 10) == ["loss", "step", "val/acc"]
+            assert metric_names(connection, 2) == ["loss", "step"]
 
 
 def test_only_what_is_live_unless_asked_for(filled: tuple[Catalog, ...]) -> None:
@@ -353,6 +359,8 @@ def test_options_that_make_no_sense(filled: tuple[Catalog, ...]) -> None:
         for options in (
             {"limit": 0},
             {"limit": 1.5},
+            {"offset": -1},
+            {"offset": True},
             {"state": "dead"},
             {"order_by": "tag"},
             {"order_by": "pinned"},

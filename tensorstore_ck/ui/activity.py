@@ -1,0 +1,130 @@
+"""The page of what happened: the operations in the logs of all stores, newest first."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, select, tuple_
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tensorstore_ck.catalog.read_entries import CHANGED_TABLES
+from tensorstore_ck.catalog.schema import events, stores
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.sources import StoreKey
+from tensorstore_ck.ui.text import count_text, time_text
+
+PAGE_ROWS: Final = 50
+_STORES: Final = select(stores.c.store_id, stores.c.uuid, stores.c.url).order_by(stores.c.url, stores.c.uuid)
+_KEY: Final = re.compile(r"-?\d{1,19}(\.\d{1,18}){3}")
+_ORDER: Final = (events.c.time_ns, events.c.store_id, events.c.n, events.c.position)
+_SIZES: Final = {"logical_bytes": "", "new_bytes": " new"}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An operation of a log entry."""
+
+    store: StoreKey
+    n: int
+    position: int
+    time_ns: int
+    actor: str
+    op: str
+    ref: str | None
+    root: str | None
+    what: str
+    key: str
+    """Where the next page goes on: operations of one time are told apart by store, entry and position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which operations; empty: all."""
+
+    store: str
+    """The uuid of a store."""
+    ref: str
+    op: str
+    before: str
+    """The key of the last row of the page before."""
+
+    @property
+    def query(self) -> Mapping[str, object]:
+        """The query of this page, without its place in the list."""
+        return {"store": self.store or None, "ref": self.ref or None, "op": self.op or None}
+
+
+def page(pages: Pages, request: Request) -> Response:
+    """The page."""
+    query = request.query_params
+    before = query.get("before", "")
+    wanted = Asked(query.get("store", ""), query.get("ref", ""), query.get("op", ""), before if _KEY.fullmatch(before) else "")
+    pages.sources.refresh()
+    with pages.sources.catalog.reading() as connection:
+        known = [StoreKey(*row) for row in connection.execute(_STORES)]
+        found = read_events(connection, wanted, known)
+    ops = sorted({*CHANGED_TABLES, *([wanted.op] if wanted.op else [])})
+    return pages.render(
+        "activity.html",
+        "activity",
+        wanted=wanted,
+        events=found[:PAGE_ROWS],
+        after=found[PAGE_ROWS - 1].key if len(found) > PAGE_ROWS else None,
+        known=known,
+        ops=ops,
+    )
+
+
+def read_events(connection: Connection, wanted: Asked, known: Sequence[StoreKey]) -> list[Event]:
+    """A page of operations of the known stores, and the first of the next page."""
+    keys = {key.store_id: key for key in known}
+    its = select(events)
+    if wanted.store:
+        store_id = next((key.store_id for key in known if key.uuid == wanted.store), -1)
+        # as an expression, so that SQLite keeps to the index of the ref or the operation
+        column = events.c.store_id + 0 if wanted.ref or wanted.op else events.c.store_id
+        its = its.where(column == store_id)
+    if wanted.ref:
+        its = its.where(events.c.ref == wanted.ref)
+    if wanted.op:
+        its = its.where(events.c.op == wanted.op)
+    if wanted.before:
+        key = tuple(map(int, wanted.before.split(".")))
+        its = its.where(events.c.time_ns <= key[0], tuple_(*_ORDER) < tuple_(*key))
+    rows = connection.execute(its.order_by(*(column.desc() for column in _ORDER)).limit(PAGE_ROWS + 1))
+    return [
+        Event(
+            keys[row.store_id],
+            row.n,
+            row.position,
+            row.time_ns,
+            row.actor,
+            row.op,
+            row.ref,
+            row.root,
+            what_text(json.loads(row.detail)),
+            f"{row.time_ns}.{row.store_id}.{row.n}.{row.position}",
+        )
+        for row in rows
+    ]
+
+
+def what_text(detail: Mapping[str, Any]) -> str:
+    """The fields of an operation on one line."""
+    said = []
+    for name, value in detail.items():
+        if name in _SIZES:
+            said.append(human_bytes(value) + _SIZES[name])
+        elif name == "step":
+            said.append(f"step {count_text(value)}")
+        elif name.endswith("_ns"):
+            said.append(f"{name.removesuffix('_ns')} {time_text(value)} UTC" if name == "expires_ns" else f"{value / 1e9:.1f} s")
+        elif name == "counted":
+            said.append("without effect: aborted before, or put again")
+        elif value != "":
+            said.append(f"{name} {count_text(value) if isinstance(value, int) else value}")
+    return ", ".join(said)
