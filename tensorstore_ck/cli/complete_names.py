@@ -108,8 +108,11 @@ def _view(context: click.Context) -> "Iterator[RefTable | None]":
     choice = StoreChoice(given.get("store"), options, cache_dir, state_dir=given.get("state_dir"))
     url = choice.require_url()
     if not is_remote(url):
-        with choice.look() as store:
-            yield store.engine.log.newest_view()
+        engine = choice.open_engine(read_only=True)
+        try:
+            yield engine.log.newest_view()
+        finally:
+            engine.close()
     elif (key := find_key(url, options, cache_dir)) is None:
         yield None
     else:

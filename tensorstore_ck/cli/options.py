@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
 
 import click
 
@@ -34,7 +34,9 @@ from tensorstore_ck.format.codec import CodecName
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.redaction import hidden_options
-from tensorstore_ck.store import ReadOnlyStore, Store
+
+if TYPE_CHECKING:
+    from tensorstore_ck.store import ReadOnlyStore, Store
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
@@ -81,12 +83,14 @@ class StoreChoice:
         """Whether the current folder is a store."""
         return os.path.isfile(CONFIG_NAME)
 
-    def look(self, bar: Bar | None = None) -> ReadOnlyStore:
+    def look(self, bar: Bar | None = None) -> "ReadOnlyStore":
         """The store, for a command that only reads."""
         return self.open(bar, read_only=True)
 
-    def open(self, bar: Bar | None = None, codec: CodecName = "auto", *, read_only: bool = False) -> Store:
+    def open(self, bar: Bar | None = None, codec: CodecName = "auto", *, read_only: bool = False) -> "Store":
         """The store; close it, or use it as a context manager. `bar` counts the bytes of blocks that are read and written."""
+        from tensorstore_ck.store import Store  # noqa: PLC0415 - neither help nor a completion needs it
+
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
             engine.backend = cast(Backend, CountingBackend(engine.backend, bar))

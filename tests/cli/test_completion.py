@@ -91,7 +91,7 @@ def test_nothing_is_said_when_anything_goes_wrong(tab: Tab, tmp_path: Path) -> N
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoreChoice, "look", lambda self: threading.Event().wait())
+    monkeypatch.setattr(StoreChoice, "open_engine", lambda self, **_: threading.Event().wait())
     monkeypatch.setattr(complete_names, "DEADLINE_SECONDS", 0.01)
     assert tab("tsck log ") == []
 
