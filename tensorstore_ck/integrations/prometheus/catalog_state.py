@@ -30,6 +30,7 @@ class RefState:
 class StoreState:
     """A store in the catalog."""
 
+    uuid: str
     url: str
     log: str
     head_n: int
@@ -65,6 +66,7 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
     of_store = snapshots.c.store_id == row.store_id
     by_state = connection.execute(select(snapshots.c.state, func.count()).where(of_store).group_by(snapshots.c.state))
     return StoreState(
+        uuid=row.uuid,
         url=row.url,
         log=row.log,
         head_n=row.head_n,

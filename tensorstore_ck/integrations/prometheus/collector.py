@@ -46,13 +46,15 @@ class StoreCollector:
         families.add(of.CATALOG_READ, _seconds(self._readings.read_ns))
         families.add(of.CATALOG_ERRORS, self._readings.catalog_errors)
         families.add(of.SCRAPE_ERRORS, self._readings.scrape_errors)
-        read_ns = {}
         for watched in self._watched:
             _add_watched(families, watched)
-            read_ns[watched.url] = watched.read_ns
-        newest = {state.url: state for state in self._readings.states.values()}  # of several stores that were at one URL
-        for state in newest.values():
-            _add_state(families, state, read_ns.get(state.url))
+        own = {watched.synced.uuid: watched for watched in reversed(self._watched)}
+        shown: dict[str, tuple[StoreState, int | None]] = {}
+        for state in self._readings.states.values():  # the one that was synced last, of several that were at one URL
+            its = own.get(state.uuid)
+            shown[state.url if its is None else its.url] = state, None if its is None else its.read_ns
+        for url, (state, read_ns) in shown.items():
+            _add_state(families, state, label(url), read_ns)
         return families.all()
 
 
@@ -72,9 +74,8 @@ def _add_watched(families: Families, watched: WatchedStore) -> None:
         families.add(of.MEASURE_SECONDS, measured.seconds, store)
 
 
-def _add_state(families: Families, state: StoreState, read_ns: int | None) -> None:
+def _add_state(families: Families, state: StoreState, store: str, read_ns: int | None) -> None:
     """`read_ns`: when its log was last read here; the catalog is synced only when there is something new."""
-    store = label(state.url)
     families.add(of.SYNCED, _seconds(max(state.synced_ns, read_ns or 0)), store)
     families.add(of.LOG_ENTRIES, state.head_n, store)
     families.add(of.BRANCHES, state.branches, store)

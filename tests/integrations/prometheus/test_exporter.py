@@ -311,6 +311,18 @@ def test_a_catalog_that_others_sync(serve: Serve, make_store: MakeStore, tmp_pat
     assert served.refreshed()["tsck_saves_total", store.url, "runs/a"] == 2
 
 
+def test_a_store_has_one_name_whoever_synced_it_last(serve: Serve, make_store: MakeStore, tmp_path: Path) -> None:
+    store, db, link = make_store(), str(tmp_path / "shared.sqlite"), str(tmp_path / "link")
+    publish(store, "runs/a", 1)
+    os.symlink(store.url, link)
+    served = serve(link, db=db)
+    served.refreshed()
+    with Catalog(db) as catalog:
+        publish(store, "runs/a", 2)
+        catalog.sync(store)  # by its other name
+    assert {key[1] for key in served.refreshed() if key[0] in ("tsck_up", "tsck_saves_total")} == {link}
+
+
 def test_a_catalog_that_does_not_answer(serve: Serve, make_store: MakeStore, tmp_path: Path) -> None:
     store, db = make_store(), tmp_path / "shared.sqlite"
     publish(store, "runs/a", 1)
