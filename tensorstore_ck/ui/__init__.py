@@ -23,6 +23,8 @@ tensor_tree.py        tensors as a tree of groups
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
 tensor_statistics.py  statistics and histograms of tensors
 snapshot_code.py      code that opens a snapshot, to copy
+compare.py            the page of two snapshots
+differences.py        what differs between two, and by how much tensors changed
 addresses.py          addresses that complete what was typed
 text.py               bytes, ages, times and numbers as people read them
 

@@ -14,7 +14,20 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ui import activity, addresses, find, health, overview, ref, series, snapshot, snapshot_tensors, space, tensor_statistics
+from tensorstore_ck.ui import (
+    activity,
+    addresses,
+    compare,
+    find,
+    health,
+    overview,
+    ref,
+    series,
+    snapshot,
+    snapshot_tensors,
+    space,
+    tensor_statistics,
+)
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
@@ -31,6 +44,9 @@ OF_A_STORE: Final[dict[str, Page]] = {
     "ref": ref.page,
     "ref/series": series.answer,
     "addresses": addresses.page,
+    "compare": compare.page,
+    "compare/changes": compare.changes_page,
+    "compare/tensors": compare.tensors_page,
     "snapshot": snapshot.page,
     "snapshot/statistics": tensor_statistics.page,
     "snapshot/tensors": snapshot_tensors.page,

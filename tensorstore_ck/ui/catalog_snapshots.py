@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import ColumnElement, Connection, Row, select
 
-from tensorstore_ck.catalog.schema import metrics, pins, refs, snapshot_id, snapshots, tags
+from tensorstore_ck.catalog.schema import metrics, pins, refs, snapshot_id, snapshots, stores, tags
 from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFoundError
 from tensorstore_ck.ui.pages import Pages
@@ -103,6 +103,12 @@ def find_snapshot(pages: Pages, store: StoreKey, address: str) -> CatalogSnapsho
     if found is not None:
         return found
     if _ROOT.fullmatch(address):
+        with pages.sources.catalog.reading() as connection:
+            other = connection.execute(
+                select(stores.c.url).join(snapshots, snapshots.c.store_id == stores.c.store_id).where(*_begins(address)).limit(1)
+            ).scalar()
+        if other is not None:
+            raise NotFoundError(f"{address} is a snapshot of another store, {other}: a page has snapshots of one store", object_id=address)
         raise NotFoundError(f"no snapshot has a root that begins with {address}", object_id=address)
     resolved = pages.sources.open(store).resolve(address)
     with pages.sources.catalog.reading() as connection:
@@ -120,8 +126,11 @@ def _in_catalog(connection: Connection, store_id: int, address: str) -> CatalogS
     if parse_ulid(address.upper()) is not None:
         return _by_ulid(connection, store_id, address.upper())
     if _ROOT.fullmatch(address):
-        is_it = snapshots.c.root >= address, snapshots.c.root < address + "g", snapshots.c.store_id == store_id  # g: after all digits
-        rows = connection.execute(select(snapshots.c.root).where(*is_it).distinct().limit(2)).scalars().all()
+        rows = (
+            connection.execute(select(snapshots.c.root).where(*_begins(address), snapshots.c.store_id == store_id).distinct().limit(2))
+            .scalars()
+            .all()
+        )
         if len(rows) > 1:
             raise AmbiguousAddressError(f"several snapshots have a root that begins with {address}: give more digits", object_id=address)
         return _with_root(connection, store_id, rows[0])[0] if rows else None
@@ -130,6 +139,11 @@ def _in_catalog(connection: Connection, store_id: int, address: str) -> CatalogS
         if ulid is not None:
             return _by_ulid(connection, store_id, ulid)
     return None
+
+
+def _begins(digits: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """The conditions for a root that begins with these digits; ``g`` sorts after all of them."""
+    return snapshots.c.root >= digits, snapshots.c.root < digits + "g"
 
 
 def _by_ulid(connection: Connection, store_id: int, ulid: str) -> CatalogSnapshot | None:
@@ -170,7 +184,7 @@ def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot)
 def _short_root(connection: Connection, store_id: int, root: str) -> str:
     """The first digits, as many as no other root of the store begins with."""
     for length in (12, 16, 24):
-        begins = snapshots.c.root >= root[:length], snapshots.c.root < root[:length] + "g", snapshots.c.root != root
-        if connection.execute(select(snapshots.c.id).where(*begins, snapshots.c.store_id == store_id).limit(1)).scalar() is None:
+        others = *_begins(root[:length]), snapshots.c.root != root, snapshots.c.store_id == store_id
+        if connection.execute(select(snapshots.c.id).where(*others).limit(1)).scalar() is None:
             return root[:length]
     return root

@@ -1,0 +1,166 @@
+"""The page of two snapshots: facts and metrics at once, then what differs, and by how much tensors changed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import select
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tensorstore_ck.catalog.schema import metrics
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.ui.background import Read
+from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot, find_snapshot
+from tensorstore_ck.ui.contents import patience_of
+from tensorstore_ck.ui.differences import Changes, Differences, Pair, read_changes, read_differences
+from tensorstore_ck.ui.pages import Pages, asked
+from tensorstore_ck.ui.ref import usual_metrics
+from tensorstore_ck.ui.snapshot_tensors import key_of, number_of, value_text
+from tensorstore_ck.ui.sources import StoreKey
+
+MAX_SHOWN: Final = 50
+"""Rows of a table at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPair:
+    """A metric of two snapshots. None: NaN."""
+
+    name: str
+    old: float | None
+    new: float | None
+    has_old: bool
+    has_new: bool
+
+    @property
+    def change(self) -> float | None:
+        """New - old; None if one of them lacks it, or is not finite."""
+        if self.old is None or self.new is None or not math.isfinite(self.old) or not math.isfinite(self.new):
+            return None
+        return self.new - self.old
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the rows of a long table."""
+
+    rows: Sequence[object]
+    first: int
+    count: int
+
+    @property
+    def before(self) -> int | None:
+        """Where the rows before begin."""
+        return max(0, self.first - MAX_SHOWN) if self.first else None
+
+    @property
+    def next(self) -> int | None:
+        """Where the next rows begin."""
+        return self.first + len(self.rows) if self.first + len(self.rows) < self.count else None
+
+
+def part_of(rows: Sequence[object], first: int) -> Part:
+    """At most `MAX_SHOWN` of the rows."""
+    return Part(rows[first : first + MAX_SHOWN], first, len(rows))
+
+
+def page(pages: Pages, request: Request) -> Response:
+    """The page; if an address is missing or leads nowhere, the form says so, and what is known of the other one is shown."""
+    store = pages.store_of(request)
+    typed = {name: request.query_params.get(name, "").strip() for name in ("old", "new")}
+    found: dict[str, CatalogSnapshot] = {}
+    errors: dict[str, str] = {}
+    for name, address in typed.items():
+        try:
+            if address:
+                found[name] = find_snapshot(pages, store, address)
+        except StoreError as exc:
+            errors[name] = str(exc)
+    pair = Pair(found["old"], found["new"]) if len(found) == 2 else None
+    gone = [each for each in found.values() if each.state == "gone"]
+    read = read_differences(pages, store, pair, patience_of(request)) if pair is not None and not gone else Read()
+    measured = read_metrics(pages, pair) if pair is not None else []
+    return pages.render(
+        "compare.html",
+        "compare",
+        404 if errors else 200,
+        store=store,
+        typed=typed,
+        errors=errors,
+        found=found,
+        pair=pair,
+        gone=gone,
+        measured=measured,
+        drawn=usual_metrics({each.name: each.has_old + each.has_new for each in measured}),
+        read=read,
+        is_finite=lambda value: value is not None and math.isfinite(value),
+        **_differences(read, "", 0, 0),
+        url=pages.link("compare", store, **{name: each.ulid for name, each in found.items()}),
+    )
+
+
+def _differences(read: Read, text: str, first_tensor: int, first_value: int) -> dict[str, Any]:
+    """What the templates of differences need."""
+    found = read.result if isinstance(read.result, Differences) else None
+    return {
+        "differences": found,
+        "tensors": part_of(found.tensors(text), first_tensor) if found is not None else None,
+        "values": part_of(found.diff.values, first_value) if found is not None else None,
+        "q": text,
+        "value_text": value_text,
+        "key_of": key_of,
+    }
+
+
+def read_metrics(pages: Pages, pair: Pair) -> list[MetricPair]:
+    """All metrics that one of them has, by name."""
+    with pages.sources.catalog.reading() as connection:
+        old, new = (
+            {row.name: row.value for row in connection.execute(select(metrics).where(metrics.c.snapshot == each.id))}
+            for each in (pair.old, pair.new)
+        )
+    return [MetricPair(name, old.get(name), new.get(name), name in old, name in new) for name in sorted({*old, *new})]
+
+
+def _pair(pages: Pages, request: Request) -> tuple[StoreKey, Pair]:
+    store = pages.store_of(request)
+    pair = Pair(*(find_snapshot(pages, store, asked(request.query_params, name)) for name in ("old", "new")))
+    if "gone" in (pair.old.state, pair.new.state):
+        raise HTTPException(404, "One of these snapshots is gone: only its metrics can be compared.")
+    return store, pair
+
+
+def tensors_page(pages: Pages, request: Request) -> Response:
+    """The tensors that differ and whose names contain ``q``, or the values that differ, from ``first`` or ``first_value`` on."""
+    store, pair = _pair(pages, request)
+    read = read_differences(pages, store, pair, patience_of(request))
+    text, first, first_value = request.query_params.get("q", "").strip(), number_of(request, "first"), number_of(request, "first_value")
+    query = {"old": pair.old.ulid, "new": pair.new.ulid, "q": text or None, "first": first or None, "first_value": first_value or None}
+    url = pages.link("compare/tensors", store, **query)
+    shown = _differences(read, text, first, first_value)
+    return pages.render("compare_tensors.html", "compare", store=store, pair=pair, read=read, **shown, url=url)
+
+
+def changes_page(pages: Pages, request: Request) -> Response:
+    """By how much tensors changed: all, or those of ``group``."""
+    store, pair = _pair(pages, request)
+    group, first = request.query_params.get("group", ""), number_of(request, "first")
+    read = read_changes(pages, store, pair, group, patience_of(request))
+    found = read.result if isinstance(read.result, Changes) else None
+    query = {"old": pair.old.ulid, "new": pair.new.ulid, "group": group or None}
+    return pages.render(
+        "compare_changes.html",
+        "compare",
+        store=store,
+        pair=pair,
+        group=group,
+        read=read,
+        found=found,
+        changes=part_of(found.tensors, first) if found is not None else None,
+        key=key_of(f"changes {group}"),
+        url=pages.link("compare/changes", store, **query, first=first or None),
+        next_url=pages.link("compare/changes", store, **query, first=first + MAX_SHOWN),
+    )

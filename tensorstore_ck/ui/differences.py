@@ -1,0 +1,153 @@
+"""What differs between two snapshots, by their tables; and by how much tensors changed, which reads them. Both in the background."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.maintenance.describe import SnapshotDiff, TensorChange, diff_snapshots
+from tensorstore_ck.ui.background import Progress, Read
+from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
+from tensorstore_ck.ui.contents import info_of
+from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.sources import StoreKey
+from tensorstore_ck.ui.tensor_statistics import STEP_BYTES, size_of
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state.statistics import ChangeStatistics
+
+KINDS: Final = ("changed", "reshaped", "added", "removed")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two snapshots of a store."""
+
+    old: CatalogSnapshot
+    new: CatalogSnapshot
+
+    @property
+    def kind(self) -> str:
+        """Of a background read."""
+        return f"{self.old.ulid} {self.new.ulid}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChange:
+    """Tensors that differ and whose names share the part before the first dot."""
+
+    name: str
+    counts: dict[str, int]
+    """Change -> number of tensors."""
+    changed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What the tables say."""
+
+    diff: SnapshotDiff
+    groups: tuple[GroupChange, ...]
+    """By bytes that differ, most first."""
+
+    def tensors(self, text: str) -> list[TensorChange]:
+        """Those whose names contain a text, most bytes that differ first."""
+        found = [each for each in self.diff.tensors if text.lower() in each.name.lower()]
+        return sorted(found, key=lambda each: -each.changed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """By how much tensors changed: those with NaN or infinity first, then by relative change."""
+
+    tensors: "tuple[ChangeStatistics, ...]"
+
+    @property
+    def nan(self) -> int:
+        """Elements of the new snapshot's tensors that changed."""
+        return sum(each.nan or 0 for each in self.tensors)
+
+    @property
+    def inf(self) -> int:
+        """Elements of the new snapshot's tensors that changed."""
+        return sum(each.inf or 0 for each in self.tensors)
+
+
+def read_differences(pages: Pages, store: StoreKey, pair: Pair, patience_seconds: float) -> Read:
+    """The read of `Differences`; it begins now unless it was made before."""
+
+    def work(progress: Progress) -> Differences:
+        progress("comparing the tables", 0, 0)
+        return _differences(_diff(pages, store, pair))
+
+    looks, kind = pages.sources.looks, f"differences {pair.kind}"
+    read = looks.read(store.uuid, kind)
+    if read.result is None:
+        looks.start(store.uuid, kind, work, patience_seconds)
+    return read
+
+
+def _diff(pages: Pages, store: StoreKey, pair: Pair) -> SnapshotDiff:
+    engine = pages.sources.open(store).engine
+    return diff_snapshots(engine, info_of(pages, store, pair.old), info_of(pages, store, pair.new))
+
+
+def _differences(diff: SnapshotDiff) -> Differences:
+    counts: dict[str, Counter[str]] = {}
+    sizes: Counter[str] = Counter()
+    for each in diff.tensors:
+        group = each.name.split(".", 1)[0]
+        counts.setdefault(group, Counter())[each.change] += 1
+        sizes[group] += each.changed_bytes
+    groups = [GroupChange(name, dict(found), sizes[name]) for name, found in counts.items()]
+    return Differences(diff, tuple(sorted(groups, key=lambda group: -group.changed_bytes)))
+
+
+def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience_seconds: float) -> Read:
+    """The read of the `Changes` of all tensors, or of those in a group; it begins now unless it was made before."""
+    looks, kind = pages.sources.looks, f"changes {pair.kind} {group}"
+
+    def is_wanted(name: str) -> bool:
+        return not group or name == group or name.startswith(f"{group}.")
+
+    def work(progress: Progress) -> Changes:
+        from tensorstore_ck.state.read_pieces import stored_tensors  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.state.statistics import changes_of  # noqa: PLC0415
+
+        with looks.alone(progress):
+            progress("comparing the tables", 0, 0)
+            engine = pages.sources.open(store).engine
+            known = looks.read(store.uuid, f"differences {pair.kind}").result
+            diff = known.diff if isinstance(known, Differences) else _diff(pages, store, pair)
+            changed = {each.name for each in diff.tensors}
+            before, after = (stored_tensors(open_snapshot(engine, info_of(pages, store, each))) for each in (pair.old, pair.new))
+            names = [name for name in dict.fromkeys([*after, *before]) if is_wanted(name)]
+            if not names:
+                raise NotFoundError(f"neither has a tensor in {group!r}; states of single ranks have no statistics", object_id=group)
+
+            def read_bytes(name: str) -> int:
+                both = before.get(name), after.get(name)
+                return sum(size_of(each) for each in both if each is not None) if None not in both and name in changed else 0
+
+            total = sum(map(read_bytes, names))
+            found: list[ChangeStatistics] = []
+            done = 0
+            for batch in batches(names, read_bytes, STEP_BYTES):
+                progress(f"reading tensors: {human_bytes(done)} of {human_bytes(total)}", done, total)
+                old, new = ({name: each[name] for name in batch if name in each} for each in (before, after))
+                found += changes_of(old, new, changed)
+                done += sum(map(read_bytes, batch))
+        return Changes(tuple(_sorted(found)))
+
+    read = looks.read(store.uuid, kind)
+    if read.result is None:
+        looks.start(store.uuid, kind, work, patience_seconds)
+    return read
+
+
+def _sorted(changes: "Iterable[ChangeStatistics]") -> "list[ChangeStatistics]":
+    return sorted(changes, key=lambda each: (not (each.nan or each.inf), KINDS.index(each.kind), -(each.relative_change or 0.0)))
