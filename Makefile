@@ -8,13 +8,24 @@ TESTS ?= tests
 
 NEWEST := .venv-newest-torch
 APART := .venv-apart
+OLDEST := .venv-oldest-trainers
 EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,pandas,plot,postgres,ui,exporter
 
-.PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart lint package docs clean
+.PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart test-oldest-trainers lint package docs clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
 	$(BIN)/python -m examples.demo --folder .demo
+
+OLDEST_TESTS := $(addprefix $(TESTS)/integrations/, hf accelerate lightning ray/test_example.py importing/test_trainer_folder.py \
+    test_mlflow.py test_wandb.py test_tracker_examples.py test_adapter_arguments.py)
+
+# Makes an environment that has the packages of .venv but for those that are installed into it.
+define on_top
+$(PYTHON) -m venv $(1)
+$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > $(1)/base
+cp $(1)/base $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+endef
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -45,6 +56,15 @@ test-trainers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	$(BIN)/python .ci/judge_trainers.py $(TRAINERS)
 
+# The tests of the adapters with the oldest versions that they support, without kills and ranks. Run by hand: it takes a few minutes.
+test-oldest-trainers: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -k "not test_kills and not test_ranks and not test_fsdp" $(OLDEST_TESTS)
+
+$(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
+	$(call on_top,$(OLDEST))
+	$(OLDEST)/bin/python -m pip install --quiet --no-deps --requirement .ci/oldest-trainers.txt
+	touch $@
+
 # The tests of trainers that are in an environment of their own, on top of .venv. torchtitan needs datasets, whose releases refuse the pinned
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. Ray takes half a gigabyte; its other tests take
 # seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
@@ -52,9 +72,7 @@ test-apart: $(APART)/.installed
 	$(APART)/bin/python -m pytest $(TESTS)/integrations/titan $(TESTS)/integrations/ray/test_example.py
 
 $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
-	$(PYTHON) -m venv $(APART)
-	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > $(APART)/base
-	cp $(APART)/base $$($(APART)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(call on_top,$(APART))
 	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
 	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]'
 	touch $@
@@ -74,7 +92,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf .venv $(NEWEST) $(APART) .demo dist site
+	rm -rf .venv $(NEWEST) $(APART) $(OLDEST) .demo dist site
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv

@@ -6,7 +6,9 @@ torch is imported only by what takes or returns tensors.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Restoring(NamedTuple):
+@dataclass
+class Restoring:
     """One rank's view of a snapshot that is being restored."""
 
     engine: Engine
@@ -37,11 +40,16 @@ class Restoring(NamedTuple):
     reading: GroupReading | None = None
     """How it reads together with the others of `group`."""
 
+    @cached_property
+    def _content(self) -> SnapshotContent:
+        """Opened once: the tables of a large state take as long as a small state's tensors."""
+        return open_snapshot(self.engine, self.info)
+
     def lazy(self) -> "LazySnapshot":
         """What there is; reads no tensors."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
-        return LazySnapshot(open_snapshot(self.engine, self.info))
+        return LazySnapshot(self._content)
 
     def checkout(self, *, broadcast: bool = False, **options: Any) -> Any:
         """See `Store.checkout`, for the options too; once only, as the ranks of a host read together."""
@@ -49,7 +57,7 @@ class Restoring(NamedTuple):
 
         group, reading = self.group, self.reading
         if group is None or reading is None:
-            return restore(open_snapshot(self.engine, self.info), **options)
+            return restore(self._content, **options)
         place = (group.rank() + 0.5) / group.size()
         content: SnapshotContent = open_snapshot(self.engine, self.info, reading.read_blocks, place=place)
         if broadcast:
@@ -62,7 +70,7 @@ class Restoring(NamedTuple):
         """What fits the globs, read by this rank alone."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
-        return restore(open_snapshot(self.engine, self.info), select=globs)
+        return restore(self._content, select=globs)
 
     def rank_state(self, rank: int) -> Any:
         """What a rank put as its own.

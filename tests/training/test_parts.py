@@ -1,11 +1,14 @@
 """A restore in several moments: counters first, then weights and optimizer, and the generators last."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.engine.read import snapshot_reader
+from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.training import TrainingState
 from tests.training.job import Job, make, run
 
@@ -42,6 +45,13 @@ def test_a_restore_in_three_moments_goes_on_bit_for_bit(store: tsck.Store) -> No
     random.random()  # as loops do that skip batches
     other.training.restore(store, "runs/job", parts={"generators"})
     assert run(other, STEPS) == expected
+
+
+def test_a_restore_opens_the_tables_of_a_snapshot_once(store: tsck.Store) -> None:
+    _saved(store)
+    with patch.object(snapshot_reader, "decode_layout", wraps=decode_layout) as decoded:
+        make(99).training.restore(store, "runs/job")
+    assert decoded.call_count == 1
 
 
 def test_plain_values_are_read_without_the_objects_of_the_job(store: tsck.Store) -> None:

@@ -6,9 +6,9 @@ import ray
 
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
 
-SUPPORTED: Final = ((2, 60), (3, 0))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "ray[train]>=2.60,<3"
+SUPPORTED: Final = ((2, 56), (3, 0))
+"""From the first up to, but not including, the second. Earlier ones cannot list checkpoints without a wait (`timeout_s`)."""
+SUPPORTED_PACKAGE: Final = "ray[train]>=2.56,<3"
 TESTED_PACKAGE: Final = "ray[train]==2.60.0"
 
 

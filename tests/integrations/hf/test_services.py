@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from unittest.mock import patch
 import huggingface_hub
 import optuna
 import pytest
+import transformers.trainer
 from transformers import GPT2LMHeadModel
 
 import tensorstore_ck as tsck
@@ -37,10 +40,14 @@ def uploads() -> Iterator[list[Upload]]:
         done.set_result(None)
         return done
 
-    with (
-        patch.object(huggingface_hub.HfApi, "create_repo", lambda _api, repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}")),
-        patch.object(huggingface_hub.HfApi, "upload_folder", upload_folder),
-    ):
+    def create_repo(_api: object, repo_id: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    with ExitStack() as replaced:
+        for each in (create_repo, upload_folder):
+            replaced.enter_context(patch.object(huggingface_hub.HfApi, each.__name__, each))
+            if hasattr(transformers.trainer, each.__name__):  # older versions import the methods of a HfApi
+                replaced.enter_context(patch.object(transformers.trainer, each.__name__, partial(each, None)))
         yield made
 
 

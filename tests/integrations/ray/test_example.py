@@ -34,5 +34,5 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.train", None)
-    with pytest.raises(tsck.MissingExtraError, match=r"pip install 'ray\[train\]>=2.60,<3'"):
+    with pytest.raises(tsck.MissingExtraError, match=r"pip install 'ray\[train\]>=2.56,<3'"):
         tsck.ray.report  # noqa: B018 - is loaded here
