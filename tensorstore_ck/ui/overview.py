@@ -1,15 +1,25 @@
 """The page of all stores and branches: when each was saved last, and whether that is late."""
 
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 from sqlalchemy import Connection, func, select
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.save_intervals import LATE, usual_interval
-from tensorstore_ck.catalog.schema import gc_runs, jobs, stores
-from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
+from tensorstore_ck.log.run_outcome import RunOutcome
+from tensorstore_ck.ui.pages import Pages, page_number
+
+PAGE_ROWS: Final = 50
+"""Branches of a store on one page."""
+DAYS: Final = 60
+"""Of the chart, up to the day of the last save."""
+DAY_NS: Final = 86_400 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,27 @@ class RefRow:
         return self.interval_ns is not None and self.age_ns > LATE * self.interval_ns
 
 
+ORDERS: Final[Mapping[str, Callable[[RefRow], Any]]] = {
+    "last save": lambda row: (row.age_ns, row.ref),
+    "longest ago": lambda row: (-row.age_ns, row.ref),
+    "late first": lambda row: (not row.is_late, row.age_ns, row.ref),
+    "name": lambda row: row.ref,
+    "most put": lambda row: (-row.new_bytes, row.ref),
+}
+"""Name of an order -> key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """What saves put on one day, in UTC."""
+
+    time_ns: int
+    """When it began."""
+    bytes: int
+    height: float
+    """Of 100: the most that one of the days has."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreRow:
     """A store and its branches."""
@@ -42,6 +73,10 @@ class StoreRow:
     head_n: int
     synced_ns: int
     last_gc_ns: int | None
+    """When gc last changed something."""
+    runs: Mapping[str, RunOutcome]
+    """``gc``, ``fsck`` -> the last run that left its outcome."""
+    days: tuple[Day, ...]
     refs: tuple[RefRow, ...]
 
     @property
@@ -55,13 +90,32 @@ class StoreRow:
         return sum(row.new_bytes for row in self.refs)
 
 
-def page(pages: Pages, _: Request) -> Response:
-    """The page."""
+def page(pages: Pages, request: Request) -> Response:
+    """The page. Branches can be filtered by a part of their name, and ordered."""
+    query = request.query_params
+    part, order, number = query.get("q", "").strip(), query.get("order", ""), page_number(query)
+    order = order if order in ORDERS else next(iter(ORDERS))
     troubles = pages.sources.refresh()
     with pages.sources.catalog.reading() as connection:
         found = read_overview(connection)
     is_reading = any(each.is_reading for each in troubles.values())
-    return pages.render("overview.html", "overview", stores=found, troubles=troubles, is_reading=is_reading)
+    shown = {row.uuid: sorted((ref for ref in row.refs if part in ref.ref), key=ORDERS[order]) for row in found}
+    most = max((len(refs) for refs in shown.values()), default=0)
+    return pages.render(
+        "overview.html",
+        "overview",
+        stores=found,
+        shown=shown,
+        rows=slice((number - 1) * PAGE_ROWS, number * PAGE_ROWS),
+        pages_count=max(1, -(-most // PAGE_ROWS)),
+        number=number,
+        part=part,
+        order=order,
+        orders=tuple(ORDERS),
+        has_many=any(len(row.refs) > PAGE_ROWS // 5 for row in found),
+        troubles=troubles,
+        is_reading=is_reading,
+    )
 
 
 def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[StoreRow, ...]:
@@ -85,8 +139,31 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
                 job.new_bytes,
             )
         )
-    found = connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
+    runs = last_runs(connection)
     return tuple(
-        StoreRow(row.uuid, row.url, row.head_n, row.synced_ns, last_gc.get(row.store_id), tuple(rows.get(row.store_id, ())))
-        for row in found
+        StoreRow(
+            row.uuid,
+            row.url,
+            row.head_n,
+            row.synced_ns,
+            last_gc.get(row.store_id),
+            runs.get(row.store_id, {}),
+            read_days(connection, row.store_id, rows.get(row.store_id, ())),
+            tuple(rows.get(row.store_id, ())),
+        )
+        for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid)).all()
     )
+
+
+def read_days(connection: Connection, store_id: int, refs: Iterable[RefRow]) -> tuple[Day, ...]:
+    """What saves put on each of the last `DAYS` days until the last save; none if nothing was saved."""
+    last = max((row.last_time_ns for row in refs), default=None)
+    if last is None:
+        return ()
+    newest = last // DAY_NS
+    day = snapshots.c.time_ns // DAY_NS
+    its = (snapshots.c.store_id == store_id, snapshots.c.time_ns >= (newest - DAYS + 1) * DAY_NS)
+    summed = select(day, func.sum(snapshots.c.new_bytes * 1.0)).where(*its).group_by(day)
+    put = {number: int(size) for number, size in connection.execute(summed)}
+    most = max(put.values(), default=0) or 1
+    return tuple(Day(at * DAY_NS, put.get(at, 0), 100 * put.get(at, 0) / most) for at in range(newest - DAYS + 1, newest + 1))

@@ -1,5 +1,6 @@
 """The page of all stores, and who may see it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,38 @@ sys.exit(main(["ui", "--no-browser"]))
 def test_one_command_installs_all_that_is_missing(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, package], capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
     assert "run `pip install " + " ".join(f"'{each}'" for each in EXTRAS["ui"]) + "`" in done.stderr
+
+
+def test_hundreds_of_branches_are_filtered_ordered_and_paged(client: Client, store: Store) -> None:
+    for number in range(120):
+        publish(store, f"sweep/{number:03}", 1, new_bytes=number)
+    publish(store, "runs/gpt", 1)
+    browser = enter(client())
+
+    def names(**query: str | int) -> list[str]:
+        return re.findall(r'<th scope="row"><a [^>]*>([^<]*)</a>', browser.get("/", params=query).raise_for_status().text)
+
+    assert names() == ["runs/gpt", *(f"sweep/{number:03}" for number in range(119, 70, -1))]
+    assert names(order="name", page=3) == [f"sweep/{number:03}" for number in range(99, 120)]
+    assert names(order="most put", q="sweep/0") == [f"sweep/{number:03}" for number in range(99, 49, -1)]
+    assert names(q="gpt") == ["runs/gpt"]
+    assert names(order="longest ago")[0] == "sweep/000"
+    text = browser.get("/?q=<b>none").text
+    assert "has “&lt;b&gt;none” in its name" in text
+    assert "121" in text.split("<dt>Branches</dt>")[1].split("</dd>")[0]
+
+
+def test_bytes_by_day_and_the_last_runs(client: Client, store: Store) -> None:
+    day = 86_400 * 10**9
+    for at, size in ((20_000 * day, 3 << 20), (20_000 * day + 1, 1 << 20), (20_002 * day, 2 << 20)):
+        store.engine.log._clock = lambda at=at: at  # type: ignore[misc]
+        publish(store, "runs/gpt", 1, new_bytes=size)
+    browser = enter(client())
+    text = browser.get("/").text
+    titles = re.findall(r"<rect [^>]*height=\"([\d.]+)\"><title>([^<]*)</title>", text)
+    assert titles == [("100.0", "2024-10-04: 4.0 MiB"), ("50.0", "2024-10-06: 2.0 MiB")]
+    assert "never" in text.split("<dt>Last fsck (UTC)</dt>")[1].split("</dd>")[0]
+    store.fsck()
+    last = browser.get("/").text.split("<dt>Last fsck (UTC)</dt>")[1].split("</dd>")[0]
+    assert 'class="bad"' in last  # the snapshots have no objects
+    assert "findings" in last
