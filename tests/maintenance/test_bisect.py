@@ -106,6 +106,12 @@ def test_what_training_was_taken_back_from_is_left_out(store: tsck.Store) -> Non
     assert (earlier.last_good.step, earlier.first_bad.step) == (6, 7)
 
 
+def test_a_run_that_continues_from_an_earlier_snapshot_leaves_out_what_came_after_it(store: tsck.Store) -> None:
+    store.put_snapshot(state(12), ref="run", step=12, parent="run@6", expect=tsck.ANY)
+    found = store.bisect("run", lambda snapshot: snapshot.step in (7, 8, 9, 12))
+    assert (found.last_good.step, found.first_bad.step) == (6, 12)
+
+
 def test_a_run_that_resumed_from_what_is_not_kept_goes_back_by_steps(store: tsck.Store) -> None:
     store.put_snapshot(state(1), ref="run", step=5, parent=None, expect=tsck.ANY)
     found = store.bisect("run", lambda snapshot: snapshot.root == store.resolve("run").root)
@@ -175,8 +181,10 @@ def test_a_store_that_cannot_be_written_to_needs_an_option(store: tsck.Store) ->
 
 def test_without_pins_what_is_freed_meanwhile_is_skipped(store: tsck.Store) -> None:
     other = open_store(store.engine.backend)
+    asked: list[int | None] = []
 
     def is_bad(snapshot: Snapshot) -> bool:
+        asked.append(snapshot.step)
         if snapshot.step == 5:
             other.forget("run@3", "run@4", "run@5")
             other.gc(AT_ONCE)
@@ -185,6 +193,7 @@ def test_without_pins_what_is_freed_meanwhile_is_skipped(store: tsck.Store) -> N
     found = store.bisect("run", is_bad, unpinned_unsafe=True)
     assert (found.last_good.step, found.first_bad.step) == (2, 6)
     assert [each.step for each in found.skipped] == [3, 4, 5]
+    assert not {3, 4} & set(asked)
 
 
 def test_more_snapshots_than_an_entry_of_the_log_holds(monkeypatch: pytest.MonkeyPatch, store: tsck.Store) -> None:
