@@ -71,11 +71,12 @@ def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
     return _forgotten(view, windows, _other_holders(view, windows))
 
 
-def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
+def undo(engine: Engine, address: str | None = None, *, entry: int | None = None) -> tuple[Forgotten, ...]:
     """Restores what was forgotten last; with an address (ref, ``ref@step``, ``ref~n``, root), what was forgotten last there.
 
     Raises:
         NotFoundError: nothing can be undone: never forgotten, or the undo window has ended.
+        ConflictError: what was forgotten last is not what log entry `entry` removed.
     """
     engine.require_writable()
     found: list[tuple[UndoWindow, set[Ulid]]] = []
@@ -83,6 +84,10 @@ def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
     def build(view: RefTable) -> list[Op]:
         found[:] = _to_undo(view, address)
         for window, _ in found:
+            if entry not in (None, window.n):
+                raise ConflictError(
+                    f"{window.name!r} changed meanwhile: log entry {window.n} is what was forgotten last there, not {entry}"
+                )
             _raise_if_name_taken(view, window)
         return [Op.undo(window.n, window.name, ulids) for window, ulids in found]
 

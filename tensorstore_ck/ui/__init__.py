@@ -1,7 +1,10 @@
-"""Pages in a browser, for one user on this host: `tsck ui`. They show what a catalog and its stores hold, and change nothing.
+"""Pages in a browser, for one user on this host: `tsck ui`. They show a catalog and its stores, and change what `--allow` names.
 
 app.py                the application: which path has which page
 pages.py              what all pages share: templates, the stores behind them, links, what an error looks like
+actions.py            what pages may change, if that is allowed
+notices.py            what an action did, for the page that shows it
+forgotten.py          what was forgotten, and can come back
 security.py           who may ask: host, token, cookie, methods; headers of every answer
 sources.py            the stores and their catalog; threads that read what is new in their logs
 background.py         reads that take long, each in a thread of its own
@@ -44,10 +47,11 @@ except ImportError as exc:
     raise missing_extra("ui", "the pages in a browser") from exc
 
 from tensorstore_ck.catalog.private_catalog import private_catalog
+from tensorstore_ck.ui.actions import parse_allow
 from tensorstore_ck.ui.app import make_app, serve
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources
 
-__all__ = ["Access", "Sources", "make_app", "private_catalog", "serve"]
+__all__ = ["Access", "Sources", "make_app", "parse_allow", "private_catalog", "serve"]
 
 del _jinja2, _sqlalchemy, _starlette, _uvicorn

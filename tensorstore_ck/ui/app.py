@@ -15,10 +15,12 @@ from starlette.staticfiles import StaticFiles
 
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui import (
+    actions,
     activity,
     addresses,
     compare,
     find,
+    forgotten,
     health,
     overview,
     ref,
@@ -54,6 +56,7 @@ OF_A_STORE: Final[dict[str, Page]] = {
     "snapshot/value": snapshot_tensors.value_page,
     "space": space.page,
     "health": health.page,
+    "forgotten": forgotten.page,
 }
 """Path below ``/stores/UUID/`` -> page."""
 
@@ -66,13 +69,15 @@ def make_app(
 
     def route(path: str, page: Page) -> BaseRoute:
         def answer(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread
-            return page(pages, request)
+            with pages.notices.showing(request):
+                return page(pages, request)
 
         return Route(path, answer)
 
     routes = [
         *(route(f"/{path}", page) for path, page in OF_ALL.items()),
         *(route(f"/stores/{{store}}/{path}", page) for path, page in OF_A_STORE.items()),
+        *(Route(f"/stores/{{store}}/do/{verb}", actions.answer(pages, verb), methods=["POST"]) for verb in sorted(access.allow)),
         Mount("/static", StaticFiles(packages=[("tensorstore_ck.ui", "static")])),
     ]
     handlers: dict[Any, Callable[[Request, Exception], Response]] = {StoreError: pages.error, HTTPException: pages.error}

@@ -13,10 +13,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.backend.cold.locations import read_marker
+from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.schema import gc_runs, policies, snapshots
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError, StoreError
 from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.log.run_outcome import RunOutcome
 from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck
 from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
 from tensorstore_ck.store import ReadOnlyStore
@@ -42,6 +45,7 @@ class RunRow:
     time_ns: int
     is_ok: bool
     outcome: str
+    details: str
     actor: str
 
 
@@ -108,10 +112,14 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def read_runs(connection: Connection, store: StoreKey) -> tuple[RunRow, ...]:
-    """By the catalog."""
+    """By the catalog: as they were noted in the log, or, of a gc of an earlier version, what it freed."""
+    noted = last_runs(connection).get(store.store_id, {})
+    found = [RunRow(name, run.time_ns, run.ok, run.outcome, _details(run), run.actor) for name, run in sorted(noted.items())]
     newest = select(gc_runs).where(gc_runs.c.store_id == store.store_id).order_by(gc_runs.c.n.desc()).limit(1)
     row = connection.execute(newest).one_or_none()
-    return (RunRow("gc", row.time_ns, True, f"{row.swept_packs:,} packs freed", row.actor),) if row is not None else ()
+    if row is not None and "gc" not in noted:
+        found.append(RunRow("gc", row.time_ns, True, "ok", f"packs freed: {row.swept_packs:,}", row.actor))
+    return tuple(found)
 
 
 def read_marked(connection: Connection, store: StoreKey) -> tuple[tuple[MarkedRow, ...], int]:
@@ -136,6 +144,16 @@ def read_ageing(connection: Connection, store: StoreKey) -> tuple[tuple[str, str
         if policy.ages:
             found.append((glob, str(policy)))
     return tuple(found)
+
+
+def _details(run: RunOutcome) -> str:
+    """What it did and found, without what it did not."""
+    counts = [
+        f"{name.removesuffix('_bytes').replace('_', ' ')}: {human_bytes(count) if name.endswith('_bytes') else f'{count:,}'}"
+        for name, count in run.counts.items()
+        if count
+    ]
+    return ", ".join([*([run.message] if run.message else []), *counts, f"took {run.duration_seconds:,.1f} s"])
 
 
 def _open(pages: Pages, store: StoreKey) -> tuple[ReadOnlyStore | None, str]:

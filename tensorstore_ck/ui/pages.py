@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.ui.notices import Notices
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
 from tensorstore_ck.ui.text import commands_html, count_text, duration_text, number_text, root_text, time_text
@@ -37,7 +38,8 @@ class Pages:
         """
         self.sources = sources
         self.open_options = dict(open_options or {})
-        self._access = access
+        self.access = access
+        self.notices = Notices()
         self._complete = complete
         self._environment = Environment(
             loader=PackageLoader("tensorstore_ck.ui"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -57,6 +59,10 @@ class Pages:
             "trouble": self.sources.trouble,
             "command": self.command,
             "completed": self.completed,
+            "allow": access.allow,
+            "csrf": access.csrf,
+            "outcome": self.notices.current,
+            "failed": self.notices.failed,
             "store": None,
             "here": "",
         }
@@ -69,7 +75,7 @@ class Pages:
         uuid = store.uuid if isinstance(store, StoreKey) else store
         path = f"/stores/{quote(uuid, safe='')}/{name}" if uuid else f"/{name}"
         asked = urlencode({key: value for key, value in query.items() if value is not None}, doseq=True)
-        return f"{self._access.prefix}{path}{'?' if asked else ''}{asked}"
+        return f"{self.access.prefix}{path}{'?' if asked else ''}{asked}"
 
     def command(self, store: StoreKey, *words: str) -> str:
         """A `tsck` command that works on this store as it is printed."""
@@ -97,8 +103,12 @@ class Pages:
         self.sources.refresh(uuid)
         return self.sources.key(uuid)
 
-    def error(self, _: Request, exc: Exception) -> Response:
+    def error(self, request: Request, exc: Exception) -> Response:
         """The page that says why another one cannot be shown."""
+        with self.notices.showing(request):
+            return self._error(exc)
+
+    def _error(self, exc: Exception) -> Response:
         if isinstance(exc, HTTPException):
             return self.render("error.html", "", exc.status_code, title=HTTPStatus(exc.status_code).phrase, message=exc.detail)
         status = 404 if isinstance(exc, NotFoundError) else 503

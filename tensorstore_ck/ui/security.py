@@ -27,7 +27,7 @@ HEADERS: Final = {
     ),
     "x-frame-options": "DENY",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # without any, browsers leave the origin out of our own forms, too
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
@@ -45,9 +45,11 @@ class Access:
     is_https: bool = False
     cookie: str = "tsck_ui"
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    allow: frozenset[str] = frozenset()
+    """What pages may change; see `actions`. Empty: nothing, so only reading methods are answered."""
 
     @classmethod
-    def of(cls, base_url: str, port: int) -> "Access":
+    def of(cls, base_url: str, port: int, allow: frozenset[str] = frozenset()) -> "Access":
         """`base_url`: a path, or the URL under which a proxy offers the pages; `port` keeps the cookies of two servers apart.
 
         Raises:
@@ -64,7 +66,7 @@ class Access:
             raise InvalidOptionError(
                 f"base-url must be a path like /user/me/proxy/8080, or an http URL, not {base_url!r}", object_id="base-url"
             )
-        return cls(prefix, parts.netloc.lower(), parts.scheme == "https", f"tsck_ui_{port}")
+        return cls(prefix, parts.netloc.lower(), parts.scheme == "https", f"tsck_ui_{port}", allow=allow)
 
     @property
     def entrance(self) -> str:
@@ -79,6 +81,26 @@ class Access:
     def is_token(self, text: str) -> bool:
         """Compares in constant time."""
         return hmac.compare_digest(text.encode(), self.token.encode())
+
+    @property
+    def csrf(self) -> str:
+        """What each form has in it: it follows from the cookie's value, which pages of other sites do not know."""
+        return hmac.digest(self.token.encode(), b"a form of tsck ui", "sha256").hex()
+
+    def is_csrf(self, text: str) -> bool:
+        """Compares in constant time."""
+        return hmac.compare_digest(text.encode(), self.csrf.encode())
+
+    def is_own_form(self, request: Request) -> bool:
+        """Whether a page of this server sent a form, as browsers tell: other servers of the same host count as the same site."""
+        site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+        if site not in (None, "same-origin") or (site is None and origin is None):
+            return False
+        if origin is None:
+            return True
+        scheme, _, host = origin.lower().partition("://")
+        known = {(each, request.headers["host"].lower()) for each in ("http", "https")} if not self.is_https else set()
+        return (scheme, host) in known | ({("https" if self.is_https else "http", self.host)} if self.host else set())
 
 
 class Guard:
@@ -111,8 +133,11 @@ class Guard:
         hosts = request.headers.getlist("host")
         if len(hosts) != 1 or not self._access.allows_host(hosts[0]):
             return PlainTextResponse("This server answers under its own address only: open the URL that `tsck ui` printed.\n", 421)
-        if request.method not in ("GET", "HEAD"):
+        is_form = request.method == "POST" and bool(self._access.allow)
+        if request.method not in ("GET", "HEAD") and not is_form:
             return PlainTextResponse("These pages change nothing.\n", 405, {"allow": "GET, HEAD"})
+        if is_form and not self._access.is_own_form(request):
+            return PlainTextResponse("This form was not sent by a page of this server.\n", 403)
         path = request.scope["path"]
         if path.startswith("/open/") and self._access.is_token(path.removeprefix("/open/")):
             response = RedirectResponse(f"{self._access.prefix}/", 303)

@@ -1,4 +1,4 @@
-"""The stores and their catalog. A store is opened read-only, and its log is read again before a page when it has grown.
+"""The stores and their catalog. A store is opened read-only, and for actions once more; its log is read again before a page.
 
 Threads of their own read the logs, one a store: a page waits for them only as long as a person would, and says what is still being read.
 So neither a store that does not answer nor the first reading of a long log stops the pages of the others.
@@ -16,12 +16,13 @@ from sqlalchemy import select
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.catalog.synced_store import SyncedStore
-from tensorstore_ck.errors import BackendUnavailableError, NotFoundError
+from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, PermissionDeniedError
 from tensorstore_ck.redaction import display_url
-from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store import ReadOnlyStore, Store
 from tensorstore_ck.ui.background import Background
 
 OpenStore = Callable[[str], ReadOnlyStore]
+OpenWritable = Callable[[str], Store]
 
 PAGE_WAITS_SECONDS: Final = 2.0
 LOOKS: Final = 32
@@ -67,7 +68,14 @@ class Sources:
     """A catalog, and the stores that keep it up to date. Thread-safe."""
 
     def __init__(
-        self, db: str, urls: Sequence[str], open_store: OpenStore, *, is_private: bool = False, wait_seconds: float = PAGE_WAITS_SECONDS
+        self,
+        db: str,
+        urls: Sequence[str],
+        open_store: OpenStore,
+        *,
+        is_private: bool = False,
+        wait_seconds: float = PAGE_WAITS_SECONDS,
+        open_writable: OpenWritable | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -77,12 +85,16 @@ class Sources:
             open_store: Opens a store.
             is_private: The catalog is of these stores alone: it is made if it is missing, and what it has of other stores goes.
             wait_seconds: How long a page waits for a log to be read.
+            open_writable: Opens a store to change it, when that is first asked for; None: nothing can be changed.
         """
         self.catalog = Catalog(db)
         self.background = Background()
         self.looks = Background(LOOKS, ABANDONED_SECONDS)
         """Reads of single snapshots, of which there may be many."""
         self._open_store = open_store
+        self._open_writable = open_writable
+        self._writable: dict[str, Store] = {}
+        """By uuid."""
         self._sources = [_Source(SyncedStore(self.catalog, url, self._open)) for url in dict.fromkeys(urls)]
         self._is_private = is_private
         self._wait_seconds = wait_seconds
@@ -145,6 +157,24 @@ class Sources:
                 self._opened[key.uuid] = opened
             return self._opened[key.uuid]
 
+    def writable(self, key: StoreKey) -> Store:
+        """The store, opened to change it.
+
+        Raises:
+            StoreError: it cannot be opened, or this server changes nothing.
+        """
+        if self._open_writable is None:
+            raise PermissionDeniedError("this server changes nothing: start it with --allow", object_id=key.url)
+        url = next((source.synced.url for source in self._sources if _is_of(source, key)), key.url)
+        with self._lock:
+            if key.uuid not in self._writable:
+                opened = self._open_writable(url)
+                if opened.engine.config.uuid != key.uuid:
+                    opened.close()
+                    raise NotFoundError(f"another store is at {key.url} now: load the page again", object_id=key.url)
+                self._writable[key.uuid] = opened
+            return self._writable[key.uuid]
+
     def close(self) -> None:
         """Ends the reads in the background, and closes the stores and the catalog; idempotent.
 
@@ -157,9 +187,10 @@ class Sources:
             if is_idle and not _is_reading(source):
                 source.synced.close()
         with self._lock:
-            for opened in self._opened.values() if is_idle else ():
+            for opened in (*self._opened.values(), *self._writable.values()) if is_idle else ():
                 opened.close()
             self._opened.clear()
+            self._writable.clear()
         self.catalog.close()
 
     def _begin(self, source: _Source) -> threading.Thread:

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.testclient import TestClient
 
 import tensorstore_ck as tsck
 from tensorstore_ck.store import ReadOnlyStore, Store
-from tensorstore_ck.ui import Access, Sources, make_app, serve
+from tensorstore_ck.ui import Access, Sources, make_app, parse_allow, serve
 from tests.effort import PATIENCE_SECONDS
 
 BASE = "http://127.0.0.1:8080"
@@ -34,10 +35,19 @@ def sources(tmp_path: Path, store: Store) -> Iterator[Callable[..., Sources]]:
     """Makes the sources of servers, over the stores at URLs, or over `store`."""
     made: list[Sources] = []
 
-    def make(*urls: str) -> Sources:
+    def make(*urls: str, allow: str = "") -> Sources:
         db = str(tmp_path / f"catalog{len(made)}.sqlite")
         opened = urls or [store.url]
-        made.append(Sources(db, opened, _reader(tmp_path), is_private=True, wait_seconds=PATIENCE_SECONDS))
+        made.append(
+            Sources(
+                db,
+                opened,
+                _reader(tmp_path),
+                is_private=True,
+                wait_seconds=PATIENCE_SECONDS,
+                open_writable=_writer(tmp_path) if allow else None,
+            )
+        )
         made[-1].start()
         return made[-1]
 
@@ -48,6 +58,10 @@ def sources(tmp_path: Path, store: Store) -> Iterator[Callable[..., Sources]]:
 
 def _reader(folder: Path) -> Callable[[str], ReadOnlyStore]:
     return lambda url: tsck.open(url, read_only=True, cache_dir=folder / "reader")
+
+
+def _writer(folder: Path) -> Callable[[str], Store]:
+    return lambda url: tsck.open(url, no_sync=True, cache_dir=folder / "writer")
 
 
 @pytest.fixture
@@ -91,9 +105,9 @@ def open_page(chromium: Any, sources: Callable[..., Sources]) -> Iterator[Open]:
         contexts: list[Any] = []
         started: list[threading.Thread] = []
 
-        def open_page(path: str, *urls: str, **options: Any) -> Any:
+        def open_page(path: str, *urls: str, allow: str = "", **options: Any) -> Any:
             if not started:
-                app = make_app(sources(*urls), access)
+                app = make_app(sources(*urls, allow=allow), replace(access, allow=parse_allow(allow)))
                 started.append(threading.Thread(target=serve, args=(app, listening), daemon=True))
                 started[0].start()
             context = chromium.new_context(**options)

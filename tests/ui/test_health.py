@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from tensorstore_ck.cli import main
+from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import LogChangedWarning
 from tensorstore_ck.store import Store
 from tensorstore_ck.ui import Sources, health, make_app
@@ -164,10 +165,18 @@ def test_last_gc(browser: TestClient, store: Store) -> None:
     put(store, "runs/b", 1, 60_000)
     assert "has no run of gc" in browser.get(health_of(store)).text
     store.forget("runs/b")
-    from tensorstore_ck.gc import GcOptions
-
     store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
-    assert rows_of(browser.get(health_of(store)).text, "Last runs")["gc"][1] == "1 packs freed"
+    rows = rows_of(browser.get(health_of(store)).text, "Last runs")
+    assert rows["gc"][1] == "ok"
+    assert "deleted packs: 1" in rows["gc"][2]
+    packs_of(store)[0].unlink()
+    store.fsck()
+    text = browser.get(health_of(store)).text
+    rows = rows_of(text, "Last runs")
+    assert list(rows) == ["fsck", "gc"]
+    assert rows["fsck"][1] == "findings"
+    assert "errors: 1" in rows["fsck"][2]
+    assert text.count('<td class="bad">findings</td>') == 1
 
 
 def test_a_store_that_is_gone_shows_what_the_catalog_has(browser: TestClient, store: Store) -> None:
