@@ -66,15 +66,15 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 	touch $@
 
 # The tests of trainers that are in an environment of their own, on top of .venv. torchtitan needs datasets, whose releases refuse the pinned
-# fsspec and huggingface_hub (they work with them), so it is installed without dependencies. Ray takes half a gigabyte; its other tests take
-# seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
+# fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
+# do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
 test-apart: $(APART)/.installed
-	$(APART)/bin/python -m pytest $(TESTS)/integrations/titan $(TESTS)/integrations/ray/test_example.py
+	$(APART)/bin/python -m pytest $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/ray/test_example.py
 
 $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
 	$(call on_top,$(APART))
 	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
-	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]'
+	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed
 	touch $@
 
 lint: $(INSTALLED)

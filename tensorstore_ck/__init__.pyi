@@ -1,6 +1,7 @@
 """The public names of `tensorstore_ck`, and the module that each is loaded from when it is first used."""
 
 import tensorstore_ck.integrations.accelerate as _accelerate
+import tensorstore_ck.integrations.deepspeed as _deepspeed
 import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
 import tensorstore_ck.integrations.mlflow as _mlflow
@@ -92,6 +93,7 @@ from .training.progress_line import ProgressLine as ProgressLine
 from .training.sample_cursor import SampleCursor as SampleCursor
 
 accelerate = _accelerate
+deepspeed = _deepspeed
 hf = _hf
 lightning = _lightning
 mlflow = _mlflow

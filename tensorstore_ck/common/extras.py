@@ -17,6 +17,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "dask": ("distributed>=2025.7",),
     "otel": ("opentelemetry-api>=1.31",),
     "accelerate": ("accelerate>=1.12,<2",),
+    "deepspeed": ("deepspeed>=0.19,<0.20",),
     "hf": ("transformers>=5.3,<6", "accelerate>=1.12"),
     "lightning": ("lightning>=2.6,<3",),
     "mlflow": ("mlflow-skinny>=3.6,<4",),

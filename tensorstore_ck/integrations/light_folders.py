@@ -37,18 +37,18 @@ class PendingFolders:
     """Light folders whose saves have not ended."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[PendingSnapshot, Path]] = []
+        self._pending: list[tuple[PendingSnapshot, Path, Path | None]] = []
 
-    def add(self, pending: PendingSnapshot, folder: Path) -> None:
-        """Notes a folder."""
-        self._pending.append((pending, folder))
+    def add(self, pending: PendingSnapshot, folder: Path, latest: Path | None = None) -> None:
+        """Notes a folder; `latest`: a file for its name, which is written once the save has ended well."""
+        self._pending.append((pending, folder, latest))
 
     def finish(self, store: str) -> None:
         """Writes the root into folders whose saves have ended; deletes those whose saves failed."""
         left = []
-        for pending, folder in self._pending:
+        for pending, folder, latest in self._pending:
             if not pending.done():
-                left.append((pending, folder))
+                left.append((pending, folder, latest))
             elif folder.exists():
                 try:
                     pointer = SnapshotPointer(store, pending.wait().root)
@@ -56,4 +56,6 @@ class PendingFolders:
                     shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
                 else:
                     write_pointer(folder, pointer)
+                    if latest is not None:
+                        replace_file(latest, folder.name)
         self._pending = left

@@ -114,7 +114,7 @@ def _match_groups(path: str, stored: Any, own: list[list[str]]) -> list[State]:
         if at < len(own) and not own[at]:  # an empty group is known by its position only
             found[at].append(_options(group))
     fits &= is_united or order == sorted(set(order))
-    fits &= all(_is_same(options, each[0]) for each in found for options in each)
+    fits &= all(is_same(options, each[0]) for each in found for options in each)
     if not fits:
         raise MismatchError(
             f"the parameter groups of {path} hold other parameters than in the snapshot: create it with the same groups", object_id=path
@@ -126,9 +126,10 @@ def _options(group: Mapping[str, Any]) -> State:
     return {name: each for name, each in group.items() if name != "params"}
 
 
-def _is_same(one: Any, two: Any) -> bool:
+def is_same(one: Any, two: Any) -> bool:
+    """Whether two options or states are equal, tensors included."""
     if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(_is_same(each, two[key]) for key, each in one.items())
+        return one.keys() == two.keys() and all(is_same(each, two[key]) for key, each in one.items())
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return torch.equal(one, two)
     return type(one) is type(two) and bool(one == two)

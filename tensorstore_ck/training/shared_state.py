@@ -3,9 +3,9 @@
 It fits any number of ranks. Knows no ranks and no store.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from tensorstore_ck.training import extras, gradients, optimizers, rng
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state import LazySnapshot
 
 State = dict[str, Any]
 GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
@@ -71,9 +74,9 @@ class SharedState:
 
     # --- restored ---------------------------------------------------------------------------------------------------------
 
-    def target(self, stored: Iterable[str]) -> State:
-        """What a snapshot with these names is restored into."""
-        stored = list(stored)
+    def target(self, snapshot: "LazySnapshot") -> State:
+        """What a snapshot is restored into."""
+        stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()
         target = self._models.states(_get_model)
         target |= self._optimizers.states(
@@ -84,6 +87,10 @@ class SharedState:
         target |= self._plain_extra().states(extras.get_target)
         in_flight = names.below("gradients.", stored) if self._restores_gradients else []
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
+
+    def wants(self, name: str) -> bool:
+        """Whether a stored name, of a part that is restored, is read."""
+        return True
 
     def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
         """Restores all of it. `own_gradients`: those that this rank stored as its own."""

@@ -115,15 +115,28 @@ class TrainingState:
         others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
         extra = {} if extra is None else extra
-        self._shared = SharedState(models, trained_by, others, extra)
-        self._own = RankOwnState(models, self._loaders, extra, {} if rank_values is None else rank_values, rank_merge)
-        self._agreements = Agreements()
+        self._compose(
+            SharedState(models, trained_by, others, extra),
+            RankOwnState(models, self._loaders, extra, {} if rank_values is None else rank_values, rank_merge),
+        )
         self._frozen = frozen
-        self._parts: Collection[str] = PARTS
         require_supported(models.objects)
         if trained_by.objects and not models.objects:
             raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
         self._shared.capture()  # raises now what a save would raise
+
+    @classmethod
+    def over(cls, shared: SharedState, own: RankOwnState) -> Self:
+        """For an adapter whose trainer keeps its state in another way than modules and torch optimizers."""
+        state = cls.__new__(cls)
+        state._loaders, state._frozen = StatefulPart.of("dataloader", None), ()
+        state._compose(shared, own)
+        return state
+
+    def _compose(self, shared: SharedState, own: RankOwnState) -> None:
+        self._shared, self._own = shared, own
+        self._agreements = Agreements()
+        self._parts: Collection[str] = PARTS
 
     # --- put and restore ----------------------------------------------------------------------------------------------
 
@@ -271,8 +284,8 @@ class TrainingState:
         taken = None if put_by == ranks else self._own.taken(olds)
         shared = {*self._parts, "ranks", "mid_step"}
         state = found.checkout(
-            into={"ranks": None, "mid_step": None, **self._shared.target(names)},
-            rename=lambda name: name if name.partition(".")[0] in shared else None,
+            into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
+            rename=lambda name: name if name.partition(".")[0] in shared and self._shared.wants(name) else None,
             broadcast=broadcast,
         )
         if taken is None:

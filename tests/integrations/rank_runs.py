@@ -11,8 +11,10 @@ from tests.end_to_end.scripts.launch import launched, torchrun
 Said = dict[str, Any]
 
 
-def run_ranks(job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tuple[int, int] | None = None) -> list[Said]:
-    """What the ranks said; `kill`: a rank, and the step after which it is killed."""
+def run_ranks(
+    job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tuple[int, int] | None = None, fails: bool = False
+) -> list[Said]:
+    """What the ranks said; `kill`: a rank, and the step after which it is killed; `fails`: the job kills a rank itself."""
     folder.mkdir(exist_ok=True)
     said = []
     with launched(torchrun(ranks, "-m", job, str(folder), *arguments), folder, seconds=400.0) as program:
@@ -24,7 +26,7 @@ def run_ranks(job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tup
             if kill is not None and (said[-1]["rank"], said[-1].get("step")) == kill:
                 os.kill(said[-1]["pid"], signal.SIGKILL)
         code, _ = program.end()
-        assert (code != 0) == (kill is not None), program.errors()
+        assert (code != 0) == (fails or kill is not None), program.errors()
     return said
 
 

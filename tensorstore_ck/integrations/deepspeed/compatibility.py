@@ -1,0 +1,75 @@
+"""The versions of DeepSpeed that are supported, and the names of its engine that are replaced or used."""
+
+import inspect
+from typing import Any, Final
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
+from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_optimizer
+
+SUPPORTED: Final = ((0, 19), (0, 20))
+"""From the first up to, but not including, the second."""
+SUPPORTED_PACKAGE: Final = "deepspeed>=0.19,<0.20"
+TESTED_PACKAGE: Final = "deepspeed==0.19.8"
+REPLACED: Final = {
+    "save_checkpoint": ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+    "load_checkpoint": (
+        *("self", "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states"),
+        *("load_module_only", "custom_load_fn"),
+    ),
+    "destroy": ("self",),
+}
+"""Method -> the parameters that it must have."""
+USED: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "module", "optimizer", "lr_scheduler", "has_moe_layers")
+"""Attributes of an engine."""
+
+
+def require_supported(engine: Any) -> None:
+    """Checks the installed DeepSpeed, and whether the state of this engine can be saved.
+
+    Raises:
+        MissingExtraError: its version is not supported, or a name that is used has changed.
+        InvalidOptionError: something in the engine cannot be saved.
+    """
+    lowest, above = SUPPORTED
+    numbers = tuple(int(part) for part in deepspeed.__version__.split(".")[:2])
+    if not lowest <= numbers < above:
+        raise MissingExtraError(
+            f"DeepSpeed {deepspeed.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="deepspeed"
+        )
+    changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
+    changed += [name for name in USED if not hasattr(engine, name)]
+    if changed:
+        raise MissingExtraError(
+            f"the engine of DeepSpeed {deepspeed.__version__} has another {changed[0]} than the one that is used here: run "
+            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
+            object_id=f"deepspeed.DeepSpeedEngine.{changed[0]}",
+        )
+    if problem := _problem(engine):
+        raise InvalidOptionError(f"tsck.deepspeed cannot save an engine with {problem}", object_id="engine")
+
+
+def _problem(engine: Any) -> str | None:
+    """What cannot be saved; None: everything can."""
+    optimizer: Any = engine.optimizer
+    if engine.has_moe_layers:
+        return "MoE layers"
+    if engine.pipeline_parallelism:
+        return "pipeline parallelism"
+    if engine.mp_world_size > 1:
+        return "tensor parallelism"
+    if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
+        return "an optimizer that is offloaded to NVMe"
+    if optimizer is not None and not isinstance(optimizer, OPTIMIZERS):
+        return f"an optimizer of the class {type(optimizer).__qualname__}"
+    if optimizer is not None and not isinstance(base_optimizer(optimizer), torch.optim.Optimizer):
+        return f"a client optimizer of the class {type(base_optimizer(optimizer)).__qualname__}"
+    return None
+
+
+def _parameters(name: str) -> tuple[str, ...] | None:
+    method = getattr(DeepSpeedEngine, name, None)
+    return None if method is None else tuple(inspect.signature(method).parameters)

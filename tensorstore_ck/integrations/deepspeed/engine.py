@@ -1,0 +1,301 @@
+"""`attach` makes a DeepSpeed engine save into a store: `save_checkpoint` and `load_checkpoint` keep their arguments and what they return.
+
+Natively each rank writes its own files, and ``latest`` may name a step that not all of them have written; a checkpoint fits the ZeRO stage
+and the number of ranks that saved it. Here a save is one snapshot of all ranks, published at once, which fits any stage and number.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+
+from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
+from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
+from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
+from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.store import open as open_store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, RankOwnState
+from tensorstore_ck.training.stateful_parts import StatefulPart
+
+NOTE: Final = "deepspeed"
+"""In a snapshot's metadata: its tag."""
+LATEST: Final = "latest"
+_CLIENT_STATE: Final = "client_state"
+
+
+class SnapshotMixin:
+    """Mixed into the class of a `DeepSpeedEngine`: see `attach`."""
+
+    _snapshots: "_Snapshots"
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves weights, masters, moments, schedule, loss scale, counters and generators; on all ranks.
+
+        Args:
+            save_dir: A folder for small files that name the snapshots, as DeepSpeed lays them out: ``TAG/snapshot.json`` and ``latest``.
+            tag: A name for `load_checkpoint`; by default ``global_stepN``.
+            client_state: Anything else, of each rank; on another number of ranks all get the first one's.
+            save_latest: Write ``latest``, once the snapshot is published.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            Whether it was saved, or is being saved; False after a failure that was a warning.
+
+        Raises:
+            ConflictError: the ref has snapshots of another run, and this one began without `load_checkpoint`.
+            StoreError: the save failed permanently; see `Checkpointer`.
+        """
+        return self._snapshots.save(Path(save_dir), tag, client_state, save_latest=save_latest, excludes_frozen=exclude_frozen_parameters)
+
+    def load_checkpoint(  # noqa: PLR0917 - as in DeepSpeed
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
+    ) -> tuple[str | None, Any]:
+        """Restores what `save_checkpoint` saved, on any ZeRO stage and any number of ranks.
+
+        Args:
+            load_dir: A folder of `save_checkpoint`; a checkpoint in it that DeepSpeed wrote is loaded as DeepSpeed does.
+            tag: The tag of a save; or an address in the store, such as ``runs/x@10``. None: the newest intact snapshot of the ref; or, if
+                it has none, what DeepSpeed loads.
+            load_module_strict: Whether stored weights must be exactly the model's.
+            load_optimizer_states: Restore masters, moments and options of the optimizer; else masters follow from the weights.
+            load_lr_scheduler_states: Restore the schedule.
+            load_module_only: Restore weights and nothing else.
+            custom_load_fn: For a checkpoint that DeepSpeed wrote.
+
+        Returns:
+            What was loaded, and its client state; (None, None) if there is nothing yet.
+
+        Raises:
+            NotFoundError: there is no such snapshot.
+            MismatchError: it does not fit.
+            DamageError: it is damaged; without `tag`: all are.
+        """
+        snapshots = self._snapshots
+        snapshots.finish()
+        parts = {"model", "optimizer", "scheduler", "scaler", "extra", VALUES, GENERATORS}
+        parts -= set() if load_optimizer_states else {"optimizer", "scaler"}
+        parts -= set() if load_lr_scheduler_states else {"scheduler"}
+        parts = {"model"} if load_module_only else parts
+        skipped: list[str] = []
+        while True:
+            address = snapshots.address_of(Path(load_dir), tag, skipped)
+            if address is None:
+                found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
+                    os.fspath(load_dir),
+                    tag,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states,
+                    load_module_only,
+                    custom_load_fn,
+                )
+                return found
+            if custom_load_fn is not None:
+                raise InvalidOptionError(
+                    f"custom_load_fn= cannot load the snapshot {address}: read its weights with store.checkout(..., select=['model.*'])",
+                    object_id="custom_load_fn",
+                )
+            try:
+                return snapshots.restore(Path(load_dir), address, parts, strict=load_module_strict)
+            except DamageError as exc:
+                if tag is not None:
+                    raise
+                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
+                skipped.append(address)
+
+    def destroy(self) -> None:
+        """Waits for the saves, then see DeepSpeed.
+
+        Raises:
+            StoreError: the newest save failed.
+        """
+        try:
+            self._snapshots.finish()
+        finally:
+            super().destroy()  # type: ignore[misc]
+
+
+class _Snapshots:
+    """An engine's saves to a branch."""
+
+    def __init__(self, engine: Any, store: Store, ref: str, **options: Any) -> None:
+        self._engine, self._store, self._ref, self._options = engine, store, ref, options
+        self._shared = EngineState(engine)
+        self._values: dict[str, Any] = {_CLIENT_STATE: {}}
+        model, none = StatefulPart.of("model", engine.module), StatefulPart.of("dataloader", None)
+        self._state = TrainingState.over(self._shared, RankOwnState(model, none, {}, self._values, None))
+        self._checkpointer: Checkpointer | None = None
+        self._folders = PendingFolders()
+
+    @property
+    def _group(self) -> "dist.ProcessGroup | None":
+        """All ranks; also of a single one, whose parameters are partitioned, too."""
+        return dist.group.WORLD
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool, excludes_frozen: bool) -> bool:
+        """See `SnapshotMixin.save_checkpoint`."""
+        engine = self._engine
+        step = engine.global_steps
+        tag = f"global_step{step}" if tag is None else str(tag)
+        if engine.micro_steps % engine.gradient_accumulation_steps():
+            warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
+        if self._checkpointer is None:
+            require_own_ref(self._store, self._ref, "load_checkpoint()")
+            self._checkpointer = Checkpointer(self._store, self._state, ref=self._ref, when=Always(), group=self._group, **self._options)
+        self._values[_CLIENT_STATE] = dict(client_state)
+        self._shared.saves_frozen = not excludes_frozen
+        with self._partitioned():
+            saved = self._checkpointer.step(step, metadata={NOTE: {"tag": tag}})
+        self._name_published()
+        if saved is None or engine.global_rank:
+            return saved is not None
+        latest = folder / LATEST if save_latest else None
+        if isinstance(saved, PendingSnapshot):
+            write_pointer(folder / tag, SnapshotPointer(self._store.url, f"{self._ref}@{step}"))
+            self._folders.add(saved, folder / tag, latest)
+        else:
+            write_pointer(folder / tag, SnapshotPointer(self._store.url, saved.root))
+            if latest is not None:
+                replace_file(latest, tag)
+        return True
+
+    @contextmanager
+    def _partitioned(self) -> Iterator[None]:
+        """ZeRO 3 may hold whole parameters between steps: they are cut meanwhile."""
+        optimizer = self._engine.optimizer
+        if hasattr(optimizer, "checkpoint_event_prologue"):
+            optimizer.checkpoint_event_prologue()
+        try:
+            yield
+        finally:
+            if hasattr(optimizer, "checkpoint_event_epilogue"):
+                optimizer.checkpoint_event_epilogue()
+
+    def _name_published(self) -> None:
+        self._folders.finish(self._store.url)
+
+    def finish(self) -> None:
+        """Waits for the saves.
+
+        Raises:
+            StoreError: the newest one failed.
+        """
+        checkpointer, self._checkpointer = self._checkpointer, None
+        try:
+            if checkpointer is not None:
+                checkpointer.close()
+        finally:
+            self._name_published()
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def address_of(self, folder: Path, tag: str | None, skipped: list[str]) -> str | None:
+        """The snapshot to load, on all ranks the same; None: DeepSpeed loads a checkpoint of its own, or finds none."""
+        if tag is None:
+            return newest_address(self._store, self._ref, skipped, self._group, "tag")
+
+        def look() -> bytes:
+            pointer = read_pointer(folder / tag)
+            if pointer is not None:
+                return pointer.address_in(self._store, str(folder / tag)).encode()
+            if any((folder / tag).glob("*_states.pt")):
+                return b""
+            return (self._tagged(tag) or tag).encode()
+
+        return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode() or None
+
+    def _tagged(self, tag: str) -> str | None:
+        """The address of the ref's newest snapshot with this tag."""
+        try:
+            history = self._store.log(self._ref)
+        except NotFoundError:
+            return None
+        for back, snapshot in enumerate(history):
+            note = self._store.metadata(snapshot.root).get(NOTE)
+            if isinstance(note, dict) and note.get("tag") == tag:
+                return f"{self._ref}~{back}" if back else self._ref
+        return None
+
+    def restore(self, folder: Path, address: str, parts: set[str], *, strict: bool) -> tuple[str, dict[str, Any]]:
+        """See `SnapshotMixin.load_checkpoint`; returns what was loaded and the client state."""
+        self._shared.strict = strict
+        try:
+            with self._partitioned():
+                found = self._state.restore(self._store, address, group=self._group, parts=parts)
+        except StoreError as exc:
+            if isinstance(exc, NotFoundError):
+                raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot: {exc}", object_id=address) from exc
+            raise
+        finally:
+            self._shared.strict = True
+        if found is None:
+            raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot in {self._store.url}", object_id=address)
+        note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(found.root)))
+        return os.fspath(folder / str(note.get("tag", address))), self._values[_CLIENT_STATE] if VALUES in parts else {}
+
+    def _note(self, root: str) -> bytes:
+        note = self._store.metadata(root).get(NOTE)
+        return json.dumps({"tag": note["tag"]} if isinstance(note, dict) and "tag" in note else {}).encode()
+
+
+def attach(
+    engine: DeepSpeedEngine,
+    store: Store | str | os.PathLike[str],
+    *,
+    ref: str,
+    asynchronous: bool = True,
+    keep: Mapping[str, object] | None = None,
+) -> None:
+    """Makes `save_checkpoint` and `load_checkpoint` of an engine use a store. Call it after `deepspeed.initialize`, on all ranks.
+
+    Args:
+        engine: The engine.
+        store: The store; or its URL or path, where it is created if there is none.
+        ref: The branch.
+        asynchronous: Save in the background; `destroy`, and the end of the process, wait for it.
+        keep: The retention policy of the ref, as in `Store.set_policy`; what it drops is freed while the job runs.
+
+    Raises:
+        InvalidOptionError: it saves into a store already; or it has something that cannot be saved, such as MoE layers.
+        InvalidNameError: `ref` is no valid name.
+        MissingExtraError: DeepSpeed has another version than those that are supported.
+    """
+    if isinstance(engine, SnapshotMixin):
+        raise InvalidOptionError("this engine saves into a store already", object_id="engine")
+    if not isinstance(engine, DeepSpeedEngine):
+        raise InvalidOptionError(f"attach the engine that deepspeed.initialize returns, not {engine!r:.200}", object_id="engine")
+    require_supported(engine)
+    validate_ref_name(ref)
+    opened = store if isinstance(store, Store) else open_store(store, create=True)
+    kind = type(engine)
+    engine.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
+    engine._snapshots = _Snapshots(engine, opened, ref, asynchronous=asynchronous, keep=keep, free_dropped=keep is not None)

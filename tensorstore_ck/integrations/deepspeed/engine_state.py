@@ -1,0 +1,273 @@
+"""The state of a DeepSpeed engine that all ranks share: weights, masters and moments by parameter name, counters, schedule, loss scale.
+
+Weights are under ``model``, and moments under ``optimizer.state``, as `TrainingState` names them without DeepSpeed; the master weights are
+one more state of the optimizer, ``master``. So a snapshot fits every stage, and a script without DeepSpeed.
+"""
+
+import copy
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tensorstore_ck.errors import MismatchError, UnsupportedValueError
+from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
+from tensorstore_ck.state import FlatShard
+from tensorstore_ck.training import optimizers
+from tensorstore_ck.training.buffers import plain_buffers
+from tensorstore_ck.training.gradients import Gradients
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, walk
+from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
+from tensorstore_ck.training.stateful_parts import StatefulPart
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state import LazySnapshot
+
+State = dict[str, Any]
+MASTER: Final = "master"
+COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+"""Attributes of an engine."""
+SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of its loss scaler that change; the others are its configuration."""
+
+
+class EngineState(SharedState):
+    """Captures and restores an engine; see the module."""
+
+    def __init__(self, engine: Any, parts: Collection[str] = ("model", "optimizer", "scheduler", "scaler", "extra")) -> None:
+        scheduler = StatefulPart.of("scheduler", engine.lr_scheduler).only(parts)
+        super().__init__(StatefulPart.of("model", None), StatefulPart.of("optimizer", None), [scheduler], _extra(engine, parts))
+        self._engine, self._parts = engine, frozenset(parts)
+        self.saves_frozen = True
+        """Whether frozen parameters are saved."""
+        self.strict = True
+        """Whether the stored weights must be exactly those of the model."""
+
+    def only(self, parts: Collection[str]) -> "EngineState":
+        """The same engine, of which only `parts` are restored."""
+        limited = EngineState(self._engine, self._parts & frozenset(parts))
+        limited.saves_frozen, limited.strict = self.saves_frozen, self.strict
+        return limited
+
+    def names(self) -> ParameterNames:
+        """The names of the model's parameters, without those of DeepSpeed's wrappers."""
+        return ParameterNames({"": self._engine.module})
+
+    def optimizer_members(self) -> list[list[list[str]]]:
+        """The names of parameters in each group."""
+        return [] if self._engine.optimizer is None else [_members(self._engine, self._fragments())]
+
+    def _all_names(self) -> set[str]:
+        return {*self.names().parameters, *plain_buffers(self._engine.module, of_model=True)}
+
+    def _fragments(self) -> list[Fragment]:
+        return fragments_of(self._engine.optimizer, self.names())
+
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
+    def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
+        """All of it as it is now, not copied."""
+        fragments = self._fragments()
+        found = {**super().capture(get_optimizer), "model": self._weights(fragments)}
+        if self._engine.optimizer is not None:
+            found["optimizer"] = {"state": dict(self._states(fragments)), "param_groups": self._groups(fragments)}
+            found["scaler"] = _scale_of(self._engine.optimizer)
+        return found
+
+    def capture_gradients(self) -> tuple[Gradients, Gradients]:
+        """None: an engine has them in buckets of its own, and is saved between steps."""
+        return {}, {}
+
+    def _weights(self, fragments: list[Fragment]) -> State:
+        kept = {each.name: each.piece(each.weights) for each in fragments if self.saves_frozen or each.flat is not None}
+        return {**kept, **self._tied(kept), **plain_buffers(self._engine.module, of_model=True)}
+
+    def _tied(self, kept: Mapping[str, Any]) -> State:
+        """The other names of tied parameters."""
+        names = self.names()
+        tied = {}
+        for prefix, module in walk(self._engine.module, ""):
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                first = names.of(parameter) or ""
+                if first in kept and prefix + name not in kept:
+                    tied[prefix + name] = kept[first]
+        return tied
+
+    def _states(self, fragments: list[Fragment]) -> Iterator[tuple[str, State]]:
+        state = base_optimizer(self._engine.optimizer).state
+        for each in fragments:
+            if each.flat is None:
+                continue
+            found: State = {MASTER: each.piece(each.flat)} if each.has_master else {}
+            for key, value in state.get(each.flat, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and not each.is_elementwise(value):
+                    raise UnsupportedValueError(
+                        f"the optimizer's {key!r} of {each.name} has shape {tuple(value.shape)}, where DeepSpeed's flat tensor has "
+                        f"{tuple(each.flat.shape)}: use an optimizer whose states are one number for each element, such as AdamW",
+                        object_id=f"optimizer.state.{each.name}.{key}",
+                    )
+                found[key] = each.piece(value) if each.is_elementwise(value) else copy.deepcopy(value)
+            yield each.name, found
+
+    def _groups(self, fragments: list[Fragment]) -> list[State]:
+        groups = base_optimizer(self._engine.optimizer).param_groups
+        members = _members(self._engine, fragments)
+        return [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": its}
+            for group, its in zip(groups, members, strict=True)
+        ]
+
+    # --- restored ---------------------------------------------------------------------------------------------------------
+
+    def target(self, stored: "LazySnapshot") -> State:
+        """What a snapshot is restored into: the engine's own memory, and new tensors for moments that it does not have yet."""
+        fragments = self._fragments()
+        target = super().target(stored)
+        if "model" in self._parts:
+            weights = self._weights(fragments)
+            frozen = {each.name for each in fragments if each.flat is None}
+            left = [name for name in weights if MODEL + name not in stored and (not self.strict or name in frozen)]
+            if left:
+                warnings.warn(
+                    f"the snapshot lacks {', '.join(left[:5])}{' and more' if len(left) > 5 else ''}: kept as they are", stacklevel=2
+                )
+            target["model"] = {name: each for name, each in weights.items() if name not in left}
+        if "optimizer" in self._parts and self._engine.optimizer is not None:
+            target["optimizer"] = {"state": dict(self._state_targets(fragments, stored)), "param_groups": None}
+            if any(path.startswith("scaler.") for path in stored.state_values):
+                target["scaler"] = None
+        return target
+
+    def wants(self, name: str) -> bool:
+        """Weights that the model does not have are left out if `strict` is off."""
+        return self.strict or not name.startswith(MODEL) or name.removeprefix(MODEL) in self._all_names()
+
+    def _state_targets(self, fragments: list[Fragment], stored: "LazySnapshot") -> Iterator[tuple[str, State]]:
+        """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""
+        own = base_optimizer(self._engine.optimizer).state
+        keys: dict[str, list[str]] = {}
+        trained = {each.name for each in fragments if each.flat is not None}
+        for path in (*stored, *stored.state_values):
+            name, _, key = path.removeprefix("optimizer.state.").rpartition(".")
+            if path.startswith("optimizer.state.") and name in trained:
+                keys.setdefault(name, []).append(key)
+        for each in fragments:
+            if each.flat is None:
+                continue
+            target: State = {}
+            for key in keys.get(each.name, ()):
+                tensor = stored.get(f"optimizer.state.{each.name}.{key}")
+                if key == MASTER:
+                    target[key] = each.piece(each.flat)
+                elif tensor is not None and tuple(tensor.shape) == each.shape and each.shape:
+                    state = own[each.flat]
+                    if not each.is_elementwise(state.get(key)):
+                        dtype = tensor.dtype if isinstance(tensor.dtype, torch.dtype) else None
+                        state[key] = torch.zeros_like(each.flat, dtype=dtype, requires_grad=False)
+                    target[key] = each.piece(state[key])
+                else:
+                    target[key] = None
+            yield each.name, target
+
+    def load(self, state: Mapping[str, Any], own_gradients: Gradients) -> None:
+        """Restores what does not lie in the engine's memory yet, and lets the optimizer's copies of the weights follow."""
+        super().load({key: each for key, each in state.items() if key not in {"model", "optimizer", "scaler"}}, own_gradients)
+        optimizer = self._engine.optimizer
+        if optimizer is None:
+            return
+        has_masters = False
+        if "optimizer" in self._parts:
+            fragments = self._fragments()
+            self._load_groups(state["optimizer"]["param_groups"], fragments)
+            has_masters = self._load_states(state["optimizer"]["state"], fragments)
+            _set_scale(optimizer, state.get("scaler") or {})
+        _spread(optimizer, from_masters=has_masters)
+
+    def _load_groups(self, stored: Any, fragments: list[Fragment]) -> None:
+        groups = base_optimizer(self._engine.optimizer).param_groups
+        members = _members(self._engine, fragments)
+        given = [set(group["params"]) for group in stored]
+        if [set(each) for each in members] != given:
+            raise MismatchError(
+                "the parameter groups of the optimizer hold other parameters than in the snapshot: create it with the same groups",
+                object_id="optimizer",
+            )
+        for group, options in zip(groups, stored, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+    def _load_states(self, stored: Mapping[str, State], fragments: list[Fragment]) -> bool:
+        """Returns whether there were masters. Each flat tensor gets counters of its own, though several are stored from one."""
+        own = base_optimizer(self._engine.optimizer).state
+        taken: dict[torch.Tensor, State] = {}
+        masters = []
+        for each in fragments:
+            if each.flat is None:
+                continue
+            scalars = {key: value for key, value in stored.get(each.name, {}).items() if not isinstance(value, FlatShard)}
+            masters.append(MASTER in stored.get(each.name, {}))
+            scalars = {key: value for key, value in scalars.items() if key != MASTER and not each.is_elementwise(own[each.flat].get(key))}
+            if not optimizers.is_same(taken.setdefault(each.flat, scalars), scalars):
+                raise MismatchError(
+                    f"{each.name} has other counters in the snapshot than the parameters before it, and ZeRO keeps one for all of a group: "
+                    f"{scalars} and {taken[each.flat]}",
+                    object_id=f"optimizer.state.{each.name}",
+                )
+        for flat, scalars in taken.items():
+            own[flat].update(copy.deepcopy(scalars))
+        return bool(masters) and all(masters)
+
+
+def _extra(engine: Any, parts: Collection[str]) -> State:
+    return {"deepspeed": _Counters(engine)} if "extra" in parts else {}
+
+
+class _Counters:
+    """What an engine counts."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> State:
+        return {name: getattr(self._engine, name) for name in COUNTERS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in COUNTERS:
+            setattr(self._engine, name, state[name])
+
+
+def _members(engine: Any, fragments: list[Fragment]) -> list[list[str]]:
+    members: list[list[str]] = [[] for _ in base_optimizer(engine.optimizer).param_groups]
+    for each in fragments:
+        if each.flat is not None:
+            members[each.group].append(each.name)
+    return members
+
+
+def _scaler_of(optimizer: Any) -> object:
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _scale_of(optimizer: Any) -> State:
+    scaler = _scaler_of(optimizer)
+    return {name: getattr(scaler, name) for name in SCALE if hasattr(scaler, name)}
+
+
+def _set_scale(optimizer: Any, stored: Mapping[str, Any]) -> None:
+    """A scale of another kind of optimizer fits as far as it has the same attributes."""
+    scaler = _scaler_of(optimizer)
+    for name, value in stored.items():
+        if value is not None and hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def _spread(optimizer: Any, *, from_masters: bool) -> None:
+    """Makes masters and weights equal, on all ranks, as DeepSpeed does after a step."""
+    if not from_masters and hasattr(optimizer, "refresh_fp32_params"):
+        optimizer.refresh_fp32_params()
+    if hasattr(optimizer, "fp16_partitioned_groups_flat"):
+        for weights, masters in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True):
+            if weights.data_ptr() != masters.data_ptr():
+                weights.data.copy_(masters.data)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()

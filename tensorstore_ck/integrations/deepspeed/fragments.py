@@ -1,0 +1,175 @@
+"""Where the elements of each parameter lie on this rank: in the model, and in the flat tensors that DeepSpeed's optimizers update.
+
+ZeRO flattens the parameters of a group into one tensor, pads it, and cuts it by ranks; each of its optimizers has other names for that.
+Here all of them are one thing: a run of a parameter's elements. Padding is left out, so what is saved fits any stage and number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.state import FlatShard
+from tensorstore_ck.training.parameter_names import ParameterNames
+
+OPTIMIZERS: Final = (
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    BF16_Optimizer,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+    torch.optim.Optimizer,
+)
+"""Classes of an engine's optimizer; the last one without ZeRO, in float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragment:
+    """A run of a parameter's elements on this rank; empty where other ranks have all of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """Its first element in the flattened parameter."""
+    weights: torch.Tensor
+    """These elements as the model has them; one-dimensional."""
+    is_whole: bool
+    """All ranks have all elements."""
+    flat: torch.Tensor | None = None
+    """The tensor that the optimizer updates, the key of its state; None: the parameter is frozen."""
+    offset: int = 0
+    """Where in `flat` the elements begin."""
+    group: int = 0
+    """The number of its parameter group."""
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy of another dtype than the model's."""
+        return self.flat is not None and self.flat.dtype != self.weights.dtype
+
+    def is_elementwise(self, found: object) -> bool:
+        """Whether this value in the optimizer's state has a number for each element that the optimizer updates."""
+        return isinstance(found, torch.Tensor) and self.flat is not None and found.shape == self.flat.shape and found.dim() > 0
+
+    def piece(self, of: torch.Tensor) -> "torch.Tensor | FlatShard":
+        """What to save of these elements, and what to restore them into; `of`: the model's elements, or a tensor like `flat`."""
+        if of is not self.weights:
+            of = of.detach().view(-1).narrow(0, self.offset, self.weights.numel())
+        return of.view(self.shape) if self.is_whole else FlatShard(of, self.shape, self.start)
+
+
+def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed's wraps, with its groups and states."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def fragments_of(optimizer: Any, names: ParameterNames) -> list[Fragment]:
+    """The fragments of all parameters, in the order of the parameter groups; then those that are frozen.
+
+    Raises:
+        InvalidOptionError: the optimizer trains parameters of no given model.
+        UnsupportedValueError: a parameter is spread in another way.
+    """
+    found = [] if optimizer is None else list(_trained(optimizer, names))
+    trained = {each.name for each in found}
+    frozen = ((name, each) for name, each in names.parameters.items() if name not in trained)
+    return found + [_frozen(name, each) for name, each in frozen]
+
+
+def _trained(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        yield from _of_stage_3(optimizer, names)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        # not by parameter._hp_mapping, which is wrong for round_robin_gradients (DeepSpeed 0.19.8)
+        for group, parameters in enumerate(optimizer.round_robin_bit16_groups):
+            offsets, rank = optimizer.round_robin_bit16_offsets[group], torch.distributed.get_rank(optimizer.real_dp_process_group[group])
+            yield from _of_partition(
+                names, parameters, offsets, rank=rank, flat=optimizer.single_partition_of_fp32_groups[group], group=group
+            )
+    elif isinstance(optimizer, BF16_Optimizer):
+        for group, parameters in enumerate(optimizer.bf16_groups):
+            ends = [*accumulate(each.numel() for each in parameters)]
+            offsets, rank = [0, *ends[:-1]], torch.distributed.get_rank(optimizer.real_dp_process_group[group])
+            yield from _of_partition(names, parameters, offsets, rank=rank, flat=optimizer.fp32_groups_flat_partition[group], group=group)
+    elif isinstance(optimizer, FP16_Optimizer):
+        for group, (parameters, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+            offset = 0
+            for parameter in parameters:
+                yield _whole(_name_of(names, parameter), parameter, flat, offset, group)
+                offset += parameter.numel()
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for group, (parameters, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
+            for parameter, master in zip(parameters, masters, strict=True):
+                yield _whole(_name_of(names, parameter), parameter, master, 0, group)
+    else:
+        for group, options in enumerate(optimizer.param_groups):
+            for parameter in options["params"]:
+                yield _whole(_name_of(names, parameter), parameter, parameter, 0, group)
+
+
+def _of_partition(
+    names: ParameterNames, parameters: list[torch.Tensor], offsets: list[int], *, rank: int, flat: torch.Tensor, group: int
+) -> Iterator[Fragment]:
+    """ZeRO 1 and 2, and the optimizer for bfloat16: each rank has all weights, and updates its part of a flat group.
+
+    Args:
+        names: The names of parameters.
+        parameters: Of the group.
+        offsets: Where each begins in the flat group.
+        rank: The number of this rank's part.
+        flat: This rank's part, which is as large as any.
+        group: The number of the group.
+    """
+    begin = rank * flat.numel()
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        first, end = max(offset, begin), min(offset + parameter.numel(), begin + flat.numel())
+        start, at, count = (first - offset, first - begin, end - first) if first < end else (0, 0, 0)
+        weights = parameter.detach().view(-1).narrow(0, start, count)
+        yield Fragment(_name_of(names, parameter), tuple(parameter.shape), start, weights, False, flat, at, group)
+
+
+def _of_stage_3(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
+    """ZeRO 3: each parameter is cut into equal parts by ranks, and the parts of several parameters make a flat tensor."""
+    for number, parameters in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for parameter in parameters:
+            start, weights = _part_of(parameter)
+            flat, group = optimizer.fp32_partitioned_groups_flat[number], optimizer.sub_group_to_group_id[number]
+            yield Fragment(_name_of(names, parameter), tuple(parameter.ds_shape), start, weights, False, flat, offset, group)
+            offset += parameter.partition_numel()
+
+
+def _part_of(parameter: Any) -> tuple[int, torch.Tensor]:
+    """The first element of this rank's part of a parameter that ZeRO 3 has cut, and the part without padding."""
+    size = parameter.partition_numel()
+    start = min(torch.distributed.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
+    return start, parameter.ds_tensor.detach().view(-1).narrow(0, 0, min(size, parameter.ds_numel - start))
+
+
+def _frozen(name: str, parameter: Any) -> Fragment:
+    if not hasattr(parameter, "ds_tensor"):
+        return _whole(name, parameter)
+    start, weights = _part_of(parameter)
+    return Fragment(name, tuple(parameter.ds_shape), start, weights, is_whole=False)
+
+
+def _whole(name: str, parameter: torch.Tensor, flat: torch.Tensor | None = None, offset: int = 0, group: int = 0) -> Fragment:
+    if not parameter.is_contiguous():
+        raise UnsupportedValueError(f"model.{name} is not contiguous: call .contiguous() before deepspeed.initialize", object_id=name)
+    return Fragment(name, tuple(parameter.shape), 0, parameter.detach().view(-1), True, flat, offset, group)
+
+
+def _name_of(names: ParameterNames, parameter: torch.Tensor) -> str:
+    name = names.of(parameter)
+    if name is None:
+        raise InvalidOptionError("the optimizer trains a parameter that engine.module does not have", object_id="optimizer")
+    return name

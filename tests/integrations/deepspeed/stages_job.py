@@ -1,0 +1,86 @@
+"""Engines of several kinds under torchrun: ``stages_job FOLDER save|load KIND...``; a kind is ``STAGE,DTYPE[,OPTION=VALUE]``.
+
+``save``: one of each kind trains, saves, and trains on. ``load``: one of each kind resumes what each of them saved; it is saved as it is,
+so that the two can be compared, and trains on. Each rank says what it did in lines of JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.store import Store
+from tests.integrations.deepspeed.engines import Kind, join, make, train
+
+SAVED_AFTER, STEPS = 3, 6
+
+
+def say(**said: object) -> None:
+    """In one write, since the ranks share the pipe."""
+    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
+
+
+def parse(text: str) -> Kind:
+    stage, dtype, *options = text.split(",")
+    return Kind(int(stage), dtype, tuple((name, json.loads(value)) for name, value in (each.split("=") for each in options)))
+
+
+def attached(kind: Kind, store: Store, ref: str) -> Any:
+    engine = make(kind)
+    tsck.deepspeed.attach(engine, store, ref=ref, asynchronous=False)
+    return engine
+
+
+def optimizer_tensors(store: Store, ref: str) -> dict[str, torch.Tensor]:
+    """Masters and moments, by name."""
+    with store.open_snapshot(ref) as found:
+        return {name: found[name][...] for name in found if name.startswith("optimizer.")}
+
+
+def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
+    """Loads a snapshot of another branch, and saves it as it is."""
+    engine = attached(kind, store, copy)
+    rank = int(os.environ["RANK"])
+    path, client = engine.load_checkpoint(folder / ref, tag=f"{ref}@{SAVED_AFTER}")
+    step, groups = engine.global_steps, [group["weight_decay"] for group in engine.optimizer.param_groups]
+    assert engine.save_checkpoint(folder / copy)
+    one, other = (optimizer_tensors(store, each) if rank == 0 else {} for each in (ref, copy))
+    differ = sorted(one.keys() ^ other.keys()) + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
+    seen = engine.module.seen.tolist()
+    losses = train(engine, rank, range(SAVED_AFTER, STEPS))
+    say(
+        ref=ref,
+        kind=kind.ref,
+        path=path,
+        client=client,
+        step=step,
+        differ=differ,
+        seen=seen,
+        groups=groups,
+        compared=len(one),
+        losses=losses,
+    )
+    engine.destroy()
+
+
+def main(folder: Path, what: str, kinds: list[Kind]) -> None:
+    rank = join()
+    with tsck.open(folder / "store", create=True, cache_dir=folder / f"cache-{rank}") as store:
+        for kind in kinds if what == "save" else ():
+            engine = attached(kind, store, kind.ref)
+            before = train(engine, rank, range(SAVED_AFTER))
+            assert engine.save_checkpoint(folder / kind.ref, client_state={"epoch": 7, "rank": rank})
+            say(ref=kind.ref, losses=before + train(engine, rank, range(SAVED_AFTER, STEPS)))
+            engine.destroy()
+        saved = sorted(name for name in store.branches() if name.startswith("runs/"))
+        for kind in kinds if what == "load" else ():
+            for ref in (name for name in saved if name.startswith(f"runs/{kind.dtype}-")):
+                resume(kind, store, folder, ref, f"{os.environ['WORLD_SIZE']}-ranks/{kind.ref}/{ref}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], [parse(each) for each in sys.argv[3:]])

@@ -1,0 +1,182 @@
+"""One rank: what `save_checkpoint` and `load_checkpoint` mean over a store."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.store import Store
+from tests.integrations.deepspeed.engines import Kind, Net, make, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's warnings of torch
+
+BF16, FP32 = Kind(2, "bf16"), Kind(1, "fp32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> Iterator[None]:
+    """Makes this process the only rank."""
+    import socket
+
+    from tests.integrations.deepspeed.engines import join
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            patch.setenv(name, str(value))
+        join()
+        yield
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
+        yield opened
+
+
+def attached(store: Store, kind: Kind = BF16, ref: str = "runs/a", **options: Any) -> Any:
+    engine = make(kind)
+    tsck.deepspeed.attach(engine, store, ref=ref, **options)
+    return engine
+
+
+def reopened(store: Store) -> Store:
+    """The store as another process has it, which knows nothing of the saves of this one."""
+    return tsck.open(store.url, no_sync=True, cache_dir=Path(store.url).parent / "other-cache")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_resume_is_exact_and_folders_name_snapshots(store: Store, tmp_path: Path, asynchronous: bool) -> None:
+    engine = attached(store, asynchronous=asynchronous)
+    train(engine, 0, range(2))
+    assert engine.save_checkpoint(tmp_path / "out", client_state={"epoch": 1})
+    train(engine, 0, range(2, 4))
+    assert engine.save_checkpoint(tmp_path / "out", tag="mine", client_state={"epoch": 2})
+    rest = train(engine, 0, range(4, 6))
+    engine.destroy()
+    assert (tmp_path / "out" / "latest").read_text() == "mine"
+    assert [each.step for each in store.log("runs/a")] == [4, 2]
+    for tag in (None, "mine", "runs/a@4", store.resolve("runs/a").root):
+        with reopened(store) as other:
+            resumed = attached(other)
+            path, client = resumed.load_checkpoint(tmp_path / "out", tag=tag)
+            assert (path, client, resumed.global_steps) == (str(tmp_path / "out" / "mine"), {"epoch": 2}, 4)
+            assert train(resumed, 0, range(4, 6)) == rest
+            resumed.destroy()
+    with reopened(store) as other:
+        earlier = attached(other)
+        assert earlier.load_checkpoint(tmp_path / "elsewhere", tag="global_step2")[1] == {"epoch": 1}
+        assert earlier.lr_scheduler.last_epoch == 2
+        earlier.destroy()
+
+
+def test_weights_alone(store: Store, tmp_path: Path) -> None:
+    engine = attached(store)
+    train(engine, 0, range(3))
+    engine.save_checkpoint(tmp_path, save_latest=False)
+    weights = {name: each.clone() for name, each in engine.module.named_parameters()}
+    engine.destroy()
+    assert not (tmp_path / "latest").exists()
+    for options, step in (({"load_module_only": True}, 0), ({"load_optimizer_states": False}, 3)):
+        other = attached(store, ref="runs/b")
+        other.load_checkpoint(tmp_path, tag="runs/a", **options)
+        assert other.global_steps == step
+        assert all(torch.equal(each, weights[name]) for name, each in other.module.named_parameters())
+        master = other.optimizer.single_partition_of_fp32_groups[0]
+        assert torch.equal(master[: weights["words.weight"].numel()], weights["words.weight"].float().view(-1))
+        assert not other.optimizer.state[master].get("exp_avg", torch.zeros(1)).any()
+        other.destroy()
+
+
+def test_a_script_without_deepspeed_restores_what_it_saved(store: Store, tmp_path: Path) -> None:
+    engine = attached(store, FP32)
+    train(engine, 0, range(3))
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    net = Net()
+    trained = [each for each in net.parameters() if each.requires_grad]
+    groups = [[each for each in trained if each.ndim > 1], [each for each in trained if each.ndim == 1]]
+    optimizer = torch.optim.AdamW([{"params": each} for each in groups])
+    tsck.TrainingState(model=net, optimizer=optimizer).restore(store, "runs/a", parts=["model", "optimizer"])
+    stored = store.checkout("runs/a")
+    assert all(torch.equal(each, stored["model"][name]) for name, each in net.state_dict().items())
+    assert torch.equal(optimizer.state[net.inner.weight]["exp_avg"], stored["optimizer"]["state"]["inner.weight"]["exp_avg"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    steps = [optimizer.state[each]["step"] for each in trained]
+    assert {each.item() for each in steps} == {3.0}
+    assert len({each.data_ptr() for each in steps}) == len(steps)
+
+
+def test_frozen_parameters_may_be_left_out(store: Store, tmp_path: Path) -> None:
+    engine = attached(store)
+    train(engine, 0, range(1))
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    engine.destroy()
+    assert not [name for name, *_ in store.show("runs/a").tensors if "fixed" in name]
+    other = attached(store, ref="runs/b")
+    with pytest.warns(UserWarning, match=r"fixed\.weight"):
+        other.load_checkpoint(tmp_path, tag="runs/a")
+    other.destroy()
+
+
+def test_deepspeeds_own_checkpoints_are_loaded_as_ever(store: Store, tmp_path: Path) -> None:
+    native = make(BF16)
+    train(native, 0, range(2))
+    native.save_checkpoint(tmp_path / "old", client_state={"epoch": 5})
+    rest = train(native, 0, range(2, 3))
+    native.destroy()
+    engine = attached(store)
+    path, client = engine.load_checkpoint(tmp_path / "old")
+    assert (path is not None, client["epoch"], engine.global_steps) == (True, 5, 2)
+    engine.save_checkpoint(tmp_path / "new")
+    assert train(engine, 0, range(2, 3)) == pytest.approx(rest, rel=0.2)  # DeepSpeed loses the generators
+    engine.destroy()
+    assert store.resolve("runs/a").step == 2
+    assert attached(store, ref="runs/none").load_checkpoint(tmp_path / "nothing") == (None, None)
+
+
+def test_what_does_not_fit(store: Store, tmp_path: Path) -> None:
+    engine = attached(store)
+    train(engine, 0, range(1))
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(InvalidOptionError, match="already"):
+        tsck.deepspeed.attach(engine, store, ref="runs/b")
+    with pytest.raises(NotFoundError, match="neither the tag nor the address"):
+        engine.load_checkpoint(tmp_path, tag="no-such-tag")
+    with pytest.raises(InvalidOptionError, match="custom_load_fn"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+    engine.destroy()
+    with pytest.raises(InvalidOptionError, match=r"deepspeed\.initialize"):
+        tsck.deepspeed.attach(Net(), store, ref="runs/b")
+    native = make(BF16)
+    with pytest.raises(InvalidNameError):
+        tsck.deepspeed.attach(native, store, ref="no good name")
+    assert type(native).__name__ == "DeepSpeedEngine"
+    assert not isinstance(native, tsck.deepspeed.SnapshotMixin)
+    native.destroy()
+    with reopened(store) as other:
+        forgetful = attached(other)
+        with pytest.raises(ConflictError, match=r"load_checkpoint\(\)"):
+            forgetful.save_checkpoint(tmp_path)
+        forgetful.destroy()
+        grouped = make(BF16, decays=lambda each: each.ndim == 1)
+        tsck.deepspeed.attach(grouped, other, ref="runs/a")
+        with pytest.raises(MismatchError, match="parameter groups"):
+            grouped.load_checkpoint(tmp_path)
+        grouped.destroy()
+
+
+def test_the_example_continues(tmp_path: Path) -> None:
+    from examples import deepspeed_loop
+
+    whole = deepspeed_loop.main(tmp_path / "whole", 20)
+    deepspeed_loop.main(tmp_path / "cut", 10)
+    assert deepspeed_loop.main(tmp_path / "cut", 20) == whole
