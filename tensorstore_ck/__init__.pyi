@@ -10,6 +10,7 @@ import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
 
 from .backend.staging import Staging as Staging
+from .engine.write.quota_check import QuotaWarning as QuotaWarning
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
 from .errors import (
     AlreadyExistsError as AlreadyExistsError,
@@ -35,6 +36,7 @@ from .errors import (
     NotAStoreError as NotAStoreError,
     NotFoundError as NotFoundError,
     PermissionDeniedError as PermissionDeniedError,
+    QuotaExceededError as QuotaExceededError,
     RetryableError as RetryableError,
     SnapshotAbortedError as SnapshotAbortedError,
     SnapshotDroppedError as SnapshotDroppedError,
@@ -60,6 +62,7 @@ from .integrations.importing import (
 )
 from .integrations.torch_checkpointing import CheckpointManager as CheckpointManager
 from .log import LogChangedWarning as LogChangedWarning
+from .log.quota import Quota as Quota
 from .log.run_outcome import RunOutcome as RunOutcome
 from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetails
 from .maintenance.copy_store import copy as copy

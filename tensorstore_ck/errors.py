@@ -252,6 +252,13 @@ class SuspiciousSaveError(InputError):
     exit_code = 29
 
 
+class QuotaExceededError(InputError):
+    """The snapshots of a branch use as much as their quota allows: saves are refused (`tsck quota`)."""
+
+    kind = "quota_exceeded"
+    exit_code = 47
+
+
 class LogChangedError(InputError):
     """With ``rollback="error"``: the log went back or was forked since it was last seen, and nobody has accepted it (`tsck accept-log`)."""
 

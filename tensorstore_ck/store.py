@@ -21,6 +21,7 @@ from tensorstore_ck.events import Callback
 from tensorstore_ck.format.codec import CodecName, CodecOption, DeltaOption
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log import Rollback
+from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
 from tensorstore_ck.log.snapshot_log import SnapshotLog
@@ -173,6 +174,7 @@ class Store:
             CaptureChangedError: a tensor changed meanwhile; nothing was published. The message names it.
             SuspiciousSaveError: with ``unchanged="error"``; nothing was published.
             ConflictError: the ref is elsewhere; nothing was written.
+            QuotaExceededError: the quota of the branch is used up: see `set_quota`.
             InvalidOptionError: an argument is invalid, or differs between ranks; or the step is lower than that of a head that this handle
                 only restored.
             SnapshotAbortedError: with `group`: a rank failed in another way, or is gone; the message names it. If one rank meets an error
@@ -843,6 +845,37 @@ class Store:
 
         return policies(self.engine)
 
+    @_changes
+    def set_quota(self, glob: str, *, warn: int | str | None = None, refuse: int | str | None = None) -> Quota:
+        """Limits what the snapshots of branches add to the store, in the store: saves of any process keep to it.
+
+        A snapshot counts with its `Snapshot.new_bytes`, for the branch of its put, until no branch, tag, pin or undo window holds it.
+
+        Args:
+            glob: Which branches, all together, e.g. ``runs/*``. Replaces a quota for the same glob; several may apply to a branch.
+            warn: Bytes, or ``"1TB"``: a save that brings them there, or beyond, warns with a `QuotaWarning`, once a process and branch.
+            refuse: If they use so much already, a save fails with a `QuotaExceededError`.
+
+        Raises:
+            InvalidOptionError: not a size, neither of the two, or `warn` is more than `refuse`.
+        """
+        from tensorstore_ck.maintenance.quotas import set_quota  # noqa: PLC0415
+
+        return set_quota(self.engine, glob, warn=warn, refuse=refuse)
+
+    @_changes
+    def remove_quota(self, glob: str) -> None:
+        """Removes a quota."""
+        from tensorstore_ck.maintenance.quotas import remove_quota  # noqa: PLC0415
+
+        remove_quota(self.engine, glob)
+
+    def quotas(self) -> dict[str, Quota]:
+        """Glob -> quota, with what is used of it."""
+        from tensorstore_ck.maintenance.quotas import quotas  # noqa: PLC0415
+
+        return quotas(self.engine)
+
     def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]:
         """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes."""
         from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
@@ -1061,6 +1094,7 @@ class ReadOnlyStore(Protocol):
     def tags(self) -> dict[str, Snapshot]: ...
     def pins(self) -> tuple[PinnedSnapshot, ...]: ...
     def policies(self) -> "dict[str, Policy]": ...
+    def quotas(self) -> dict[str, Quota]: ...
     def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]: ...
     def forgotten(self) -> "tuple[Forgotten, ...]": ...
     def watch(self, ref: str, *, pin_for: None, **options: Any) -> Generator[Snapshot]: ...

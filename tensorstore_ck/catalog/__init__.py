@@ -9,7 +9,7 @@ views.py            the views for dashboards
 create_tables.py    creates tables and views
 database.py         SQLite or PostgreSQL: connections, transactions, errors
 read_entries.py     log entries -> the changes they make
-current_refs.py     refs, tags, pins, policies and states, as the log's cache has them
+current_refs.py     refs, tags, pins, policies, quotas and states, as the log's cache has them
 row_writer.py       changes -> rows
 sync.py             one batch of a sync, in one transaction
 sync_stores.py      syncs several stores at a time

@@ -14,11 +14,12 @@ from tensorstore_ck.catalog.database import Database
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.query import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
-from tensorstore_ck.catalog.schema import jobs, metrics, snapshots, stores
+from tensorstore_ck.catalog.schema import jobs, metrics, quotas, snapshots, stores
 from tensorstore_ck.catalog.sync import CacheMovedError, SyncBatch, sync_batch
 from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError
+from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.store import ReadOnlyStore, open_store
 
 BATCH_ENTRIES: Final = 2000
@@ -231,6 +232,9 @@ class Catalog:
                 )
                 its_jobs.setdefault(row.store_id, []).append(job)
             runs = last_runs(connection)
+            limits: dict[int, dict[str, Quota]] = {}
+            for row in connection.execute(select(quotas).order_by(quotas.c.glob)):
+                limits.setdefault(row.store_id, {})[row.glob] = Quota(row.glob, row.warn_bytes, row.refuse_bytes, row.used_bytes)
             return tuple(
                 CatalogStore(
                     row.uuid,
@@ -239,6 +243,7 @@ class Catalog:
                     row.synced_ns,
                     sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
                     tuple(its_jobs.get(row.store_id, ())),
+                    limits.get(row.store_id, {}),
                     runs.get(row.store_id, {}),
                 )
                 for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))

@@ -1,4 +1,4 @@
-"""Refs, tags, pins, policies and states of snapshots, as the fold has them now.
+"""Refs, tags, pins, policies, quotas and states of snapshots, as the fold has them now.
 
 The fold may be ahead of the catalog: what the entries between them change is read again with the next batch.
 """
@@ -11,6 +11,7 @@ from typing import Any, Final
 from tensorstore_ck.catalog.read_entries import Row, clean
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.log import RefTable
+from tensorstore_ck.log.field_checks import MAX_INTEGER
 
 LIVE: Final = "live"
 FORGOTTEN: Final = "forgotten"
@@ -74,5 +75,17 @@ def policies(view: RefTable) -> list[Row]:
     ]
 
 
-TABLES: Final[Mapping[str, Callable[[RefTable], list[dict[str, Any]]]]] = {"refs": refs, "tags": tags, "pins": pins, "policies": policies}
+def quotas(view: RefTable) -> list[Row]:
+    """Rows of the table `quotas`."""
+    found = view.quotas()
+    return [{"glob": glob, **row._asdict(), "used_bytes": min(view.added_bytes_of(glob), MAX_INTEGER)} for glob, row in found.items()]
+
+
+TABLES: Final[Mapping[str, Callable[[RefTable], list[dict[str, Any]]]]] = {
+    "refs": refs,
+    "tags": tags,
+    "pins": pins,
+    "policies": policies,
+    "quotas": quotas,
+}
 """Table -> its rows."""

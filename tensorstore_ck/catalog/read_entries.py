@@ -15,17 +15,17 @@ from tensorstore_ck.log import FOLDERS, Entry, Op
 
 Row = dict[str, Any]
 CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
-    "put": ("refs",),
-    "branch": ("refs",),
-    "reset": ("refs",),
+    "put": ("refs", "quotas"),
+    "branch": ("refs", "quotas"),
+    "reset": ("refs", "quotas"),
     "expire": ("refs",),
     "undo": ("refs", "tags"),
-    "tag": ("tags",),
+    "tag": ("tags", "quotas"),
     "untag": ("tags",),
-    "pin": ("pins",),
-    "unpin": ("pins",),
+    "pin": ("pins", "quotas"),
+    "unpin": ("pins", "quotas"),
     "policy": ("policies",),
-    "purge": (),
+    "purge": ("quotas",),
     "sweep": (),
     "annotate": (),
     "mark": (),
@@ -36,12 +36,13 @@ CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "relocate": (),
     "place": (),
     "settle": (),
+    "quota": ("quotas",),
     "report": (),
 }
 """Operation -> the tables that it may change, of those that are read from the fold. Any other operation changes none."""
 _GC: Final = ("condemn", "sweep", "relocate", "purge", "settle")
 _TEXTS: Final = ("mark", "reason", "owner", "glob", "url", "run", "outcome", "message")
-_NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns", "duration_ns")
+_NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns", "duration_ns", "warn_bytes", "refuse_bytes")
 _LISTS: Final = (*FOLDERS.values(), "targets")
 
 

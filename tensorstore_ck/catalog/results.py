@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome
 
 
@@ -66,6 +67,8 @@ class CatalogStore:
     synced_ns: int
     snapshots: int
     jobs: tuple[CatalogJob, ...]
+    quotas: Mapping[str, Quota]
+    """Glob -> quota."""
     last_runs: Mapping[str, RunOutcome]
     """``gc``, ``fsck`` -> the last run that the log has."""
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
@@ -151,6 +151,18 @@ policies: Final = Table(
 )
 """`rules`: as JSON."""
 
+quotas: Final = Table(
+    "quotas",
+    metadata,
+    _key("store_id", Integer),
+    _key("glob", _text()),
+    Column("warn_bytes", BigInteger),
+    Column("refuse_bytes", BigInteger),
+    _required("used_bytes"),
+    _required("n"),
+    _required("time_ns"),
+)
+
 events: Final = Table(
     "events",
     metadata,
@@ -202,7 +214,7 @@ reports: Final = Table(
 )
 """What each run of gc and fsck noted when it ended. `counts`: as JSON."""
 
-OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, events, gc_runs, reports)
+OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, quotas, events, gc_runs, reports)
 """Every table with a `store_id`."""
 
 

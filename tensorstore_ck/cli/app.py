@@ -69,6 +69,7 @@ COMMANDS: Final = {
     "pin": "cmd_pin_forget_gc",
     "unpin": "cmd_pin_forget_gc",
     "policy": "cmd_policy",
+    "quota": "cmd_quota",
     "forget": "cmd_pin_forget_gc",
     "undo": "cmd_pin_forget_gc",
     "gc": "cmd_pin_forget_gc",

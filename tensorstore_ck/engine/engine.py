@@ -75,6 +75,8 @@ class Engine:
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
     find_process: Callable[[], Process | None] = lambda: None
     """This process, where it can be identified."""
+    warned_quotas: set[tuple[str, str]] = field(default_factory=set)
+    """Branch and glob of the quotas of which a save of this process has warned."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: ByteCache[Ulid, RelocationMap] = field(

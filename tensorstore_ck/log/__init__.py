@@ -11,6 +11,7 @@ address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
 run_outcome.py                           what users see of a run of gc or fsck
+quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that nobody has to read the log from its start
 entry_reader.py                          entries read from the backend

@@ -20,7 +20,7 @@ MAX_COUNTS: Final = 64
 MAX_RUN_CHARS: Final = 64
 MAX_MESSAGE_CHARS: Final = 1000
 MARKS: Final = ("bad", "damaged", "drift", "")
-_MAX_INTEGER: Final = (1 << 63) - 1
+MAX_INTEGER: Final = (1 << 63) - 1
 
 
 class Field(NamedTuple):
@@ -29,7 +29,7 @@ class Field(NamedTuple):
     type: type[Any]
     low: int = 0
     """The least integer, or the least length of another type."""
-    high: int = _MAX_INTEGER
+    high: int = MAX_INTEGER
     """The greatest one."""
     rule: Callable[[Any], bool] | None = None
     """What else must hold of a value of that type and size."""
@@ -93,6 +93,7 @@ FLAG: Final = Field(bool)
 STEP: Final = Field(int, -(1 << 63)).or_nil()
 PARENT: Final = DIGEST.or_nil()
 DATE: Final = COUNT.or_nil()
+LIMIT: Final = COUNT.or_nil()
 REF: Final = Field(str, 1, MAX_REF_CHARS, is_ref_name)
 GLOB: Final = Field(str, 1, MAX_REF_CHARS, is_ref_glob)
 METRICS: Final = Field(dict, 0, MAX_METRICS, _are_metrics)

@@ -14,7 +14,7 @@ from tensorstore_ck.common.ids import Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.field_checks import MAX_METRICS, ULID
+from tensorstore_ck.log.field_checks import MAX_INTEGER, MAX_METRICS, ULID
 from tensorstore_ck.log.object_set import ObjectKey, Objects
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import BranchHead, BranchMove, SnapshotInfo
@@ -47,8 +47,13 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         return  # aborted before, or this put again: the first is the outcome
     info = SnapshotInfo.of_op(op, entry.n, entry.time_ns)
     rows.TXNS.put(batch, op["txn"], rows.TxnOutcome(put=True, n=entry.n))
+    is_held = view.is_live(info.ulid)  # no writer draws a ULID twice; of such a log the later snapshot counts
+    if is_held:
+        _count(batch, view, info.ulid, -1)
     rows.SNAPSHOTS.put(batch, info.ulid, info)
     rows.ROOTS.put(batch, info.root + info.ulid, rows.EntryRow(entry.n))
+    if is_held:
+        _count(batch, view, info.ulid, 1)
     _move(batch, view, entry, info.ref, _arrival(info, entry, "put"))
     if ULID.accepts(op.get("staged")):
         rows.STAGED.delete(batch, op["staged"])
@@ -116,7 +121,31 @@ def _mark(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
 
 def _hold(batch: Batch, view: RefTable, ulid: Ulid, change: int, entry: Entry) -> None:
     """Changes the number of holders of a snapshot."""
-    rows.HOLDS.put(batch, ulid, rows.HoldsRow(max(0, view.holds(ulid) + change), entry.n))
+    before = view.holds(ulid)
+    after = max(0, before + change)
+    rows.HOLDS.put(batch, ulid, rows.HoldsRow(after, entry.n))
+    if bool(before) != bool(after):
+        _count(batch, view, ulid, 1 if after else -1)
+
+
+def _count(batch: Batch, view: RefTable, ulid: Ulid, sign: int) -> None:
+    """Adds what a snapshot added to the store to the sum of its branch, or takes it off."""
+    info = view.read(rows.SNAPSHOTS, ulid, ulid)
+    if info is None:
+        return
+    added = min(view.added_bytes(info.ref) + sign * info.new_bytes, MAX_INTEGER)
+    if added > 0:
+        rows.ADDED.put(batch, info.ref.encode(), rows.AddedRow(added))
+    else:
+        rows.ADDED.delete(batch, info.ref.encode())
+
+
+def _quota(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
+    key, limits = op["glob"].encode(), (op["warn_bytes"], op["refuse_bytes"])
+    if limits == (None, None):
+        rows.QUOTAS.delete(batch, key)
+    else:
+        rows.QUOTAS.put(batch, key, rows.QuotaRow(*limits, entry.n, entry.time_ns))
 
 
 def _policy(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
@@ -356,5 +385,6 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "relocate": _relocate,
     "place": _place,
     "settle": _settle,
+    "quota": _quota,
     "report": _report,
 }

@@ -19,6 +19,7 @@ from tensorstore_ck.log.field_checks import (
     DATE,
     DIGEST,
     GLOB,
+    LIMIT,
     MARK,
     MAX_OP_NAME_CHARS,
     MAX_OWNER_BYTES,
@@ -196,6 +197,11 @@ class Op:
         return _op("settle", n=n)
 
     @classmethod
+    def quota(cls, glob: str, warn_bytes: int | None, refuse_bytes: int | None) -> "Op":
+        """Sets the quota of the branches that match `glob`; without both limits removes it."""
+        return _op("quota", critical=False, glob=glob, warn_bytes=warn_bytes, refuse_bytes=refuse_bytes)
+
+    @classmethod
     def report(cls, run: str, outcome: str, duration_ns: int, counts: Mapping[str, int], message: str = "") -> "Op":
         """Says what a run of gc or fsck, which ends now, did and found."""
         return _op("report", critical=False, run=run, outcome=outcome, duration_ns=duration_ns, counts=counts, message=message)
@@ -285,6 +291,7 @@ SCHEMA: Final[Mapping[str, Mapping[str, Field]]] = {
     "relocate": {"pack": ULID, "moved": ULID, "hash": DIGEST, "targets": ULIDS},
     "place": {"packs": ULIDS, "url": URL},
     "settle": {"n": COUNT},
+    "quota": {"glob": GLOB, "warn_bytes": LIMIT, "refuse_bytes": LIMIT},
     "report": {"run": RUN, "outcome": SHORT_TEXT, "duration_ns": COUNT, "counts": COUNTS, "message": MESSAGE},
 }
 """Operation -> its fields."""

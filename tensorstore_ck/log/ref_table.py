@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
@@ -14,6 +15,7 @@ from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, Sna
 
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
+_WILDCARD: Final = re.compile(r"[*?\[]")
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 
 
@@ -239,6 +241,21 @@ class RefTable:
     def locations(self) -> dict[Ulid, str]:
         """The URL of each pack at a cold location."""
         return {Ulid(pack): rows.LOCATIONS.decode(value).url for pack, value in self.scan(rows.LOCATIONS)}
+
+    def quotas(self) -> dict[str, rows.QuotaRow]:
+        """Glob -> the quota of the branches that match it."""
+        return {glob.decode("ascii"): rows.QUOTAS.decode(value) for glob, value in self.scan(rows.QUOTAS)}
+
+    def added_bytes(self, ref: str) -> int:
+        """What the held snapshots that were put to a branch added to the store."""
+        row = self.read(rows.ADDED, ref.encode())
+        return row.new_bytes if row is not None else 0
+
+    def added_bytes_of(self, glob: str) -> int:
+        """The same for all branches that match `glob`, also removed ones: reads a row for each of them."""
+        start = _WILDCARD.split(glob, maxsplit=1)[0]
+        found = self.scan(rows.ADDED, start.encode())
+        return sum(rows.ADDED.decode(value).new_bytes for rest, value in found if fnmatchcase(start + rest.decode("ascii"), glob))
 
     def reports(self) -> dict[str, rows.ReportRow]:
         """``gc``, ``fsck`` -> what its last run reported."""

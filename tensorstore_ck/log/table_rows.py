@@ -24,6 +24,8 @@ strictly, whether it comes from this host's cache or from a checkpoint.
     m pack:16 moved:16      n, hash, targets                              a relocation of a pack
     w moved:16              pack                                          the same, by its moved object
     c pack:16               url                                           the cold location of a pack
+    i glob                  warn_bytes?, refuse_bytes?, n, time_ns        the quota of matching refs
+    j name                  new_bytes                                     of all held snapshots that were put to that ref; no row: 0
     v run                   outcome, duration_ns, counts, message, actor, n, time_ns     the last report of gc or fsck
     z                       n                                             the horizon
     f                       n, op                                         the first critical operation unknown to this build
@@ -44,6 +46,7 @@ from tensorstore_ck.log.field_checks import (
     DIGEST,
     FLAG,
     GLOB,
+    LIMIT,
     MARK,
     MESSAGE,
     METRICS,
@@ -62,7 +65,7 @@ from tensorstore_ck.log.field_checks import (
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.row_kind import PREFIX, RowKind
 
-FOLD_VERSION: Final = 6
+FOLD_VERSION: Final = 7
 """Incremented whenever `fold` learns another operation: the fold of an older build lacks its effect."""
 
 
@@ -215,6 +218,21 @@ class RelocationRow(NamedTuple):
     """The packs, as joined ULIDs."""
 
 
+class QuotaRow(NamedTuple):
+    """What the snapshots of some branches may add to the store."""
+
+    warn_bytes: int | None
+    refuse_bytes: int | None
+    n: int
+    time_ns: int
+
+
+class AddedRow(NamedTuple):
+    """What the held snapshots that were put to one branch added to the store."""
+
+    new_bytes: int
+
+
 class ReportRow(NamedTuple):
     """What a run of gc or fsck reported last."""
 
@@ -317,6 +335,8 @@ OBJECTS: Final = RowKind(b"g", ObjectRow, FLAG, COUNT, is_key=lambda key: len(ke
 RELOCATIONS: Final = RowKind(b"m", RelocationRow, COUNT, DIGEST, ULIDS, is_key=_has(2 * ULID_BYTES))
 MOVED: Final = RowKind(b"w", MovedRow, ULID, is_key=_has(ULID_BYTES))
 LOCATIONS: Final = RowKind(b"c", LocationRow, URL, is_key=_has(ULID_BYTES))
+QUOTAS: Final = RowKind(b"i", QuotaRow, LIMIT, LIMIT, COUNT, COUNT, is_key=lambda key: GLOB.accepts(key.decode("ascii", "replace")))
+ADDED: Final = RowKind(b"j", AddedRow, COUNT, is_key=_is_name)
 REPORTS: Final = RowKind(
     b"v",
     ReportRow,
@@ -330,7 +350,7 @@ _IN_CHECKPOINTS: Final[Mapping[bytes, RowKind[Any]]] = {
     kind.prefix[len(PREFIX) :]: kind
     for kind in (
         *(BRANCHES, MOVES, STEPS, LENGTHS, TAGS, SNAPSHOTS, ROOTS, NOTES, TXNS, STAGED, HOLDS, PINS, POLICIES, WINDOWS, FORGOTTEN),
-        *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, REPORTS, HORIZON, STOP),
+        *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, QUOTAS, ADDED, REPORTS, HORIZON, STOP),
     )
 }
 

@@ -10,6 +10,7 @@ recorded_runs.py     gc, fsck and repair, with an entry in the log about the out
 apply_policies.py    sets, shows and applies retention policies
 bisect_history.py    the first bad snapshot of a branch
 bisect_search.py     the search of that, without a store
+quotas.py            sets and shows quotas
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save
 metric_plot.py       a metric over snapshots, as points and drawn by matplotlib

@@ -201,6 +201,9 @@ def test_views_and_tables_in_plain_sql(url: str) -> None:
     store.tag("best", "runs/gpt@2")
     store.pin("runs/gpt@1", owner="ada", reason="eval", expires="7d")
     store.set_policy("runs/*", keep_last=5)
+    store.set_quota("runs/*", warn="1GB")
+    store.set_quota("gone", refuse=0)
+    store.remove_quota("gone")
     store.branch("exp/x", "runs/gpt@1")
     store.forget("exp/x")
     store.put_snapshot(state(9), ref="gone", step=9)
@@ -232,13 +235,15 @@ def test_views_and_tables_in_plain_sql(url: str) -> None:
         (noted,) = ask("SELECT run, outcome, counts FROM report_history")
         assert (noted["run"], noted["outcome"], json.loads(noted["counts"])["deleted_snapshots"]) == ("gc", "ok", 1)
         assert catalog.stores()[0].last_runs == store.last_runs()
+        assert catalog.stores()[0].quotas == store.quotas()
+        assert store.quotas()["runs/*"].used_bytes > 15_000
         store.fsck()
         store.gc(AT_ONCE)
         catalog.sync(store)
         assert catalog.stores()[0].last_runs == store.last_runs()
         assert [row["run"] for row in ask("SELECT run FROM reports ORDER BY n")] == ["gc", "fsck", "gc"]
         events = ask("SELECT op, ref, detail FROM event_history ORDER BY n, position")
-        assert [event["op"] for event in events][:10] == ["put", "put", "put", "tag", "tag", "pin", "policy", "branch", "expire", "put"]
+        assert [event["op"] for event in events][:10] == ["put", "put", "put", "tag", "tag", "pin", "policy", "quota", "quota", "quota"]
         assert json.loads(events[5]["detail"])["owner"] == "ada"
         (freed,) = ask("SELECT freed_n FROM snapshots WHERE ref = 'gone'")
         assert freed["freed_n"] in [row["n"] for row in ask("SELECT n FROM gc_runs WHERE swept_snapshots = 1")]

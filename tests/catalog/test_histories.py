@@ -40,6 +40,7 @@ COMMANDS = {
     "forget": (3, st.tuples(st.one_of(refs, picks))),
     "undo": (1, st.tuples()),
     "policy": (1, st.tuples(st.sampled_from([1, None]))),
+    "quota": (1, st.tuples(st.sampled_from([None, 4000, 10**12]))),
     "gc": (3, st.tuples(st.booleans())),
     "sync": (3, st.tuples()),
 }
@@ -108,6 +109,12 @@ class History:
             self.store.remove_policy("runs/*")
         else:
             self.store.set_policy("runs/*", keep_last=keep)
+
+    def do_quota(self, refuse: int | None) -> None:
+        if refuse is not None:
+            self.store.set_quota("*", refuse=refuse)
+        elif "*" in self.store.quotas():
+            self.store.remove_quota("*")
 
     def do_gc(self, later: bool) -> None:
         self.clock.advance(200 if later else 0)

@@ -36,6 +36,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "pin": [["pin", "runs/gpt", "--owner", "me", "--reason", "why"]],
     "unpin": [["unpin", "runs/gpt", "--owner", "me"]],
     "policy": [["policy", "set", "runs/*", "keep_last=5"], ["policy"]],
+    "quota": [["quota", "set", "runs/*", "--warn", "1TB"], ["quota"]],
     "forget": [["forget", "runs/two"], ["forget"]],
     "undo": [["undo"]],
     "gc": [["gc"]],

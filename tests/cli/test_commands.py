@@ -176,6 +176,27 @@ def test_fsck_says_what_it_checked(history: Tsck) -> None:
     assert report["report"]["data_bytes"] > 40_000
 
 
+def test_quotas_are_set_shown_met_and_removed(history: Tsck, tmp_path: Path) -> None:
+    assert "no quotas" in history("quota").out
+    made = history("quota", "set", "runs/*", "--warn", "20kB", "--refuse", "30kB", "--json").json
+    assert (made["glob"], made["warn_bytes"], made["refuse_bytes"], made["state"]) == ("runs/*", 20_000, 30_000, "refuse")
+    assert made["share"] == made["used_bytes"] / 30_000 > 1
+    header, row = history("quota").out.splitlines()
+    assert header.split() == ["GLOB", "USED", "WARN", "REFUSE", "SHARE", "STATE"]
+    assert row.split()[0] == "runs/*"
+    assert row.split()[-1] == "refuse"
+    assert history("quota", "list", "--json").json == {"runs/*": made}
+    refused = history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3")
+    assert refused.code == 47
+    assert "`tsck quota set 'runs/*' --refuse SIZE" in refused.err
+    assert history("put", "model.safetensors", "--ref", "other").code == 0
+    for misuse in (["set"], ["set", "runs/*"], ["show", "runs/*"], ["remove", "runs/*", "--warn", "1TB"], ["set", "x", "--warn", "lots"]):
+        assert history("quota", *misuse).code == 2, misuse
+    assert "removed" in history("quota", "remove", "runs/*").out
+    assert history("quota", "remove", "runs/*").code == 25
+    assert history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3").code == 0
+
+
 def test_usage_says_when_gc_and_fsck_ran_last(history: Tsck) -> None:
     assert "last gc" not in history("usage").out
     assert history("gc").code == 0

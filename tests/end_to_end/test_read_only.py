@@ -50,6 +50,7 @@ LOOKS = [
     ("forget",),
     ("policy", "apply", "--dry-run"),
     ("policy", "show"),
+    ("quota",),
     ("policy", "test", "runs/gpt", "keep_last=1"),
     ("gc", "--dry-run"),
     ("recode", "--all", "--dry-run"),

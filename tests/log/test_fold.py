@@ -39,6 +39,7 @@ class Model:
     snapshots: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     notes: dict[bytes, tuple[dict[str, float], str, str]] = field(default_factory=dict)
     outcomes: dict[bytes, tuple[bool, int]] = field(default_factory=dict)
+    quotas: dict[str, tuple[int | None, int | None, int, int]] = field(default_factory=dict)
     reports: dict[str, tuple[str, int]] = field(default_factory=dict)
     stop: tuple[int, str] | None = None
 
@@ -75,6 +76,10 @@ class Model:
             case "annotate" if ulid:
                 metrics, mark, reason = self.notes.get(op["root"], ({}, "", ""))
                 self.notes[op["root"]] = ({**metrics, **op["metrics"]}, mark, reason)
+            case "quota":
+                self.quotas.pop(op["glob"], None)
+                if (op["warn_bytes"], op["refuse_bytes"]) != (None, None):
+                    self.quotas[op["glob"]] = (op["warn_bytes"], op["refuse_bytes"], entry.n, entry.time_ns)
             case "report":
                 self.reports[op["run"]] = (op["outcome"], entry.n)
             case "mark" if ulid:
@@ -124,6 +129,13 @@ def compare(view: RefTable, model: Model) -> None:
     for txn in [*TXNS, b"short"]:
         outcome = view.outcome(txn)
         assert (tuple(outcome) if outcome else None) == model.outcomes.get(txn)
+    added: dict[str, int] = {}
+    for info in view.snapshots():
+        added[info.ref] = added.get(info.ref, 0) + info.new_bytes
+    assert {ref: view.added_bytes(ref) for ref in REFS} == {ref: added.get(ref, 0) for ref in REFS}
+    assert view.added_bytes_of("run*") == sum(size for ref, size in added.items() if ref.startswith("run"))
+    assert view.added_bytes_of("*") == sum(added.values())
+    assert {glob: tuple(row) for glob, row in view.quotas().items()} == model.quotas
     assert {run: (row.outcome, row.n) for run, row in view.reports().items()} == model.reports
     stop = view.stop()
     assert (tuple(stop) if stop else None) == model.stop
@@ -160,6 +172,7 @@ ops = st.one_of(
     st.builds(Op.annotate, roots, metrics),
     st.builds(Op.mark, roots, st.sampled_from(["bad", ""]), st.sampled_from(["", "diverged"])),
     st.builds(Op.abort, st.sampled_from(TXNS)),
+    st.builds(Op.quota, st.sampled_from(["*", "run?"]), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
     st.builds(Op.report, st.sampled_from(["gc", "fsck"]), st.sampled_from(["ok", "findings"]), st.just(7), st.just({"errors": 1})),
     st.sampled_from([Op({"op": "from-the-future", "critical": True}), Op({"op": "from-the-future-too", "critical": False})]),
 )

@@ -122,6 +122,10 @@ def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
                 assert view.snapshot(ulid) is not None, "what is held is never dropped"
             elif ulid in known and view.snapshot(ulid) is not None:
                 assert view.expired_at(ulid) == expired.setdefault(ulid, entry.n)
+        added: Counter[str] = Counter()
+        for info in view.snapshots():
+            added[info.ref] += info.new_bytes
+        assert {ref: view.added_bytes(ref) for ref in REFS} == {ref: added[ref] for ref in REFS}, "what quotas count"
         for branch in view.branches():
             head = view.branch(branch)
             last = next(iter(view.moves(branch, limit=1)), None)

@@ -8,6 +8,7 @@ dedup.py             which blocks need not be written
 delta_bases.py       which blocks may be encoded against others
 rank_parts.py        what each rank has written and checked; the record of all
 publish.py           the log entry that publishes
+quota_check.py       refuses a save whose branch has no quota left
 branch_conflict.py   the error for a branch that another process moved
 sampled_checks.py    a sample of the state: changes during the capture, numbers that are not finite
 compare_parent.py    compares a part with those of earlier snapshots

@@ -13,6 +13,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import condemned_among, locate_blocks
 from tensorstore_ck.engine.write.branch_conflict import moved_away
+from tensorstore_ck.engine.write.quota_check import check_quotas, warn_of_quotas
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
@@ -83,6 +84,7 @@ def publish(
 
     Raises:
         ConflictError: the ref is elsewhere; nothing is visible.
+        QuotaExceededError: the quota of the branch is used up; nothing is visible.
         SnapshotAbortedError: another process gave the save up first.
         SnapshotExpiredError: gc freed something that it relies on.
         UndecidedError: the backend went away in the middle of the commit.
@@ -111,6 +113,7 @@ def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str,
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         check_expected(engine, view, record.ref, expect)
+        check_quotas(view, record.ref)
         return moving(engine, view, put, record, mark)
 
     return arrange
@@ -118,6 +121,7 @@ def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str,
 
 def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[str, str] | None = None) -> list[Op]:
     """What an entry does that moves a branch to a new snapshot."""
+    warn_of_quotas(engine, view, record)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     return [put, *marks, *expire_at_put(view, record.ref, Ulid(put.fields["snapshot"]), record, engine.clock())]
 

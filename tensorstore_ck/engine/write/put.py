@@ -11,6 +11,7 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
+from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, publish_parts, record_of
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import UndecidedError
@@ -34,7 +35,7 @@ class Destination(Protocol):
         """Whether the entry says "staged", and not "put"."""
 
     def admit(self, request: PutRequest) -> None:
-        """Refuses a save whose ref is not where it must be; the entry is checked again when it is appended."""
+        """Refuses a save whose ref is not where it must be, or has no quota left; checked again when the entry is appended."""
 
     def begin(self, request: PutRequest) -> None:
         """Looks for what the save may share blocks with."""
@@ -59,11 +60,19 @@ class StoreDestination:
 
     is_offline = is_staging = False
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, rank: int = 0) -> None:
+        """`rank`: of several that save together, or 0."""
         self.engine = engine
+        self._rank = rank
 
     def admit(self, request: PutRequest) -> None:
-        """The entry is checked when it is appended; until then another process may move the ref."""
+        """On rank 0, which decides for all, checks quotas. The ref is checked when the entry is appended: until then it may move.
+
+        Raises:
+            QuotaExceededError: the quota of the ref is used up.
+        """
+        if self._rank == 0:
+            check_quotas(self.engine.log.view(), request.ref)
 
     def begin(self, request: PutRequest) -> None:
         """What is shared is looked for in the snapshot that the request names."""

@@ -21,6 +21,7 @@ from torch.futures import Future
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
@@ -290,6 +291,7 @@ class Writer(StorageWriter):
         checks = self._checks._asdict()
         request = session.fence.request(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
         check_expected(engine, engine.log.view(), ref, request.expect)
+        check_quotas(engine.log.view(), ref)
         return request
 
     def _ranks_request(self) -> PutRequest:

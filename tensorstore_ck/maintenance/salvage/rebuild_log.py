@@ -1,7 +1,7 @@
 """The new log: operations that fold to the same state as the old log, without what is lost. Pure: it folds in memory.
 
 It replays the effects of the old entries, in their order and with their times: moves of branches (undoable ones followed by their
-`expire`), tags and pins; policies come last. Relocations come first; then snapshots whose own put is no longer a move of a branch,
+`expire`), tags and pins; policies, quotas last. Relocations come first; then snapshots whose own put is no longer a move of a branch,
 because it was forgotten permanently: one entry puts and releases each, and later entries hold it again. An `expire` of a whole branch
 is followed by an `undo` of the moves that had stayed.
 
@@ -106,6 +106,8 @@ class _EventReplay:
         self._annotate()
         for glob, policy in self._old.policies().items():
             self._new.add(policy.time_ns, [_fixed(Op.policy(glob, policy.rules))])
+        for glob, quota in self._old.quotas().items():
+            self._new.add(quota.time_ns, [_fixed(Op.quota(glob, quota.warn_bytes, quota.refuse_bytes))])
         return self._new
 
     # --- first: relocations and puts ----------------------------------------------------------------------------------

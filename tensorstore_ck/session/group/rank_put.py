@@ -152,7 +152,7 @@ class RankPut:
         destination: Destination | None = None,
     ) -> None:
         self._engine = engine
-        self._destination = destination or StoreDestination(engine)
+        self._destination = destination or StoreDestination(engine, group.rank)
         self._meter = meter or PutMeter()
         self._group = group
         self._prepare = prepare

@@ -14,6 +14,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.gc.plan import plan_gc
@@ -78,11 +79,13 @@ class SinglePut:
         Raises:
             ConflictError: the ref is not where it must be.
             InvalidOptionError: see `RefFence.check_step`.
+            QuotaExceededError: the quota of the ref is used up.
         """
         assert self._options is not None
         engine, fence, view = self._context.engine, self._context.fence, self._context.engine.log.view()
         fence.check_step(engine, view, self._options)
         check_expected(engine, view, self.ref, fence.expected(view, self.ref, self._options.expect))
+        check_quotas(view, self.ref)
 
     def decide(self, admit: Callable[[], Admission]) -> Admission:
         """This process decides."""

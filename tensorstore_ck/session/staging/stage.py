@@ -20,6 +20,7 @@ from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
 from tensorstore_ck.engine.write.publish import AnyHead, check_expected, is_expected
 from tensorstore_ck.engine.write.put import put_once
+from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import (
@@ -131,10 +132,12 @@ class StagingDestination:
 
         Raises:
             ConflictError: the ref is not where it may be.
+            QuotaExceededError: its quota is used up.
         """
         self._accepts = self._links.accepts(request.expect)
         if self._rank == 0:
             check_accepted(self._store, self._store.log.view(), request.ref, self._accepts)
+            check_quotas(self._store.log.view(), request.ref)
 
     def begin(self, request: PutRequest) -> None:
         """Finds the base; all ranks find the same one."""

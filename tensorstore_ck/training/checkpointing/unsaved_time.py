@@ -12,6 +12,7 @@ from tensorstore_ck.errors import (
     InvalidOptionError,
     NoSpaceError,
     PermissionDeniedError,
+    QuotaExceededError,
     SnapshotAbortedError,
     StoreError,
     SuspiciousSaveError,
@@ -24,7 +25,7 @@ from tensorstore_ck.store import Store
 LEAST_SECONDS: Final = 3600.0
 INTERVALS: Final = 10
 """The default limit, in usual intervals between saves."""
-_TRANSIENT: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, SuspiciousSaveError)
+_TRANSIENT: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, QuotaExceededError, SuspiciousSaveError)
 """Errors that someone may fix while the job runs, or that concern one moment's state."""
 _OF_ONE_SAVE: Final = ("step", "parent", "expect")
 """If ranks differ in these, one polled the step flag too late, or does not know the outcome of the previous save yet."""

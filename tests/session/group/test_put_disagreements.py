@@ -10,12 +10,14 @@ from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import (
     InvalidOptionError,
     MismatchError,
+    QuotaExceededError,
     SnapshotAbortedError,
     StoreError,
     UnsupportedValueError,
 )
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sharding import Mesh, Shard
+from tensorstore_ck.maintenance.quotas import remove_quota, set_quota
 from tensorstore_ck.session.group.rank_put import RankStates
 from tests.gc.stores import stay_in_one_thread
 from tests.session.group.putting import (
@@ -76,6 +78,18 @@ def test_a_rank_that_wants_another_ref_is_named_with_both() -> None:
     reasons = world.refusals(InvalidOptionError)
     assert all("the ranks differ in ref: ranks 0-1: 'job'; rank 2: 'other'" in reason for reason in reasons)
     assert set(world.engine.log.view().branches()) == {"job"}
+
+
+def test_a_quota_that_is_used_up_ends_the_save_on_all_ranks() -> None:
+    world = World()
+    lead = world.group[0]
+    lead.puts[SECOND] = lead.puts[SECOND].but(before=lambda: set_quota(world.engine, "*", warn=None, refuse=1))
+    lead.puts[SECOND + 1] = lead.puts[SECOND + 1].but(before=lambda: remove_quota(lead.engine, "*"))
+    world.run()
+    (reason,) = {str(error).partition("saves to")[2] for error in world.errors(QuotaExceededError)}
+    assert "'job' are refused: the quota for '*' is 1 B" in reason
+    require_restorable(world.engine, [1, 3])
+    require_no_garbage(world.engine)
 
 
 def with_values(step: int, rank: int) -> RankStates:

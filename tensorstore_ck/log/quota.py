@@ -1,0 +1,58 @@
+"""Quotas: what the snapshots of some branches may add to the store. Pure reads of the ref table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.table_rows import QuotaRow
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A limit of what branches add to the store, and how much of it is used."""
+
+    glob: str
+    """The branches that it is for."""
+    warn_bytes: int | None
+    """From here on saves warn; None: they do not."""
+    refuse_bytes: int | None
+    """From here on saves are refused; None: they are not."""
+    used_bytes: int
+    """By how much the store grew at the saves to these branches, of the snapshots that a branch, tag, pin or undo window still holds."""
+
+    def __repr__(self) -> str:
+        limits = [
+            f"{name} {human_bytes(size)}" for name, size in (("warn", self.warn_bytes), ("refuse", self.refuse_bytes)) if size is not None
+        ]
+        return f"Quota({self.glob!r}, {', '.join(limits)}: {human_bytes(self.used_bytes)} used, {self.state})"
+
+    @property
+    def state(self) -> str:
+        """What the next save does: ``ok``, ``warn`` or ``refuse``."""
+        if self.refuse_bytes is not None and self.used_bytes >= self.refuse_bytes:
+            return "refuse"
+        return "warn" if self.warn_bytes is not None and self.used_bytes >= self.warn_bytes else "ok"
+
+    @property
+    def share(self) -> float:
+        """Used bytes by those at which saves are refused, or else warn: 1.0 where that is reached; infinite for a limit of 0."""
+        limit = self.refuse_bytes if self.refuse_bytes is not None else self.warn_bytes
+        return self.used_bytes / limit if limit else float("inf")
+
+
+def all_quotas(view: RefTable) -> dict[str, Quota]:
+    """Glob -> quota."""
+    return {glob: _used(view, glob, row) for glob, row in view.quotas().items()}
+
+
+def quotas_of(view: RefTable, ref: str) -> Iterator[Quota]:
+    """Those that a branch must keep to. Without one, nothing is summed up."""
+    for glob, row in view.quotas().items():
+        if fnmatchcase(ref, glob):
+            yield _used(view, glob, row)
+
+
+def _used(view: RefTable, glob: str, row: QuotaRow) -> Quota:
+    return Quota(glob, row.warn_bytes, row.refuse_bytes, view.added_bytes_of(glob))
