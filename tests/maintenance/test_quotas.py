@@ -13,6 +13,7 @@ from tensorstore_ck.engine.write import publish
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, NotFoundError, QuotaExceededError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import operations
+from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE, Clock, contents, leave_orphans, open_store, put_all, sizes, state
 
@@ -172,7 +173,8 @@ def test_salvage_keeps_them(tmp_path: Path) -> None:
         store.forget("runs/a@1")
         store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
         before = store.quotas()
-        salvage(store.engine.backend)
+        store.engine.backend.delete([entry_name("log", 1)])
+        assert salvage(store.engine.backend).log
     with tsck.open(tmp_path / "ck", cache_dir=tmp_path / "two", state_dir=tmp_path / "two", **options) as store:  # type: ignore[call-overload]
         assert store.quotas() == before
         assert store.fsck().ok
