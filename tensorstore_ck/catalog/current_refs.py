@@ -11,7 +11,6 @@ from typing import Any, Final
 from tensorstore_ck.catalog.read_entries import Row, clean
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.log import RefTable
-from tensorstore_ck.log.field_checks import MAX_INTEGER
 
 LIVE: Final = "live"
 FORGOTTEN: Final = "forgotten"
@@ -77,8 +76,7 @@ def policies(view: RefTable) -> list[Row]:
 
 def quotas(view: RefTable) -> list[Row]:
     """Rows of the table `quotas`."""
-    found = view.quotas()
-    return [{"glob": glob, **row._asdict(), "used_bytes": min(view.added_bytes_of(glob), MAX_INTEGER)} for glob, row in found.items()]
+    return [{"glob": glob, **row._asdict()} for glob, row in view.quotas().items()]
 
 
 TABLES: Final[Mapping[str, Callable[[RefTable], list[dict[str, Any]]]]] = {

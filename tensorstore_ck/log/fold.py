@@ -8,6 +8,7 @@ restored.
 """
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from tensorstore_ck.common.ids import Ulid, split_ulids
@@ -129,23 +130,28 @@ def _hold(batch: Batch, view: RefTable, ulid: Ulid, change: int, entry: Entry) -
 
 
 def _count(batch: Batch, view: RefTable, ulid: Ulid, sign: int) -> None:
-    """Adds what a snapshot added to the store to the sum of its branch, or takes it off."""
+    """Adds what a snapshot added to the store to the sums of its branch and of the quotas for it, or takes it off."""
     info = view.read(rows.SNAPSHOTS, ulid, ulid)
     if info is None:
         return
-    added = min(view.added_bytes(info.ref) + sign * info.new_bytes, MAX_INTEGER)
-    if added > 0:
+    before = view.added_bytes(info.ref)
+    added = max(0, min(before + sign * info.new_bytes, MAX_INTEGER))
+    for glob, quota in view.quotas().items():
+        if fnmatchcase(info.ref, glob):
+            used_bytes = max(0, min(quota.used_bytes + added - before, MAX_INTEGER))
+            rows.QUOTAS.put(batch, glob.encode(), quota._replace(used_bytes=used_bytes))
+    if added:
         rows.ADDED.put(batch, info.ref.encode(), rows.AddedRow(added))
     else:
         rows.ADDED.delete(batch, info.ref.encode())
 
 
-def _quota(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
+def _quota(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     key, limits = op["glob"].encode(), (op["warn_bytes"], op["refuse_bytes"])
     if limits == (None, None):
         rows.QUOTAS.delete(batch, key)
     else:
-        rows.QUOTAS.put(batch, key, rows.QuotaRow(*limits, entry.n, entry.time_ns))
+        rows.QUOTAS.put(batch, key, rows.QuotaRow(*limits, view.added_bytes_of(op["glob"]), entry.n, entry.time_ns))
 
 
 def _policy(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:

@@ -44,15 +44,15 @@ class Quota:
 
 def all_quotas(view: RefTable) -> dict[str, Quota]:
     """Glob -> quota."""
-    return {glob: _used(view, glob, row) for glob, row in view.quotas().items()}
+    return {glob: _of_row(glob, row) for glob, row in view.quotas().items()}
 
 
 def quotas_of(view: RefTable, ref: str) -> Iterator[Quota]:
-    """Those that a branch must keep to. Without one, nothing is summed up."""
+    """Those that a branch must keep to."""
     for glob, row in view.quotas().items():
         if fnmatchcase(ref, glob):
-            yield _used(view, glob, row)
+            yield _of_row(glob, row)
 
 
-def _used(view: RefTable, glob: str, row: QuotaRow) -> Quota:
-    return Quota(glob, row.warn_bytes, row.refuse_bytes, view.added_bytes_of(glob))
+def _of_row(glob: str, row: QuotaRow) -> Quota:
+    return Quota(glob, row.warn_bytes, row.refuse_bytes, row.used_bytes)

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import Reader
+from tensorstore_ck.log.field_checks import MAX_INTEGER
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
 from tensorstore_ck.log.row_kind import PREFIX, Row, RowKind
@@ -255,7 +256,8 @@ class RefTable:
         """The same for all branches that match `glob`, also removed ones: reads a row for each of them."""
         start = _WILDCARD.split(glob, maxsplit=1)[0]
         found = self.scan(rows.ADDED, start.encode())
-        return sum(rows.ADDED.decode(value).new_bytes for rest, value in found if fnmatchcase(start + rest.decode("ascii"), glob))
+        sizes = (rows.ADDED.decode(value).new_bytes for rest, value in found if fnmatchcase(start + rest.decode("ascii"), glob))
+        return min(sum(sizes), MAX_INTEGER)
 
     def reports(self) -> dict[str, rows.ReportRow]:
         """``gc``, ``fsck`` -> what its last run reported."""

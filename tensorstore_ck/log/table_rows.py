@@ -24,7 +24,7 @@ strictly, whether it comes from this host's cache or from a checkpoint.
     m pack:16 moved:16      n, hash, targets                              a relocation of a pack
     w moved:16              pack                                          the same, by its moved object
     c pack:16               url                                           the cold location of a pack
-    i glob                  warn_bytes?, refuse_bytes?, n, time_ns        the quota of matching refs
+    i glob                  warn_bytes?, refuse_bytes?, used_bytes, n, time_ns     the quota of matching refs; used: the sum of their `j`
     j name                  new_bytes                                     of all held snapshots that were put to that ref; no row: 0
     v run                   outcome, duration_ns, counts, message, actor, n, time_ns     the last report of gc or fsck
     z                       n                                             the horizon
@@ -223,6 +223,8 @@ class QuotaRow(NamedTuple):
 
     warn_bytes: int | None
     refuse_bytes: int | None
+    used_bytes: int
+    """The sum of `AddedRow` over all branches that match."""
     n: int
     time_ns: int
 
@@ -335,7 +337,7 @@ OBJECTS: Final = RowKind(b"g", ObjectRow, FLAG, COUNT, is_key=lambda key: len(ke
 RELOCATIONS: Final = RowKind(b"m", RelocationRow, COUNT, DIGEST, ULIDS, is_key=_has(2 * ULID_BYTES))
 MOVED: Final = RowKind(b"w", MovedRow, ULID, is_key=_has(ULID_BYTES))
 LOCATIONS: Final = RowKind(b"c", LocationRow, URL, is_key=_has(ULID_BYTES))
-QUOTAS: Final = RowKind(b"i", QuotaRow, LIMIT, LIMIT, COUNT, COUNT, is_key=lambda key: GLOB.accepts(key.decode("ascii", "replace")))
+QUOTAS: Final = RowKind(b"i", QuotaRow, LIMIT, LIMIT, COUNT, COUNT, COUNT, is_key=lambda key: GLOB.accepts(key.decode("ascii", "replace")))
 ADDED: Final = RowKind(b"j", AddedRow, COUNT, is_key=_is_name)
 REPORTS: Final = RowKind(
     b"v",

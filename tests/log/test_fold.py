@@ -1,6 +1,7 @@
 """The fold and the views of its table, against a model made of dicts and lists."""
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from hypothesis import given, settings
@@ -39,7 +40,7 @@ class Model:
     snapshots: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     notes: dict[bytes, tuple[dict[str, float], str, str]] = field(default_factory=dict)
     outcomes: dict[bytes, tuple[bool, int]] = field(default_factory=dict)
-    quotas: dict[str, tuple[int | None, int | None, int, int]] = field(default_factory=dict)
+    quotas: dict[str, tuple[int | None, int | None, int]] = field(default_factory=dict)
     reports: dict[str, tuple[str, int]] = field(default_factory=dict)
     stop: tuple[int, str] | None = None
 
@@ -79,7 +80,7 @@ class Model:
             case "quota":
                 self.quotas.pop(op["glob"], None)
                 if (op["warn_bytes"], op["refuse_bytes"]) != (None, None):
-                    self.quotas[op["glob"]] = (op["warn_bytes"], op["refuse_bytes"], entry.n, entry.time_ns)
+                    self.quotas[op["glob"]] = (op["warn_bytes"], op["refuse_bytes"], entry.n)
             case "report":
                 self.reports[op["run"]] = (op["outcome"], entry.n)
             case "mark" if ulid:
@@ -135,7 +136,9 @@ def compare(view: RefTable, model: Model) -> None:
     assert {ref: view.added_bytes(ref) for ref in REFS} == {ref: added.get(ref, 0) for ref in REFS}
     assert view.added_bytes_of("run*") == sum(size for ref, size in added.items() if ref.startswith("run"))
     assert view.added_bytes_of("*") == sum(added.values())
-    assert {glob: tuple(row) for glob, row in view.quotas().items()} == model.quotas
+    assert {glob: (row.warn_bytes, row.refuse_bytes, row.n) for glob, row in view.quotas().items()} == model.quotas
+    for glob, row in view.quotas().items():
+        assert row.used_bytes == sum(size for ref, size in added.items() if fnmatchcase(ref, glob))
     assert {run: (row.outcome, row.n) for run, row in view.reports().items()} == model.reports
     stop = view.stop()
     assert (tuple(stop) if stop else None) == model.stop

@@ -51,6 +51,7 @@ letting_go = st.one_of(
     st.builds(lambda name: raw("untag", name=name), refs),
     st.builds(lambda ulid, owner: raw("unpin", snapshot=ulid, owner=owner), ulids, st.sampled_from(OWNERS)),
     st.builds(Op.expire, refs, st.none() | some_ulids),
+    st.builds(Op.quota, st.sampled_from(["*", "ru*"]), st.none(), st.none() | st.just(1)),
 )
 undoing = st.builds(Op.undo, counts, refs, some_ulids) | st.builds(Op.purge, counts, refs)
 gc_ops = st.one_of(
@@ -126,6 +127,7 @@ def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
         for info in view.snapshots():
             added[info.ref] += info.new_bytes
         assert {ref: view.added_bytes(ref) for ref in REFS} == {ref: added[ref] for ref in REFS}, "what quotas count"
+        assert {glob: row.used_bytes for glob, row in view.quotas().items()} == {glob: view.added_bytes_of(glob) for glob in view.quotas()}
         for branch in view.branches():
             head = view.branch(branch)
             last = next(iter(view.moves(branch, limit=1)), None)
