@@ -8,7 +8,8 @@ from sqlalchemy import Connection, Row, Table, and_, func, select
 
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.save_intervals import usual_interval
-from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, refs, snapshots, stores, tags
+from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, quotas, refs, snapshots, stores, tags
+from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome
 
 
@@ -44,6 +45,7 @@ class StoreState:
     """When gc last changed something; runs of earlier versions did not note their outcome."""
     runs: Mapping[str, RunOutcome]
     """The last run of gc and of fsck."""
+    quotas: tuple[Quota, ...]
     refs: Mapping[str, RefState]
 
 
@@ -77,6 +79,7 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
         snapshots={state: count for state, count in by_state},  # noqa: C416 - rows are no pairs for mypy
         changed_by_gc_ns=connection.execute(select(func.max(gc_runs.c.time_ns)).where(gc_runs.c.store_id == row.store_id)).scalar(),
         runs=runs,
+        quotas=_read_quotas(connection, row.store_id),
         refs=_read_refs(connection, row.store_id, before),
     )
 
@@ -97,6 +100,11 @@ def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefSt
             new_bytes=row.new_bytes,
         )
     return found
+
+
+def _read_quotas(connection: Connection, store_id: int) -> tuple[Quota, ...]:
+    columns = (quotas.c.glob, quotas.c.warn_bytes, quotas.c.refuse_bytes, quotas.c.used_bytes)
+    return tuple(Quota(*row) for row in connection.execute(select(*columns).where(quotas.c.store_id == store_id)))
 
 
 def _count(connection: Connection, table: Table, store_id: int) -> int:

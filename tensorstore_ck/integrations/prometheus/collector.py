@@ -84,6 +84,11 @@ def _add_state(families: Families, state: StoreState, store: str, read_ns: int |
     for name, count in state.snapshots.items():
         families.add(of.SNAPSHOTS, count, store, name)
     _add_runs(families, state, store)
+    for quota in state.quotas:
+        glob = label(quota.glob)
+        families.add(of.QUOTA_USED, quota.used_bytes, store, glob)
+        families.add(of.QUOTA_WARN, quota.warn_bytes, store, glob)
+        families.add(of.QUOTA_REFUSE, quota.refuse_bytes, store, glob)
     for each in state.refs.values():
         ref = label(each.ref)
         families.add(of.LAST_SAVE, _seconds(each.last_save_ns), store, ref)

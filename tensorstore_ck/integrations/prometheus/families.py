@@ -46,6 +46,10 @@ RUN_OUTCOME: Final = Kind(
 FINDINGS: Final = Kind("tsck_fsck_findings", "What the last fsck found, by severity: error, notice", ("store", "severity"))
 FREED_BYTES: Final = Kind("tsck_last_gc_freed_bytes", "By how much the last gc made the store smaller")
 
+QUOTA_USED: Final = Kind("tsck_quota_used_bytes", "What the branches of a quota have added to the store", ("store", "glob"))
+QUOTA_WARN: Final = Kind("tsck_quota_warn_bytes", "From how many bytes on saves warn", ("store", "glob"))
+QUOTA_REFUSE: Final = Kind("tsck_quota_refuse_bytes", "From how many bytes on saves are refused", ("store", "glob"))
+
 LAST_SAVE: Final = Kind("tsck_last_save_timestamp_seconds", "When the branch was last saved to", _REF)
 SAVE_INTERVAL: Final = Kind("tsck_save_interval_seconds", "Median time between the last 50 saves to the branch", _REF)
 HEAD_STEP: Final = Kind("tsck_head_step", "Step of the snapshot that the branch is at", _REF)

@@ -423,3 +423,20 @@ def test_the_last_runs_of_gc_and_fsck(serve: Serve, make_store: MakeStore, tmp_p
     assert outcomes(found, "gc")["ok"] == 0
     assert sum(outcomes(found, "gc").values()) == 1
     assert ("tsck_last_gc_freed_bytes", at) not in found
+
+
+def test_quotas(serve: Serve, make_store: MakeStore) -> None:
+    store = make_store()
+    publish(store, "runs/a", 1, new_bytes=100)
+    store.set_quota("runs/*", warn=1000, refuse=2000)
+    store.set_quota("other/*", warn="1kB")
+    served = serve(store.url)
+    found = served.refreshed()
+    assert [found[f"tsck_quota_{what}_bytes", store.url, "runs/*"] for what in ("used", "warn", "refuse")] == [100, 1000, 2000]
+    assert found["tsck_quota_used_bytes", store.url, "other/*"] == 0
+    assert ("tsck_quota_refuse_bytes", store.url, "other/*") not in found
+    publish(store, "runs/a", 2, new_bytes=500)
+    store.remove_quota("other/*")
+    found = served.refreshed()
+    assert found["tsck_quota_used_bytes", store.url, "runs/*"] == 600
+    assert not any("other/*" in key for key in found)

@@ -75,6 +75,7 @@ def scraped(serve: Callable[..., Served], make_store: Callable[..., Store], tmp_
         store.forget("runs/old")
         store.gc(GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1))
         store.fsck()
+        store.set_quota("runs/*", refuse="1GB")
     served = serve(*(store.url for store in stores), str(tmp_path / "dead"))
     served.exporter.refresh(measure=True)
     return served
