@@ -102,6 +102,21 @@ def test_a_ref_that_another_job_took_over_ends_the_training(tmp_path: Path, asyn
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_quota_that_is_used_up_is_a_warning_until_somebody_raises_it(tmp_path: Path, asynchronous: bool) -> None:
+    job = Job(tmp_path, asynchronous=asynchronous, max_unsaved_seconds=100)
+    job.save()
+    job.store.set_quota("*", refuse=1)
+    said = [text for _ in range(3) for text in job.save(10)]
+    assert any("was not saved: saves to 'run' are refused" in text and "the training continues" in text for text in said), said
+    job.store.set_quota("*", refuse="1TB")
+    job.save(10)
+    assert job.save(10) == []
+    job.store.set_quota("*", refuse=1)
+    with pytest.raises(tsck.QuotaExceededError):
+        [job.save(50) for _ in range(5)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("mode", ["unavailable", "no-space"])
 def test_a_transient_failure_is_a_warning_until_it_has_lasted_too_long(tmp_path: Path, asynchronous: bool, mode: str) -> None:
     job = Job(tmp_path, asynchronous=asynchronous, max_unsaved_seconds=100)
