@@ -19,7 +19,7 @@ import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
 from tensorstore_ck.cli.hints import COMPLETE
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
-from tensorstore_ck.cli.output import clear_line, emit, printable, say
+from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
@@ -127,7 +127,7 @@ class Program(click.Group):
         if instruction := os.environ.get(COMPLETION_VARIABLE):
             from tensorstore_ck.cli.shell_completion import answer  # noqa: PLC0415 - only a shell's question needs it
 
-            click.echo(answer(self, instruction), nl=False)
+            emit_words(answer(self, instruction))
             sys.exit(0)
         arguments = list(sys.argv[1:] if args is None else args)
         more["standalone_mode"] = False

@@ -56,6 +56,11 @@ def emit_line(document: object) -> None:
     click.echo(_escaped(json.dumps(_plain(document), ensure_ascii=False)))
 
 
+def emit_words(text: str) -> None:
+    """Prints what a shell completes words with, in the form that the shell reads."""
+    click.echo(text, nl=False)
+
+
 def clear_line() -> None:
     """Removes the progress bar that may be on the terminal's last line; the next report draws it again."""
     if sys.stderr.isatty():
