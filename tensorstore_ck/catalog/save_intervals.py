@@ -4,7 +4,7 @@ import statistics
 from itertools import pairwise
 from typing import Final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from tensorstore_ck.catalog.schema import snapshots
 
@@ -12,11 +12,16 @@ LATE: Final = 3
 """Usual intervals after which a branch's next save is late."""
 RECENT: Final = 50
 """Saves whose intervals say what is usual."""
+_RECENT_TIMES: Final = (  # made once: that takes longer than the answer, and a page asks for each of hundreds of branches
+    select(snapshots.c.time_ns)
+    .where(snapshots.c.ref == bindparam("of_ref"), snapshots.c.store_id == bindparam("of_store"))
+    .order_by(snapshots.c.id.desc())
+    .limit(RECENT)
+)
 
 
 def usual_interval(connection: Connection, store_id: int, ref: str) -> int | None:
     """The median time between the branch's recent saves, in nanoseconds; None: it has fewer than three."""
-    recent = select(snapshots.c.time_ns).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id).order_by(snapshots.c.id.desc())
-    times = sorted(connection.execute(recent.limit(RECENT)).scalars())
+    times = sorted(connection.execute(_RECENT_TIMES, {"of_ref": ref, "of_store": store_id}).scalars())
     intervals = [later - earlier for earlier, later in pairwise(times)]
     return int(statistics.median(intervals)) if len(intervals) >= 2 else None

@@ -20,6 +20,7 @@ PAGE_ROWS: Final = 50
 DAYS: Final = 60
 """Of the chart, up to the day of the last save."""
 DAY_NS: Final = 86_400 * 10**9
+OVER_NS: Final = 7 * DAY_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class RefRow:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last save is older than `LATE` usual intervals."""
-        return self.interval_ns is not None and self.age_ns > LATE * self.interval_ns
+        """Whether the last save is older than `LATE` usual intervals. After `OVER_NS` the run is taken to be over."""
+        return self.interval_ns is not None and LATE * self.interval_ns < self.age_ns < OVER_NS
 
 
 ORDERS: Final[Mapping[str, Callable[[RefRow], Any]]] = {

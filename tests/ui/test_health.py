@@ -195,6 +195,6 @@ def test_health_in_a_browser(open_page: Open, store: Store) -> None:
     packs_of(store)[0].unlink()
     page = open_page(health_of(store))
     page.get_by_role("button", name="Check").click()
-    page.get_by_role("region", name="Findings").wait_for()
+    page.get_by_role("group", name="Findings").wait_for()
     assert page.get_by_role("button", name="Check again").is_visible()
     assert page.get_by_role("button", name="Copy").first.is_visible()

@@ -225,7 +225,7 @@ def test_space_in_a_browser(open_page: Open, store: Store) -> None:
     page.get_by_label("keep_last").fill("1")
     page.get_by_label("Branches").fill("runs/*")
     page.get_by_role("button", name="Try").click()
-    page.get_by_role("region", name="Would go").wait_for()
+    page.get_by_role("group", name="Would go").wait_for()
     assert page.locator("#what-if dd").first.text_content() == "1"
     assert page.locator("#growth canvas").is_visible()
     page.get_by_label("keep_last").fill("x")

@@ -5,7 +5,11 @@ const NOTE_COLOURS = { tag: "--series-4", pin: "--series-5", mark: "--bad", rest
 const NEAR_PIXELS = 5;
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const short = (value) => (value == null ? "–" : Number(value.toPrecision(6)).toString());
+const short = (value) => {
+  if (value == null) return "–";
+  const size = Math.abs(value);
+  return size >= 1e6 || (size > 0 && size < 1e-4) ? value.toExponential(5).replace(/\.?0*e\+?/, "e") : Number(value.toPrecision(6)).toString();
+};
 const steps = (step) => `step ${step.toLocaleString("en")}`;
 const finite = (values) => values.filter((value) => value != null);
 
@@ -113,8 +117,10 @@ function draw(figure, chart, notes, wanted) {
 async function drawCharts() {
   const place = document.getElementById("charts"), controls = document.getElementById("chart-controls");
   if (!place) return;
+  place.setAttribute("aria-busy", "true");
   const answer = await fetch(place.dataset.series);
   if (!answer.ok) {
+    place.removeAttribute("aria-busy");
     place.textContent = `The metrics cannot be read now (${answer.status}): load the page again.`;
     return;
   }
@@ -129,6 +135,7 @@ async function drawCharts() {
     plots = charts.map((chart, index) => draw(figures[index], chart, notes.filter((note) => on.has(note.kind)), wanted));
   };
   drawAll();
+  place.removeAttribute("aria-busy");
   controls.addEventListener("change", drawAll);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   new ResizeObserver(() => {
