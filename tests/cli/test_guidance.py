@@ -155,8 +155,8 @@ def problem_of(command: str) -> str:
         words = shlex.split(command)
     except ValueError:  # of a quote that is inserted at run time
         words = command.split()
-    while words and words[0] in ("-s", "--store"):
-        words = words[2:]
+    while words and words[0] in ("-s", "--store", "--no-pager"):
+        words = words[1:] if words[0] == "--no-pager" else words[2:]
     if not words or not words[0].strip("X") or words[0] in ("--help", "--version"):
         return ""
     known = commands().get(words[0])
