@@ -105,7 +105,7 @@ def start(folder: Path, what: str) -> None:
         assert status == 200
         found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
         peak = int(found[1]) / 1024 if found else 0
-    size = sum(path.stat().st_size for path in (folder / "reader/ui").iterdir()) / 1e6
+    size = sum(path.stat().st_size for path in (folder / "reader/catalogs").iterdir()) / 1e6
     print(
         f"{what}: URL after {listens:.1f} s, first page {first:.1f} s, whole log read {read:.1f} s; {peak:.0f} MiB, catalog {size:.0f} MB"
     )
@@ -152,7 +152,8 @@ def main() -> None:
                 roots = fill(store, args.snapshots, args.metrics, args.refs, args.tensors)
                 (args.folder / "roots.json").write_text(json.dumps([store.engine.config.uuid, *roots]), encoding="ascii")
                 print(f"{args.snapshots} entries with {args.metrics} metrics in {time.perf_counter() - begin:.0f} s", flush=True)
-            start(args.folder, "first start")
+        shutil.rmtree(args.folder / "reader", ignore_errors=True)
+        start(args.folder, "first start")
         start(args.folder, "second start")
         uuid, *roots_ = json.loads((args.folder / "roots.json").read_text(encoding="ascii"))
         with serving(args.folder) as (client, _):
