@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = {"gc": "tensorstore_ck/gc", "chunker": "tensorstore_ck/chunker"}
 KERNEL = "tensorstore_ck/format/codec/_kernel.abi3.so"
+SUFFIXES = (".py", ".pyi", ".typed", ".html", ".css", ".js", ".LICENSE")
 DOCUMENTS = {
     "tensorstore_ck/FORMAT.md",
     "tensorstore_ck/gc/PROTOCOL.md",
@@ -54,7 +55,7 @@ def package_files(source: Path) -> set[str]:
     names = {path.relative_to(source).as_posix() for path in (source / "tensorstore_ck").rglob("*") if path.is_file()}
     for folder, name in LINKS.items():
         names |= {f"{name}/{path.relative_to(source / folder).as_posix()}" for path in (source / folder).rglob("*") if path.is_file()}
-    return {name for name in names if PurePosixPath(name).suffix in (".py", ".pyi", ".typed", ".html", ".css") or name in DOCUMENTS}
+    return {name for name in names if PurePosixPath(name).suffix in SUFFIXES or name in DOCUMENTS}
 
 
 def try_out(built: Path, folder: Path, version: str) -> None:

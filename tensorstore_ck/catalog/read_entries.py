@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.catalog.schema import snapshot_id
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids, ulid_text
 from tensorstore_ck.log import FOLDERS, Entry, Op
+from tensorstore_ck.log.field_checks import COUNT
 
 Row = dict[str, Any]
 CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -123,6 +124,7 @@ class EntryEvents:
             "actor": clean(entry.actor),
             "logical_bytes": fields["logical_bytes"],
             "new_bytes": fields["new_bytes"],
+            "duration_ns": fields.get("duration_ns") if COUNT.accepts(fields.get("duration_ns")) else None,
         }
         self.changes.append(PutEvent(row, cleaned(fields["metrics"])))
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
@@ -82,6 +82,7 @@ snapshots: Final = Table(
     _required("reason", _text()),
     _required("state", _text()),
     Column("freed_n", BigInteger),
+    Column("duration_ns", BigInteger),
     Index("snapshots_ulid", "store_id", "ulid", unique=True),
     Index("snapshots_root", "root"),
     Index("snapshots_ref", "ref", "store_id", "id"),
@@ -89,7 +90,8 @@ snapshots: Final = Table(
     Index("snapshots_mark", "mark"),
     Index("snapshots_time", "time_ns"),
 )
-"""All that were ever put. `state`: live, forgotten (only undo windows hold it) or gone; `freed_n`: the entry that freed its record."""
+"""All that were ever put. `state`: live, forgotten (only undo windows hold it) or gone; `freed_n`: the entry that freed its record.
+`duration_ns`: how long the save took, if its entry says so."""
 
 metrics: Final = Table(
     "metrics",

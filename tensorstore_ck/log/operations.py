@@ -64,13 +64,24 @@ class Op:
 
     @classmethod
     def put(
-        cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, anchor: int, txn: bytes, staged: bytes | None = None
+        cls,
+        ref: str,
+        snapshot: Ulid,
+        record: Record,
+        sealed_record: bytes,
+        *,
+        anchor: int,
+        txn: bytes,
+        staged: bytes | None = None,
+        duration_ns: int | None = None,
     ) -> "Op":
         """Publishes a snapshot and moves branch `ref` to it; without effect if `txn` was aborted or put before.
 
-        `staged`: the transaction under which it was staged, which this ends.
+        `staged`: the transaction under which it was staged, which this ends. `duration_ns`: how long the save took.
         """
         origin: dict[str, Any] = {} if staged is None else {"staged": staged}
+        if duration_ns is not None:
+            origin["duration_ns"] = duration_ns
         return _op(
             "put",
             **origin,

@@ -145,7 +145,8 @@ class RefFence:
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
-        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest, asked.checks)
+        began_ns = engine.clock()
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns)
 
     def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
         """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.

@@ -68,6 +68,7 @@ def publish(
     arrange: Callable[[RefTable, Op], list[Op]],
     condemned: Callable[[RefTable], Objects],
     staged: Ulid | None = None,
+    began_ns: int | None = None,
 ) -> SnapshotInfo:
     """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
 
@@ -81,6 +82,7 @@ def publish(
             it must be; none: nothing is published.
         condemned: What of the snapshot is condemned at that head, and must be rescued; raises `SnapshotExpiredError` where gc freed some.
         staged: The transaction under which the snapshot was staged; it is the snapshot's ULID.
+        began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
 
     Raises:
         ConflictError: the ref is elsewhere; nothing is visible.
@@ -90,7 +92,8 @@ def publish(
         UndecidedError: the backend went away in the middle of the commit.
     """
     snapshot = txn if staged is None else staged
-    put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged)
+    duration_ns = None if began_ns is None else max(0, engine.clock() - began_ns)
+    put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
 
     def build(view: RefTable) -> list[Op]:
         ops = [] if view.outcome(txn) is not None else arrange(view, put)

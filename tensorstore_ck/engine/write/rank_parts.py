@@ -125,6 +125,7 @@ def publish_parts(
         anchor=min(rank.anchor for rank in ranks),
         arrange=at_branch(engine, record, request.expect, mark),
         condemned=lambda view: condemned_of_ranks(engine, view, txn, ranks),
+        began_ns=request.began_ns,
     )
 
 

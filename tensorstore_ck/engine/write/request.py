@@ -25,6 +25,8 @@ class PutRequest(NamedTuple):
     base: Digest | None = None
     """A snapshot that is more likely than the parent to have the same blocks."""
     checks: SaveChecks = SaveChecks()
+    began_ns: int | None = None
+    """When the save began, by the clock of this host; None: nobody wants to know."""
 
     @property
     def nearest(self) -> Digest | None:

@@ -23,6 +23,8 @@ class RefState:
     last_save_ns: int
     interval_ns: int | None
     """Usually between two saves; None: too few saves."""
+    duration_ns: int | None
+    """How long the newest save took; None: its log entry does not say so."""
     logical_bytes: int
     new_bytes: int
 
@@ -96,10 +98,16 @@ def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefSt
             saves=row.puts,
             last_save_ns=row.last_time_ns,
             interval_ns=known.interval_ns if known is not None and unchanged else usual_interval(connection, store_id, row.ref),
+            duration_ns=known.duration_ns if known is not None and unchanged else _newest_duration(connection, store_id, row.ref),
             logical_bytes=row.logical_bytes,
             new_bytes=row.new_bytes,
         )
     return found
+
+
+def _newest_duration(connection: Connection, store_id: int, ref: str) -> int | None:
+    newest = select(snapshots.c.duration_ns).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id)
+    return connection.execute(newest.order_by(snapshots.c.id.desc()).limit(1)).scalar()
 
 
 def _read_quotas(connection: Connection, store_id: int) -> tuple[Quota, ...]:

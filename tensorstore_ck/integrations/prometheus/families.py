@@ -51,6 +51,9 @@ QUOTA_WARN: Final = Kind("tsck_quota_warn_bytes", "From how many bytes on saves 
 QUOTA_REFUSE: Final = Kind("tsck_quota_refuse_bytes", "From how many bytes on saves are refused", ("store", "glob"))
 
 LAST_SAVE: Final = Kind("tsck_last_save_timestamp_seconds", "When the branch was last saved to", _REF)
+SAVE_SECONDS: Final = Kind(
+    "tsck_last_save_duration_seconds", "How long the last save to the branch took, from its begin until it was published", _REF
+)
 SAVE_INTERVAL: Final = Kind("tsck_save_interval_seconds", "Median time between the last 50 saves to the branch", _REF)
 HEAD_STEP: Final = Kind("tsck_head_step", "Step of the snapshot that the branch is at", _REF)
 SAVES: Final = Kind("tsck_saves_total", "Saves to the branch", _REF)

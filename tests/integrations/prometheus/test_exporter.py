@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -66,6 +67,17 @@ def test_stores_and_branches(serve: Serve, make_store: MakeStore) -> None:
     assert found["tsck_log_entries_total", at] == 9
     assert abs(found["tsck_catalog_sync_timestamp_seconds", at] - begun) < PATIENCE_SECONDS
     assert not any("runs/forgotten" in key for key in found)
+
+
+def test_how_long_the_last_save_took(serve: Serve, make_store: MakeStore) -> None:
+    store = make_store()
+    publish(store, "runs/copied", 1)
+    begun = time.monotonic()
+    store.put_snapshot({"w": torch.ones(4)}, ref="runs/saved", step=1)
+    longest = time.monotonic() - begun
+    found = serve(store.url).refreshed()
+    assert 0 < found["tsck_last_save_duration_seconds", store.url, "runs/saved"] <= longest
+    assert ("tsck_last_save_duration_seconds", store.url, "runs/copied") not in found
 
 
 def test_a_branch_that_was_removed_vanishes_and_new_saves_show(serve: Serve, make_store: MakeStore) -> None:
