@@ -23,6 +23,7 @@ snapshot.py           the page of one snapshot
 catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
 contents.py           what is in a snapshot: its tables, read once
 tensor_tree.py        tensors as a tree of groups
+snapshot_kept.py      why a snapshot is kept
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
 tensor_statistics.py  statistics and histograms of tensors
 snapshot_code.py      code that opens a snapshot, to copy

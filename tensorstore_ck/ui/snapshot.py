@@ -1,32 +1,18 @@
 """The page of one snapshot: what the catalog knows of it at once, and what is in it as soon as its tables are read."""
 
 import time
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui.background import Read
-from tensorstore_ck.ui.catalog_snapshots import CatalogFacts, find_snapshot, read_facts
+from tensorstore_ck.ui.catalog_snapshots import find_snapshot, read_facts
 from tensorstore_ck.ui.contents import Contents, patience_of, read_contents
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.snapshot_code import code_of
 from tensorstore_ck.ui.snapshot_tensors import MAX_SHOWN, entries_of, key_of, values_of
-from tensorstore_ck.ui.sources import StoreKey
 from tensorstore_ck.ui.tensor_tree import codecs_text
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Why a snapshot stays."""
-
-    by: tuple[str, ...]
-    """Tags, pins and rules."""
-    goes: bool
-    """Policies remove it with the next save."""
-    error: str = ""
-    """Why that is not known."""
 
 
 def page(pages: Pages, request: Request) -> Response:
@@ -49,7 +35,6 @@ def page(pages: Pages, request: Request) -> Response:
         store=store,
         snapshot=snapshot,
         facts=facts,
-        kept=_kept(pages, store, facts),
         age_ns=time.time_ns() - snapshot.time_ns,
         read=read,
         contents=contents,
@@ -61,18 +46,6 @@ def page(pages: Pages, request: Request) -> Response:
         key_of=key_of,
         codecs_text=codecs_text,
     )
-
-
-def _kept(pages: Pages, store: StoreKey, facts: CatalogFacts) -> Kept:
-    snapshot = facts.snapshot
-    if snapshot.state == "gone":
-        return Kept((), goes=True)
-    try:
-        by = pages.sources.open(store).explain_retention(snapshot.ref).get(snapshot.ulid, ())
-    except StoreError as exc:
-        return Kept((), goes=False, error=str(exc))
-    goes = by[:1] == ("goes",)
-    return Kept(by[1:] if goes else by, goes)
 
 
 def _metadata(contents: Contents) -> list[tuple[str, str]]:

@@ -41,6 +41,7 @@ ASKED: Final[dict[str, Queries]] = {
     "/stores/{store}/compare/changes": lambda has: [{"old": has["old"], "new": has["root"]}],
     "/stores/{store}/compare/tensors": lambda has: [{"old": has["old"], "new": has["root"], "q": "w"}],
     "/stores/{store}/snapshot": lambda has: [{}, {"at": has["root"]}, {"at": has["old"]}, {"at": "runs/a~1"}],
+    "/stores/{store}/snapshot/kept": lambda has: [{"at": has["root"]}, {"at": has["old"]}],
     "/stores/{store}/snapshot/statistics": lambda has: [{"at": has["root"], "tensor": has["tensor"]}, {"at": has["root"], "group": ""}],
     "/stores/{store}/snapshot/tensors": lambda has: [{"at": has["root"]}, {"at": has["root"], "q": "w"}],
     "/stores/{store}/snapshot/values": lambda has: [{"at": has["root"], "q": "name"}],

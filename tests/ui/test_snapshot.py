@@ -70,13 +70,19 @@ def test_all_that_is_known_of_a_snapshot(browser: TestClient, store: Store) -> N
         snapshot.id,
         "runs/gpt step 2",
         "0123abc",
-        "pinned by ada",
         "ada paper",
         "mmlu added later 0.5",
         "acc 0.25",
     ):
         assert each in shown
     assert "Marked bad : drifted <b>" in shown
+    kept = url_of(store, "snapshot/kept", at=snapshot.id)
+    assert f'hx-get="{kept}"' in text
+    assert {"pinned by ada", "tag kept"} <= {each.strip() for each in re.findall(r"<li>([^<]*)</li>", read(browser, kept))}
+    forgotten = store.put_snapshot(STATE, ref="runs/other", step=1)
+    store.forget("runs/other")
+    assert "An undo window holds it" in read(browser, url_of(store, "snapshot/kept", at=forgotten.id))
+    assert "no policy removes it" in read(browser, url_of(store, "snapshot/kept", at=first.id))
     assert '<td class="number bad">NaN</td>' in text
     assert re.search(rf"Parent</dt><dd><a href=\"[^\"]*at={first.id}\"", text)
     assert re.search(rf"Children</dt><dd><a href=\"[^\"]*at={last.id}\"", text)
