@@ -32,6 +32,10 @@ SECONDS: defaultdict[str, float] = defaultdict(float)
 WORKERS: set[str] = set()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", metavar="FOLDER", help="tests/ui/test_screenshots.py writes the pictures of docs/guides/ui.md there")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("s3"):
         item.add_marker("slow")

@@ -1,9 +1,9 @@
-"""A server with both stores of `made`, and the paths of all its pages with something on them."""
+"""A server with the stores of `made`, and the paths of all its pages with something on them."""
 
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -72,7 +72,7 @@ class Site:
 
     def settle(self, page: Any) -> None:
         """Waits for the pieces that a page asks for, and for its charts."""
-        page.wait_for_function("!document.querySelector('.htmx-request, [aria-busy=true]')")
+        page.locator(".htmx-request, [aria-busy=true]").first.wait_for(state="detached")
         page.evaluate("new Promise(requestAnimationFrame).then(() => new Promise(requestAnimationFrame))")
 
     def paths(self) -> list[str]:
@@ -89,12 +89,14 @@ def _query(query: dict[str, str]) -> str:
 
 
 @contextmanager
-def serving(browser: Any, folder: Path) -> Iterator[Site]:
-    """The site, until the end of the block. Names in one of its stores try to break the pages."""
-    training = TrainingStore()
-    nasty_url = str(folder / EVIL.replace("/", ""))
-    with tsck.open(nasty_url, create=True, no_sync=True, cache_dir=folder / "cache") as nasty:
-        nasty_store(nasty)
+def serving(browser: Any, folder: Path, alone: TrainingStore | None = None) -> Iterator[Site]:
+    """The site, until the end of the block: `alone`, or two stores, in one of which names try to break the pages."""
+    training = alone or TrainingStore()
+    urls = {"training": TRAINING_URL}
+    if alone is None:
+        urls["nasty"] = str(folder / EVIL.replace("/", ""))
+        with tsck.open(urls["nasty"], create=True, no_sync=True, cache_dir=folder / "cache") as nasty:
+            nasty_store(nasty)
 
     def open_store(url: str) -> ReadOnlyStore:
         options: dict[str, Any] = {"cache_dir": folder / "reader", "state_dir": folder / "state"}
@@ -104,11 +106,12 @@ def serving(browser: Any, folder: Path) -> Iterator[Site]:
         port = listening.getsockname()[1]
         access = Access.of("", port)
         catalog = str(folder / "catalog.sqlite")
-        with closing(Sources(catalog, [TRAINING_URL, nasty_url], open_store, is_private=True, wait_seconds=PATIENCE_SECONDS)) as sources:
+        with closing(Sources(catalog, list(urls.values()), open_store, is_private=True, wait_seconds=PATIENCE_SECONDS)) as sources:
             sources.start()
             threading.Thread(target=serve, args=(make_app(sources, access), listening), daemon=True).start()
-            with training.open() as first, open_store(nasty_url) as second:
-                site = Site(f"http://127.0.0.1:{port}", access, browser, {"training": first, "nasty": second})
+            with ExitStack() as opened:
+                stores = {name: opened.enter_context(open_store(url)) for name, url in urls.items()}
+                site = Site(f"http://127.0.0.1:{port}", access, browser, stores)
                 try:
                     yield site
                 finally:

@@ -220,6 +220,9 @@ def test_space_in_a_browser(open_page: Open, store: Store) -> None:
     put(store, "runs/a", 3, 100_000)
     page = open_page(page_of(store))
     assert page.locator("#growth canvas").is_visible()
+    ticks = page.evaluate("document.getElementById('growth').uplot.axes[0]._values")
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d(\.\d+)?(\n20\d\d-\d\d-\d\d)?", tick) for tick in ticks), ticks
+    assert any("\n" in tick for tick in ticks)
     page.get_by_role("button", name="Measure").click()
     page.get_by_role("img", name="Live").wait_for()
     page.get_by_label("keep_last").fill("1")
