@@ -21,7 +21,7 @@ def program_words(program: str) -> list[str]:
     try:
         words = shlex.split(program)
         _filled(words, dict.fromkeys(("root", "step", "ref", "store"), ""))
-    except (ValueError, KeyError, IndexError) as exc:
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as exc:
         raise InvalidOptionError(
             f"--exec {program!r} cannot be run: {exc}; {{root}}, {{step}}, {{ref}} and {{store}} are filled in, and {{{{ is a brace"
         ) from exc

@@ -1,7 +1,7 @@
 """Folders that name a snapshot, where a trainer would write a checkpoint folder."""
 
 import os
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -44,7 +44,7 @@ class PendingFolders:
         self._pending.append((pending, folder, latest))
 
     def finish(self, store: str) -> None:
-        """Writes the root into folders whose saves have ended; deletes those whose saves failed."""
+        """Writes the root into folders whose saves have ended; removes the pointers of those whose saves failed."""
         left = []
         for pending, folder, latest in self._pending:
             if not pending.done():
@@ -53,9 +53,16 @@ class PendingFolders:
                 try:
                     pointer = SnapshotPointer(store, pending.wait().root)
                 except StoreError:
-                    shutil.rmtree(folder, ignore_errors=True)  # the Checkpointer has warned
+                    _remove_pointer(folder)  # the Checkpointer has warned
                 else:
                     write_pointer(folder, pointer)
                     if latest is not None:
                         replace_file(latest, folder.name)
         self._pending = left
+
+
+def _remove_pointer(folder: Path) -> None:
+    """And the folder, unless it has other files: a user may save under one name again and again."""
+    (folder / POINTER).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()

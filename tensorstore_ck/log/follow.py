@@ -52,6 +52,8 @@ class Follower:
         self._watermark = watermark
         self._may_begin = may_begin
         self._next_checkpoint_try = 0
+        self._unusable: set[int] = set()
+        """Checkpoints that this build cannot use, such as those of a build with another fold."""
 
     def follow(self, table: Table) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
@@ -158,6 +160,7 @@ class Follower:
         try:
             found = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except (DamageError, FormatVersionError):
+            self._unusable.add(n)
             return None
         entry = self._chain.read(n)
         if entry is None:
@@ -203,9 +206,9 @@ class Follower:
                     tail.write(batch)
 
     def _written_by_others(self, tail: Tail, n: int) -> Tail:
-        """The tail since the newest checkpoint in the store."""
+        """The tail since the newest checkpoint in the store that this build can use, as far as it has tried."""
         for other, size_bytes in self._listed_checkpoints():
-            if tail.checkpoint_n < other <= n:
+            if tail.checkpoint_n < other <= n and other not in self._unusable:
                 entries = n - other
                 return Tail(other, size_bytes, entries, tail.entry_bytes * entries // max(tail.entries, 1))
         return tail

@@ -213,9 +213,8 @@ class _Pins:
         self._unpin_all_but({info.root for info in infos})
 
     def is_live(self, info: SnapshotInfo) -> bool:
-        """Whether anything holds a snapshot."""
-        if self._seconds is None:
-            self._engine.log.sync()
+        """Whether anything holds a snapshot; pins may have expired, or been removed."""
+        self._engine.log.sync()
         return self._engine.log.view().is_live(info.ulid)
 
     def _pin(self, infos: Sequence[SnapshotInfo], expires_ns: int) -> None:

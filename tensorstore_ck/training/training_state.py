@@ -134,8 +134,7 @@ class TrainingState:
         return state
 
     def _compose(self, shared: SharedState, own: RankOwnState) -> None:
-        self._shared, self._own = shared, own
-        self._agreements = Agreements()
+        self._shared, self._own, self._agreements = shared, own, Agreements()
         self._parts: Collection[str] = PARTS
 
     # --- put and restore ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tensorstore_ck.catalog.read_entries import CHANGED_TABLES
+from tensorstore_ck.catalog.row_writer import MAX_BIGINT
 from tensorstore_ck.catalog.schema import events, stores
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.ui.pages import Pages
@@ -62,7 +63,7 @@ def page(pages: Pages, request: Request) -> Response:
     """The page."""
     query = request.query_params
     before = query.get("before", "")
-    wanted = Asked(query.get("store", ""), query.get("ref", ""), query.get("op", ""), before if _KEY.fullmatch(before) else "")
+    wanted = Asked(query.get("store", ""), query.get("ref", ""), query.get("op", ""), before if _is_key(before) else "")
     pages.sources.refresh()
     with pages.sources.catalog.reading() as connection:
         known = [StoreKey(*row) for row in connection.execute(_STORES)]
@@ -128,3 +129,8 @@ def what_text(detail: Mapping[str, Any]) -> str:
         elif value != "":
             said.append(f"{name} {count_text(value) if isinstance(value, int) else value}")
     return ", ".join(said)
+
+
+def _is_key(text: str) -> bool:
+    """Also that a database holds its numbers."""
+    return _KEY.fullmatch(text) is not None and abs(int(text.partition(".")[0])) <= MAX_BIGINT

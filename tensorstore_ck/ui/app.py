@@ -83,7 +83,9 @@ def make_app(
         Mount("/static", StaticFiles(packages=[("tensorstore_ck.ui", "static")])),
     ]
     handlers: dict[Any, Callable[[Request, Exception], Response]] = {StoreError: pages.error, HTTPException: pages.error}
-    return Starlette(routes=routes, middleware=[Middleware(Guard, access=access)], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[Middleware(Guard, access=access)], exception_handlers=handlers)
+    app.router.redirect_slashes = False  # it knows nothing of what a proxy has in front of the path
+    return app
 
 
 def serve(app: Starlette, listening: socket.socket) -> None:

@@ -23,7 +23,7 @@ MAX_NAMES: Final = 1000
 MAX_COLUMNS: Final = 6
 """Columns of metrics: those of the condition and the order."""
 ALL: Final = "all"
-_AT: Final = re.compile(r"at character (\d+)")
+_AT: Final = re.compile(r"at character (\d{1,9})\b")
 _PLAIN: Final = re.compile(r"[^\W\d][\w./]*")
 
 

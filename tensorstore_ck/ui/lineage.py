@@ -107,7 +107,7 @@ def _line(connection: Connection, store_id: int, head: Save, own: list[Save]) ->
                 loaded.add(found.ref)
                 in_order[found.ref] = _saves(connection, store_id, found.ref, found.id)
                 for root, saves in _grouped(in_order[found.ref]).items():
-                    by_root.setdefault(root, []).extend(saves)
+                    by_root[root] = sorted((*by_root.get(root, ()), *saves), key=_id_of)
                 following = _parent_of(save, by_root)
         if following is None:
             following = _before(save, in_order.get(save.ref, []))
@@ -116,15 +116,11 @@ def _line(connection: Connection, store_id: int, head: Save, own: list[Save]) ->
 
 def _parent_of(save: Save, by_root: dict[str, list[Save]]) -> Save | None:
     """The newest snapshot with the parent's root that was there before."""
-    found = None
-    for each in by_root.get(save.parent or "", ()):
-        if each.id < save.id and (found is None or each.id > found.id):
-            found = each
-    return found
+    return _before(save, by_root.get(save.parent or "", []))
 
 
 def _before(save: Save, in_order: list[Save]) -> Save | None:
-    at = bisect_left(in_order, save.id, key=lambda each: each.id)
+    at = bisect_left(in_order, save.id, key=_id_of)
     return in_order[at - 1] if at else None
 
 
@@ -165,7 +161,12 @@ def _moves(connection: Connection, store_id: int, ref: str) -> tuple[Move, ...]:
 
 
 def _grouped(saves: Iterable[Save]) -> dict[str, list[Save]]:
+    """By root, in the order of their ids."""
     found: dict[str, list[Save]] = {}
-    for save in saves:
+    for save in sorted(saves, key=_id_of):
         found.setdefault(save.root, []).append(save)
     return found
+
+
+def _id_of(save: Save) -> int:
+    return save.id

@@ -38,8 +38,8 @@ HEADERS: Final = {
 class Access:
     """What a request must have."""
 
-    prefix: str = ""
-    """The path in front of all pages, without a slash at its end."""
+    base: str = ""
+    """The path under which a proxy offers the pages, without a slash at its end."""
     host: str = ""
     """A host that is allowed besides this one's loopback names: of a proxy in front."""
     is_https: bool = False
@@ -47,6 +47,8 @@ class Access:
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     allow: frozenset[str] = frozenset()
     """What pages may change; see `actions`. Empty: nothing, so only reading methods are answered."""
+    folder: str = ""
+    """A first part of all paths that nobody knows: a browser sends cookies of a path to any port of the host, and to no other path."""
 
     @classmethod
     def of(cls, base_url: str, port: int, allow: frozenset[str] = frozenset()) -> "Access":
@@ -56,17 +58,30 @@ class Access:
             InvalidOptionError: neither a path nor an http URL.
         """
         parts = urlsplit(base_url)
-        prefix = parts.path.rstrip("/")
+        base = parts.path.rstrip("/")
         if (
             parts.scheme not in ("", "http", "https")
             or bool(parts.scheme) != bool(parts.netloc)
             or parts.query
-            or not _PATH.fullmatch(prefix)
+            or not _PATH.fullmatch(base)
         ):
             raise InvalidOptionError(
                 f"base-url must be a path like /user/me/proxy/8080, or an http URL, not {base_url!r}", object_id="base-url"
             )
-        return cls(prefix, parts.netloc.lower(), parts.scheme == "https", f"tsck_ui_{port}", allow=allow)
+        folder = secrets.token_hex(8)
+        return cls(base, parts.netloc.lower(), parts.scheme == "https", f"tsck_ui_{port}", allow=allow, folder=folder)
+
+    @property
+    def prefix(self) -> str:
+        """The path in front of all pages, without a slash at its end."""
+        return f"{self.base}/{self.folder}" if self.folder else self.base
+
+    def page_path(self, path: str) -> str:
+        """A request's path without what is in front of all pages. Some proxies remove their part, others do not."""
+        for front in (self.prefix, self.prefix.removeprefix(self.base)):
+            if front and (path == front or path.startswith(f"{front}/")):
+                return path[len(front) :] or "/"
+        return path
 
     @property
     def entrance(self) -> str:
@@ -121,10 +136,7 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        path = scope["path"]
-        prefix = self._access.prefix
-        if prefix and (path == prefix or path.startswith(f"{prefix}/")):  # some proxies remove it, others do not
-            scope = {**scope, "path": path[len(prefix) :] or "/"}
+        scope = {**scope, "path": self._access.page_path(scope["path"])}
         answer = self._answer(Request(scope))
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 

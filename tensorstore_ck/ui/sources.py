@@ -145,8 +145,9 @@ class Sources:
         """
         for source in self._sources:
             if _is_of(source, key):
-                if source.synced.store is not None:
-                    return source.synced.store
+                store = source.synced.store  # a refresh may close it meanwhile
+                if store is not None:
+                    return store
                 raise source.synced.error or BackendUnavailableError(f"{key.url} does not answer yet: try again", object_id=key.url)
         with self._lock:
             if key.uuid not in self._opened:

@@ -119,10 +119,10 @@ def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = No
         return Growth((), (), ())
     width_ns = max((last - first) // POINTS, 10**6)
     bucket = (snapshots.c.time_ns - first) // width_ns
-    grouped = select(func.max(snapshots.c.time_ns), func.sum(snapshots.c.new_bytes)).where(its).group_by(bucket).order_by(bucket)
+    grouped = select(func.max(snapshots.c.time_ns), func.sum(snapshots.c.new_bytes * 1.0)).where(its).group_by(bucket).order_by(bucket)
     times, sizes = zip(*connection.execute(grouped), strict=True)
     recent = [
-        (name, select(func.sum(snapshots.c.new_bytes)).where(its, snapshots.c.time_ns > now_ns - days * DAY_NS))
+        (name, select(func.sum(snapshots.c.new_bytes * 1.0)).where(its, snapshots.c.time_ns > now_ns - days * DAY_NS))
         for name, days in (("Last day", 1), ("Last 7 days", 7), ("Last 30 days", 30))
     ]
     return Growth(

@@ -179,18 +179,21 @@ def test_a_store_that_cannot_be_written_to_needs_an_option(store: tsck.Store) ->
     assert store.engine.log.sync().n == entries
 
 
-def test_without_pins_what_is_freed_meanwhile_is_skipped(store: tsck.Store) -> None:
+@pytest.mark.parametrize("pins", [False, True])
+def test_what_is_freed_meanwhile_is_skipped(store: tsck.Store, pins: bool) -> None:
     other = open_store(store.engine.backend)
     asked: list[int | None] = []
 
     def is_bad(snapshot: Snapshot) -> bool:
         asked.append(snapshot.step)
         if snapshot.step == 5:
+            for pin in other.pins():
+                other.unpin(pin.snapshot.root, owner=pin.owner)
             other.forget("run@3", "run@4", "run@5")
             other.gc(AT_ONCE)
         return snapshot.step is not None and snapshot.step >= 3
 
-    found = store.bisect("run", is_bad, unpinned_unsafe=True)
+    found = store.bisect("run", is_bad, unpinned_unsafe=not pins)
     assert (found.last_good.step, found.first_bad.step) == (2, 6)
     assert [each.step for each in found.skipped] == [3, 4, 5]
     assert not {3, 4} & set(asked)

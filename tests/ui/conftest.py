@@ -117,7 +117,7 @@ def open_page(chromium: Any, sources: Callable[..., Sources]) -> Iterator[Open]:
             page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.goto(f"http://127.0.0.1:{port}{access.entrance}")
-            page.goto(f"http://127.0.0.1:{port}{path}")
+            page.goto(f"http://127.0.0.1:{port}{access.prefix}{path}")
             return page
 
         yield open_page

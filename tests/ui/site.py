@@ -66,7 +66,7 @@ class Site:
 
     def go(self, page: Any, path: str) -> None:
         """Opens a page of this server, and waits until its scripts have drawn."""
-        answer = page.goto(f"{self.url}{path}", wait_until="load")
+        answer = page.goto(f"{self.url}{self.access.prefix}{path}", wait_until="load")
         assert answer.status in (200, 400, 404), (path, answer.status)
         self.settle(page)
 

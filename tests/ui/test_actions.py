@@ -221,8 +221,8 @@ def test_behind_a_proxy_the_origin_is_that_of_the_proxy(writer: Writer, store: S
     root = publish(store, "runs/a", 1)
     access = Access.of("https://hub.example/user/me", 8080, parse_allow("tag"))
     browser = writer(access=access, base_url="https://hub.example")
-    assert browser.get(f"/open/{access.token}", follow_redirects=False).status_code == 303
-    url, form = f"/user/me/stores/{store.engine.config.uuid}/do/tag", {"csrf": access.csrf, "at": root}
+    assert browser.get(access.entrance, follow_redirects=False).status_code == 303
+    url, form = f"{access.prefix}/stores/{store.engine.config.uuid}/do/tag", {"csrf": access.csrf, "at": root}
     for number, (origin, host, status) in enumerate(
         [
             ("https://hub.example", "hub.example", 303),

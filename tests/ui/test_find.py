@@ -36,7 +36,7 @@ def test_conditions_order_and_state(client: Client, store: Store) -> None:
     assert found(browser, state="forgotten")[1] == ["1"]
     text, steps = found(browser, q="loss is nan")
     assert steps == ["4"]
-    assert f'/snapshot?at={root}"' in text
+    assert f'/snapshot?at={store.resolve(root).id}"' in text
     assert "/ref?name=runs%2Fgpt" in text
     assert '<td class="number">nan</td>' in text
     text, _ = found(browser, q="step < 4")

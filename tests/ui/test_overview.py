@@ -50,13 +50,17 @@ def test_pages_only_answer_reads_and_forbid_scripts_of_others(client: Client) ->
 def test_behind_a_proxy(client: Client) -> None:
     access = Access.of("https://hub.example/user/me/8080", 8080)
     browser = client(access=access, base_url="https://hub.example")
-    answer = browser.get(f"/open/{access.token}", follow_redirects=False)
-    assert answer.headers["location"] == "/user/me/8080/"
-    assert "path=/user/me/8080/" in answer.headers["set-cookie"].lower()
-    assert "secure" in answer.headers["set-cookie"].lower()
-    page = browser.get("/user/me/8080/")
-    assert 'href="/user/me/8080/static/style.css"' in page.text
-    assert browser.get("/user/me/8080/static/style.css").status_code == 200
+    assert access.entrance == f"/user/me/8080/{access.folder}/open/{access.token}"
+    for entrance in (access.entrance, access.entrance.removeprefix("/user/me/8080")):  # a proxy may remove its part
+        answer = browser.get(entrance, follow_redirects=False)
+        assert answer.headers["location"] == f"/user/me/8080/{access.folder}/"
+        assert f"path=/user/me/8080/{access.folder}/" in answer.headers["set-cookie"].lower()
+        assert "secure" in answer.headers["set-cookie"].lower()
+    page = browser.get(f"{access.prefix}/")
+    assert f'href="{access.prefix}/static/style.css"' in page.text
+    assert browser.get(f"{access.prefix}/static/style.css").status_code == 200
+    assert browser.get(f"{access.prefix}/find/").status_code == 404  # not a redirect to a path without what is in front
+    assert Access.of("", 8080).folder != Access.of("", 8080).folder  # of another port, whose pages get no cookie of this one
     with pytest.raises(InvalidOptionError):
         Access.of("javascript:alert(1)", 8080)
 

@@ -1,7 +1,7 @@
 """Saves and quotas: a save to a branch whose quota is used up is refused, and one that comes near it warns.
 
 The bytes are those of the fold, so no save lists the store for this. Checked before a save writes anything, and again at the head where it
-is published, so that of several writers none goes on beyond the limit.
+is published: of several writers one may cross the limit, and none goes on beyond it.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from tensorstore_ck.log.quota import quotas_of
 
 
 class QuotaWarning(UserWarning):
-    """Saves to a branch come near its quota. Each process says so once for a branch and a quota."""
+    """Saves to a branch come near its quota. Each open store says so once for a branch and a quota."""
 
 
 def check_quotas(view: RefTable, ref: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
 from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_optimizer
@@ -63,6 +64,11 @@ def _problem(engine: Any) -> str | None:
         return "tensor parallelism"
     if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
         return "an optimizer that is offloaded to NVMe"
+    parts = [each.ds_tensor for each in engine.module.parameters() if hasattr(each, "ds_tensor")]
+    if any(getattr(each, "final_location", None) == OffloadDeviceEnum.nvme for each in parts):
+        return "parameters that are offloaded to NVMe"
+    if any(hasattr(each, "ds_quant_scale") for each in parts):
+        return "quantized weights (zero_quantized_weights)"
     if optimizer is not None and not isinstance(optimizer, OPTIMIZERS):
         return f"an optimizer of the class {type(optimizer).__qualname__}"
     if optimizer is not None and not isinstance(base_optimizer(optimizer), torch.optim.Optimizer):

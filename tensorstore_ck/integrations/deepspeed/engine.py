@@ -226,12 +226,21 @@ class _Snapshots:
         def look() -> bytes:
             pointer = read_pointer(folder / tag)
             if pointer is not None:
-                return pointer.address_in(self._store, str(folder / tag)).encode()
+                address = pointer.address_in(self._store, str(folder / tag))
+                return (address if self._exists(address) else self._tagged(tag) or address).encode()
             if any((folder / tag).glob("*_states.pt")):
                 return b""
             return (self._tagged(tag) or tag).encode()
 
         return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode() or None
+
+    def _exists(self, address: str) -> bool:
+        """False: the save that the pointer names was killed before it was published."""
+        try:
+            self._store.resolve(address)
+        except NotFoundError:
+            return False
+        return True
 
     def _tagged(self, tag: str) -> str | None:
         """The address of the ref's newest snapshot with this tag."""

@@ -69,7 +69,7 @@ class EngineState(SharedState):
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied."""
         fragments = self._fragments()
-        found = {**super().capture(get_optimizer), "model": self._weights(fragments)}
+        found = {**super().capture(get_optimizer), "model": self._weights(fragments, self.saves_frozen)}
         if self._engine.optimizer is not None:
             found["optimizer"] = {"state": dict(self._states(fragments)), "param_groups": self._groups(fragments)}
             found["scaler"] = _scale_of(self._engine.optimizer)
@@ -79,8 +79,8 @@ class EngineState(SharedState):
         """None: an engine has them in buckets of its own, and is saved between steps."""
         return {}, {}
 
-    def _weights(self, fragments: list[Fragment]) -> State:
-        kept = {each.name: each.piece(each.weights) for each in fragments if self.saves_frozen or each.flat is not None}
+    def _weights(self, fragments: list[Fragment], with_frozen: bool = True) -> State:
+        kept = {each.name: each.piece(each.weights) for each in fragments if with_frozen or each.flat is not None}
         return {**kept, **self._tied(kept), **plain_buffers(self._engine.module, of_model=True)}
 
     def _tied(self, kept: Mapping[str, Any]) -> State:
@@ -126,7 +126,8 @@ class EngineState(SharedState):
         target = super().target(stored)
         if "model" in self._parts:
             weights = self._weights(fragments)
-            frozen = {each.name for each in fragments if each.flat is None}
+            frozen = {each.name: each for each in fragments if each.flat is None}
+            frozen |= self._tied(frozen)
             left = [name for name in weights if MODEL + name not in stored and (not self.strict or name in frozen)]
             if left:
                 warnings.warn(

@@ -69,6 +69,7 @@ class Exporter:
         self._turn = threading.Lock()
         self._stop = threading.Event()
         self._threads: list[tuple[threading.Thread, WatchedStore | None]] = []
+        self._beginning = threading.Lock()
         self._said = ""
 
     def start(self) -> None:
@@ -111,8 +112,9 @@ class Exporter:
 
     def _begin(self, watched: WatchedStore | None, work: Callable[[], object]) -> threading.Thread:
         thread = threading.Thread(target=work, name="tsck exporter", daemon=True)
-        self._threads = [*(each for each in self._threads if each[0].is_alive()), (thread, watched)]
-        thread.start()
+        with self._beginning:
+            thread.start()
+            self._threads = [*(each for each in self._threads if each[0].is_alive()), (thread, watched)]
         return thread
 
     def _watch(self, watched: WatchedStore) -> None:
@@ -157,7 +159,7 @@ class Exporter:
                 with self._catalog.reading() as connection:
                     self._readings.states = read_states(connection, self._readings.states)
             except NotFoundError:
-                if not self.watched:
+                if not self.watched or self._readings.read_ns:
                     raise
                 return  # no store could be read yet, so there is no catalog
             self._readings.read_ns = self._clock()

@@ -36,6 +36,8 @@ class Net(nn.Module):
         self.words = nn.Embedding(WORDS, 24)
         self.inner, self.outer = nn.Linear(24, 37), nn.Linear(37, 24)
         self.fixed = nn.Linear(24, 24).requires_grad_(False)
+        self.also_fixed = nn.Linear(24, 24).requires_grad_(False)
+        self.also_fixed.weight = self.fixed.weight
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(24, WORDS, bias=False)
         self.head.weight = self.words.weight

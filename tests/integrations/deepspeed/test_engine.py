@@ -11,6 +11,8 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make t
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.integrations.light_folders import write_pointer
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
 
@@ -118,13 +120,29 @@ def test_a_script_without_deepspeed_restores_what_it_saved(store: Store, tmp_pat
 def test_frozen_parameters_may_be_left_out(store: Store, tmp_path: Path) -> None:
     engine = attached(store)
     train(engine, 0, range(1))
+    engine.save_checkpoint(tmp_path, tag="whole")
+    train(engine, 0, range(1, 2))
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    engine.load_checkpoint(tmp_path, tag="whole")
     engine.destroy()
     assert not [name for name, *_ in store.show("runs/a").tensors if "fixed" in name]
     other = attached(store, ref="runs/b")
     with pytest.warns(UserWarning, match=r"fixed\.weight"):
         other.load_checkpoint(tmp_path, tag="runs/a")
     other.destroy()
+
+
+def test_a_tag_whose_newest_save_was_killed_is_the_save_before(store: Store, tmp_path: Path) -> None:
+    engine = attached(store)
+    train(engine, 0, range(1))
+    engine.save_checkpoint(tmp_path, tag="last")
+    engine.destroy()
+    write_pointer(tmp_path / "last", SnapshotPointer(store.url, "runs/a@2"))  # as a save in the background does when it begins
+    with reopened(store) as other:
+        resumed = attached(other)
+        assert resumed.load_checkpoint(tmp_path, tag="last")[0] == str(tmp_path / "last")
+        assert resumed.global_steps == 1
+        resumed.destroy()
 
 
 def test_deepspeeds_own_checkpoints_are_loaded_as_ever(store: Store, tmp_path: Path) -> None:
