@@ -77,7 +77,7 @@ class Bar:
 
 
 def _shortened(label: str, width: int) -> str:
-    """At most so many characters: a longer label would leave no room for the percentage."""
+    """The most characters of a label: a longer one would leave no room for the percentage."""
     text = printable(label)
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 

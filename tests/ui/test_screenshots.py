@@ -33,7 +33,7 @@ class Picture:
 
     query: dict[str, str]
     height: int
-    """At most so many pixels, from the top."""
+    """The most pixels, from the top."""
     act: Callable[[Any], object] = lambda page: None
     """What somebody does on the page before."""
 
