@@ -74,7 +74,7 @@ test-apart: $(APART)/.installed
 $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
 	$(call on_top,$(APART))
 	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
-	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed
+	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext
 	touch $@
 
 lint: $(INSTALLED)
