@@ -5,6 +5,7 @@ for several n.
 """
 
 import dataclasses
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -103,6 +104,7 @@ class Pool:
 
 
 def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+    faulthandler.enable()  # a rank that crashes says where
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     timeout = timedelta(seconds=PATIENCE_SECONDS)
