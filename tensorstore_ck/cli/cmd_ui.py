@@ -62,7 +62,7 @@ def ui(
         port = listening.getsockname()[1]
         access = Access.of(base_url, port, allowed)
         sources.start()
-        url = f"http://{_LOOPBACK}:{port}{access.entrance}"
+        url = access.url(port)
         emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
         if not no_browser:
             webbrowser.open(url)

@@ -7,11 +7,11 @@ from typing import Any, Final
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui import (
@@ -65,7 +65,7 @@ OF_A_STORE: Final[dict[str, Page]] = {
 
 def make_app(
     sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: Mapping[str, Any] | None = None
-) -> Starlette:
+) -> ASGIApp:
     """The pages of `sources`, for who has the token of `access`. `complete`, `open_options`: see `Pages`."""
     pages = Pages(sources, access, complete, open_options)
 
@@ -83,12 +83,12 @@ def make_app(
         Mount("/static", StaticFiles(packages=[("tensorstore_ck.ui", "static")])),
     ]
     handlers: dict[Any, Callable[[Request, Exception], Response]] = {StoreError: pages.error, HTTPException: pages.error}
-    app = Starlette(routes=routes, middleware=[Middleware(Guard, access=access)], exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False  # it knows nothing of what a proxy has in front of the path
-    return app
+    return Guard(app, access)  # around all of it: Starlette answers errors that nobody expects outside of its middleware
 
 
-def serve(app: Starlette, listening: socket.socket) -> None:
+def serve(app: ASGIApp, listening: socket.socket) -> None:
     """Answers requests until the process is interrupted."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, lifespan="off")
     uvicorn.Server(config).run(sockets=[listening])

@@ -17,8 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tensorstore_ck.errors import InvalidOptionError
 
-_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK_NAMES: Final = frozenset({LOOPBACK, "localhost", "[::1]"})
 _HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?", re.IGNORECASE)
+_DEFAULT_PORT: Final = {"http": ":80", "https": ":443"}
+"""Browsers leave it out."""
 _PATH: Final = re.compile(r"(/[A-Za-z0-9._~%@-]+)*")
 HEADERS: Final = {
     "content-security-policy": (
@@ -58,10 +61,11 @@ class Access:
             InvalidOptionError: neither a path nor an http URL.
         """
         parts = urlsplit(base_url)
-        base = parts.path.rstrip("/")
+        base, host = parts.path.rstrip("/"), parts.netloc.lower().removesuffix(_DEFAULT_PORT.get(parts.scheme, ""))
         if (
             parts.scheme not in ("", "http", "https")
             or bool(parts.scheme) != bool(parts.netloc)
+            or (host and not _HOST.fullmatch(host))
             or parts.query
             or not _PATH.fullmatch(base)
         ):
@@ -69,7 +73,7 @@ class Access:
                 f"base-url must be a path like /user/me/proxy/8080, or an http URL, not {base_url!r}", object_id="base-url"
             )
         folder = secrets.token_hex(8)
-        return cls(base, parts.netloc.lower(), parts.scheme == "https", f"tsck_ui_{port}", allow=allow, folder=folder)
+        return cls(base, host, parts.scheme == "https", f"tsck_ui_{port}", allow=allow, folder=folder)
 
     @property
     def prefix(self) -> str:
@@ -83,6 +87,11 @@ class Access:
                 return path[len(front) :] or "/"
         return path
 
+    def url(self, port: int) -> str:
+        """What a browser opens first, if this server listens on `port` of this machine."""
+        origin = f"{'https' if self.is_https else 'http'}://{self.host}" if self.host else f"http://{LOOPBACK}:{port}"
+        return f"{origin}{self.entrance}"
+
     @property
     def entrance(self) -> str:
         """The path that a browser opens first."""
@@ -91,7 +100,7 @@ class Access:
     def allows_host(self, host: str) -> bool:
         """Whether the Host header is one of ours: a page of another site that resolves its name to this host is refused."""
         found = _HOST.fullmatch(host)
-        return found is not None and (found[1].lower() in _LOOPBACK or (self.host != "" and host.lower() == self.host))
+        return found is not None and (found[1].lower() in _LOOPBACK_NAMES or (self.host != "" and host.lower() == self.host))
 
     def is_token(self, text: str) -> bool:
         """Compares in constant time."""

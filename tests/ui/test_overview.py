@@ -61,8 +61,24 @@ def test_behind_a_proxy(client: Client) -> None:
     assert browser.get(f"{access.prefix}/static/style.css").status_code == 200
     assert browser.get(f"{access.prefix}/find/").status_code == 404  # not a redirect to a path without what is in front
     assert Access.of("", 8080).folder != Access.of("", 8080).folder  # of another port, whose pages get no cookie of this one
-    with pytest.raises(InvalidOptionError):
-        Access.of("javascript:alert(1)", 8080)
+    assert Access.of("https://hub.example:443/user/me/", 8080).url(8080).startswith("https://hub.example/user/me/")
+    assert Access.of("/user/me", 8080).url(8080).startswith("http://127.0.0.1:8080/user/me/")
+    for wrong in ("javascript:alert(1)", "https://me:password@hub.example/", "https://hub.example:port/"):
+        with pytest.raises(InvalidOptionError):
+            Access.of(wrong, 8080)
+
+
+def test_an_error_that_nobody_expects_has_the_headers(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a defect")
+
+    browser = enter(client())
+    browser._transport.raise_server_exceptions = False
+    monkeypatch.setattr("tensorstore_ck.ui.find.search", broken)
+    answer = browser.get("/find")
+    assert answer.status_code == 500
+    assert "a defect" not in answer.text
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 def test_a_late_branch_and_a_page_after_a_save(client: Client, store: Store) -> None:
