@@ -73,7 +73,7 @@ def test_an_error_that_nobody_expects_has_the_headers(client: Client, monkeypatc
         raise ValueError("a defect")
 
     browser = enter(client())
-    browser._transport.raise_server_exceptions = False
+    browser._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
     monkeypatch.setattr("tensorstore_ck.ui.find.search", broken)
     answer = browser.get("/find")
     assert answer.status_code == 500
