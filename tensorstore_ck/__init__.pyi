@@ -4,6 +4,7 @@ import tensorstore_ck.integrations.accelerate as _accelerate
 import tensorstore_ck.integrations.deepspeed as _deepspeed
 import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
+import tensorstore_ck.integrations.megatron as _megatron
 import tensorstore_ck.integrations.mlflow as _mlflow
 import tensorstore_ck.integrations.ray as _ray
 import tensorstore_ck.integrations.titan as _titan
@@ -99,6 +100,7 @@ accelerate = _accelerate
 deepspeed = _deepspeed
 hf = _hf
 lightning = _lightning
+megatron = _megatron
 mlflow = _mlflow
 ray = _ray
 titan = _titan

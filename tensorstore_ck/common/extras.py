@@ -20,6 +20,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "deepspeed": ("deepspeed>=0.19,<0.20",),
     "hf": ("transformers>=5.3,<6", "accelerate>=1.12"),
     "lightning": ("lightning>=2.6,<3",),
+    "megatron": ("megatron-core>=0.16,<0.17",),
     "mlflow": ("mlflow-skinny>=3.6,<4",),
     "titan": ("torchtitan>=0.3,<0.4",),
     "wandb": ("wandb>=0.23,<1",),

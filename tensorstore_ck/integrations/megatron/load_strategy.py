@@ -1,0 +1,149 @@
+"""Loads what a checkpoint folder names: the snapshot holds all of it, the common state too."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import maybe_load_config
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.integrations.light_folders import POINTER, read_pointer
+from tensorstore_ck.integrations.megatron.stored_state import StoredState
+from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.store import Store
+
+BACKEND = "tsck"
+"""In the ``metadata.json`` of a checkpoint folder."""
+VERSION = 1
+
+
+class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
+    """A checkpoint folder names no snapshot that can be loaded."""
+
+
+class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
+    """Loads sharded tensors and objects; each rank reads its own pieces."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._opened: tuple[str, StoredState] | None = None
+        """The root, and what it holds."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True: no file is needed besides the snapshot."""
+        return True
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Checks who wrote a folder.
+
+        Raises:
+            CheckpointingException: another strategy did.
+        """
+        if loaded_backend != BACKEND:
+            raise CheckpointingException(f"the folder was written with the backend {loaded_backend!r}: load it without this strategy")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Checks the version of a folder.
+
+        Raises:
+            CheckpointingException: a newer release wrote it.
+        """
+        if loaded_version != VERSION:
+            raise CheckpointingException(f"the folder has version {loaded_version} of the backend {BACKEND!r}: upgrade tensorstore_ck")
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        """The state dict with the stored data in place of each sharded tensor and object.
+
+        Raises:
+            NotAsStoredError: something does not fit.
+            UnpublishedError: the folder names no snapshot that can be loaded.
+            DamageError: stored data is damaged.
+        """
+        stored = self.open(checkpoint_dir)
+        wanted = list(nested_values(sharded_state_dict))
+        stored.load_objects([each for each in wanted if isinstance(each, ShardedObject)])
+        stored.load_tensors([each for each in wanted if isinstance(each, ShardedTensor)])
+        return dict_list_map_outplace(lambda each: each.data, sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Key -> the whole tensor, without data."""
+        return dict(self.open(checkpoint_dir).tensors())
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Key -> the whole tensor or the object, without data."""
+        stored = self.open(checkpoint_dir)
+        return {**stored.objects(), **stored.tensors()}
+
+    def open(self, checkpoint_dir: str | Path) -> StoredState:
+        """The snapshot that a folder names, from which the registered ref then goes on.
+
+        Raises:
+            UnpublishedError: it names none, or one that the store does not have.
+            SnapshotMarkedBadError: it is marked as bad or damaged.
+        """
+        path = str(Path(checkpoint_dir) / POINTER)
+        pointer = read_pointer(checkpoint_dir)
+        if pointer is None:
+            raise UnpublishedError(
+                f"{path} is missing: no snapshot was published for this folder; resume from an earlier one", object_id=path
+            )
+        try:
+            found = self._store.session.resolve(pointer.address_in(self._store, path))
+        except NotFoundError as exc:
+            if pointer.store == self._store.url:
+                why = "is not there: a policy or a person dropped it; resume from another one"
+            else:
+                why = f"the registered store {self._store.url} does not have: register the other one"
+            raise UnpublishedError(
+                f"{path} names the snapshot {pointer.address[:16]} of {pointer.store}, which {why}", object_id=path
+            ) from exc
+        refuse_marked(Snapshot.from_info(found.info), path, "resume from an earlier one")
+        root = found.info.root.hex()
+        if self._opened is None or self._opened[0] != root:
+            self._opened = root, StoredState(open_snapshot(self._store.engine, found.info), f"the snapshot that {path} names")
+        self._store.session.fence.note_restored(found)
+        return self._opened[1]
+
+
+class CommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
+    """Loads the common state from the snapshot; that of a folder which another strategy wrote, as Megatron does."""
+
+    def __init__(self, sharded: LoadStrategy, stock: LoadCommonStrategy) -> None:
+        self._sharded = sharded
+        self.stock = stock
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """As Megatron's own."""
+        return bool(self.stock.can_handle_sharded_objects)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """As Megatron's own."""
+        self.stock.check_backend_compatibility(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """As Megatron's own."""
+        self.stock.check_version_compatibility(loaded_version)
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        """The common state.
+
+        Raises:
+            UnpublishedError: the folder names no snapshot that can be loaded.
+        """
+        config = maybe_load_config(str(checkpoint_dir))
+        if config is None or config.sharded_backend != BACKEND:
+            return self.stock.load_common(checkpoint_dir)
+        return self._sharded.open(checkpoint_dir).common()
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        """As Megatron's own."""
+        return self.stock.load_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
+        """As Megatron's own."""
+        return self.stock.load_sharded_metadata(checkpoint_dir)

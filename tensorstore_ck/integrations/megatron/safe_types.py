@@ -1,0 +1,45 @@
+"""The types that Megatron's ``core/safe_globals.py`` lists, as types that the store can hold."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from io import BytesIO
+from pathlib import PosixPath
+from signal import Signals
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
+from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+
+from tensorstore_ck.state import register_type
+
+
+def register_safe_types() -> None:
+    """Lets the states of this process hold them. May be called again."""
+    enums: tuple[type[Enum], ...] = (AttnBackend, CudaGraphScope, ModelType, RerunDiagnostic, RerunMode, RerunState, Signals)
+    for each in enums:
+        register_type(each, f"megatron.{each.__name__}", lambda member: member.name, partial(type(each).__getitem__, each))
+    register_type(Namespace, "argparse.Namespace", _attributes, lambda state: Namespace(**state))
+    register_type(SimpleNamespace, "types.SimpleNamespace", _attributes, lambda state: SimpleNamespace(**state))
+    register_type(OptimizerConfig, "megatron.OptimizerConfig", _attributes, _with_attributes(OptimizerConfig))
+    register_type(PosixPath, "pathlib.PosixPath", str, PosixPath)
+    register_type(BytesIO, "io.BytesIO", BytesIO.getvalue, BytesIO)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(vars(value))
+
+
+def _with_attributes(cls: type[Any]) -> Callable[[dict[str, Any]], Any]:
+    """As pickle does: `__init__` is not called, and attributes of another version stay."""
+
+    def make(state: dict[str, Any]) -> Any:
+        made = object.__new__(cls)
+        made.__dict__.update(state)
+        return made
+
+    return make

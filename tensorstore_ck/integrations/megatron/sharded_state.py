@@ -1,0 +1,52 @@
+"""A sharded state dict of Megatron as this rank's side of a state of the store.
+
+The state is one flat dict: a tensor has the key of its `ShardedTensor`, an object the unique key of its `ShardedObject`
+(``rng_state/shard_0.0_1.1``), and everything else is below `COMMON`. What is a replica (``replica_id`` other than 0) is left out.
+"""
+
+import re
+from typing import Any, Final
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.state import Box, Boxes
+
+COMMON: Final = "common"
+"""The key of what `dist_checkpointing.save` calls the common state."""
+_OBJECT_KEY: Final = re.compile(r"[^/]+/shard_[\d.]*_[\d.]*")
+
+
+def is_object_key(key: str) -> bool:
+    """Whether it is the unique key of a `ShardedObject`, and not the key of a tensor."""
+    return _OBJECT_KEY.fullmatch(key) is not None
+
+
+def state_of(sharded_state_dict: Any) -> dict[str, Any]:
+    """What this rank stores of a sharded state dict, not copied.
+
+    Raises:
+        UnsupportedValueError: two different things have one key, or a key means something else here.
+    """
+    boxes: dict[str, list[Box]] = {}
+    state: dict[str, Any] = {}
+    for each in nested_values(sharded_state_dict):
+        if not is_main_replica(each.replica_id):
+            continue
+        if isinstance(each, ShardedTensor):
+            if each.key == COMMON or is_object_key(each.key):
+                raise UnsupportedValueError(f"a ShardedTensor may not have the key {each.key!r}: rename it", object_id=each.key)
+            boxes.setdefault(each.key, []).append(Box(with_prepended_axes(each), each.global_shape, each.global_offset))
+        elif isinstance(each, ShardedObject):
+            if each.unique_key in state:
+                raise UnsupportedValueError(f"this rank has two main replicas of the ShardedObject {each.unique_key!r}", object_id=each.key)
+            state[each.unique_key] = each.data
+        else:
+            raise UnsupportedValueError(f"a {type(each).__qualname__} in a sharded state dict cannot be stored", object_id=str(each)[:200])
+    return state | {key: held[0] if len(held) == 1 else Boxes(held) for key, held in boxes.items()}
+
+
+def with_prepended_axes(tensor: ShardedTensor) -> Any:
+    """The local data with as many dims as the whole tensor has: the same memory."""
+    return tensor.data.detach()[(None,) * tensor.prepend_axis_num]

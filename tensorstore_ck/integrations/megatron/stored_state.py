@@ -1,0 +1,112 @@
+"""`StoredState`: an opened snapshot by Megatron's keys; each rank reads what it needs, and nothing else."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
+
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
+from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.format.sharding import BoxBounds
+from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
+from tensorstore_ck.format.values import decode
+from tensorstore_ck.integrations.megatron.sharded_state import COMMON, is_object_key, with_prepended_axes
+from tensorstore_ck.state.allocate import TensorAllocator, form_of
+from tensorstore_ck.state.byte_sources import target_of
+from tensorstore_ck.state.rebuild_tree import build, require_buildable
+from tensorstore_ck.state.registered_types import decode_torch
+
+_CPU: Final = torch.device("cpu")
+
+
+class NotAsStoredError(MismatchError, CheckpointingException):  # type: ignore[misc]
+    """What is to be loaded does not fit the snapshot."""
+
+
+class StoredState:
+    """The content of one snapshot."""
+
+    def __init__(self, content: SnapshotContent, name: str) -> None:
+        """`name`: what was opened, for messages."""
+        self._content = content
+        self._name = name
+        tree = parse(content.layout, len(content.values))
+        self._children: dict[str, Tree] = {}
+        if isinstance(tree, Container) and tree.node[0] == "d":
+            keys = (key if type(key) is str else str(decode(key, decode_other=decode_torch)) for key in tree.keys)
+            self._children = dict(zip(keys, tree.children, strict=True))
+        if COMMON not in self._children:
+            raise NotAsStoredError(f"{name} was not saved by tsck.megatron: it has no {COMMON!r}", object_id=name)
+
+    def common(self) -> Any:
+        """The common state, anew."""
+        return self._values([COMMON])[COMMON]
+
+    def tensors(self) -> dict[str, ShardedTensor]:
+        """Key -> the whole tensor, without data."""
+        found = {}
+        for key, leaf in self._children.items():
+            if isinstance(leaf, Leaf) and leaf.kind == "tensor" and not is_object_key(key):
+                form = form_of(self._content.layout, leaf)
+                empty = torch.empty(form.shape, dtype=form.dtype, device="meta")  # type: ignore[arg-type]
+                found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
+        return found
+
+    def objects(self) -> dict[str, ShardedObject]:
+        """Unique key -> the object, without data."""
+        return {key: ShardedObject.empty_from_unique_key(key) for key in self._children if is_object_key(key)}
+
+    def load_objects(self, wanted: Sequence[ShardedObject]) -> None:
+        """Gives each object its stored data.
+
+        Raises:
+            NotAsStoredError: one of them is not stored.
+        """
+        for each in wanted:
+            if each.unique_key not in self._children:
+                raise NotAsStoredError(f"{self._name} has no object {each.unique_key!r}", object_id=each.unique_key)
+        values = self._values(dict.fromkeys(each.unique_key for each in wanted))
+        for each in wanted:
+            each.data = values[each.unique_key]
+
+    def load_tensors(self, wanted: Iterable[ShardedTensor]) -> None:
+        """Fills the data of each tensor with its box of the stored tensor; where that does not reach, with zeros.
+
+        Raises:
+            NotAsStoredError: a tensor is not stored, or has another shape than the stored one and may not have.
+        """
+        boxes = []
+        for each in wanted:
+            leaf = self._leaf(each)
+            stored = form_of(self._content.layout, leaf)
+            if each.data is None:
+                each.init_data(_CPU)
+            target = with_prepended_axes(each)
+            if stored.shape != tuple(each.global_shape):
+                target.zero_()
+            starts = tuple(each.global_offset)
+            sizes = tuple(max(0, min(size, whole - at)) for size, whole, at in zip(target.shape, stored.shape, starts, strict=True))
+            if 0 not in sizes:
+                assert isinstance(stored.dtype, torch.dtype)
+                inner = target[tuple(slice(size) for size in sizes)]
+                boxes.append(WantedBox(leaf.index, BoxBounds(starts, sizes), target_of(inner, stored.dtype)))
+        self._content.read_boxes(boxes)
+
+    def _leaf(self, wanted: ShardedTensor) -> Leaf:
+        leaf = self._children.get(wanted.key)
+        if not isinstance(leaf, Leaf) or leaf.kind != "tensor":
+            raise NotAsStoredError(f"{self._name} has no tensor {wanted.key!r}", object_id=wanted.key)
+        stored, here = form_of(self._content.layout, leaf).shape, tuple(wanted.global_shape)
+        if stored != here and not (wanted.allow_shape_mismatch and len(stored) == len(here)):
+            raise NotAsStoredError(
+                f"{wanted.key}: its global shape is {list(here)} here, and {list(stored)} in {self._name}", object_id=wanted.key
+            )
+        return leaf
+
+    def _values(self, keys: Iterable[str]) -> Mapping[str, Any]:
+        trees = {key: self._children[key] for key in keys}
+        wanted = [each for tree in trees.values() for each in require_buildable(tree, self._content)]
+        fresh = TensorAllocator(self._content.layout, wanted, _CPU)
+        self._content.read(dict(fresh.targets))
+        return {key: build(tree, self._content, fresh.get) for key, tree in trees.items()}

@@ -1,0 +1,269 @@
+"""The strategies on one rank, with Megatron's own mapping classes: what is stored, `strict=`, errors."""
+
+import io
+import json
+import logging
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run `make test-apart`")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensorFactory
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
+from megatron.core.transformer.enums import AttnBackend
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import ConflictError, InvalidNameError, MismatchError, MissingExtraError, NotFoundError, UnsupportedValueError
+
+pytestmark = pytest.mark.timeout(300)
+
+TSCK = ("tsck", 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('ranks') / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    with tsck.open(tmp_path / "store", create=True) as opened:
+        tsck.megatron.register(opened, ref="runs/gpt")
+        yield opened
+
+
+def folder(tmp_path: Path, step: int = 1) -> str:
+    made = tmp_path / f"iter_{step:07d}"
+    made.mkdir(exist_ok=True)
+    return str(made)
+
+
+def weight(**options: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("layer.weight", torch.arange(6.0).reshape(2, 3), **options)
+
+
+def state(**more: Any) -> dict[str, Any]:
+    return {"model": {"w": weight()}, "rng": ShardedObject("rng_state", {"seed": 3}, (1,), (0,)), "iteration": 7, **more}
+
+
+def empty() -> dict[str, Any]:
+    return {
+        "model": {"w": ShardedTensor.from_rank_offsets("layer.weight", torch.zeros(2, 3))},
+        "rng": ShardedObject("rng_state", None, (1,), (0,)),
+    }
+
+
+def test_a_folder_names_a_snapshot_that_has_everything(tmp_path: Path, store: tsck.Store) -> None:
+    where = folder(tmp_path, 5)
+    dist_checkpointing.save(state(args=Namespace(lr=0.1)), where, TSCK, content_metadata={"version": 2})
+    assert {each.name for each in Path(where).iterdir()} == {"metadata.json", "snapshot.json"}
+    newest = store.resolve("runs/gpt")
+    assert json.loads(Path(where, "snapshot.json").read_text()) == {"store": store.url, "address": newest.root}
+    assert newest.step == 5
+    whole = store.checkout("runs/gpt")
+    assert torch.equal(whole["layer.weight"], torch.arange(6.0).reshape(2, 3))
+    assert whole["rng_state/shard_0_1"] == {"seed": 3}
+    assert whole["common"] == {"iteration": 7, "args": Namespace(lr=0.1), "content_metadata": {"version": 2}}
+
+    loaded = dist_checkpointing.load(empty(), where)
+    assert torch.equal(loaded["model"]["w"], torch.arange(6.0).reshape(2, 3))
+    assert (loaded["rng"], loaded["iteration"], loaded["args"].lr) == ({"seed": 3}, 7, 0.1)
+    assert dist_checkpointing.load_content_metadata(where) == {"version": 2}
+    assert torch.equal(dist_checkpointing.load_plain_tensors(where)["layer.weight"], torch.arange(6.0).reshape(2, 3))
+
+
+def test_values_of_each_type_come_back(tmp_path: Path, store: tsck.Store) -> None:
+    values = {
+        "rerun": [RerunMode.VALIDATE_RESULTS, RerunState.INITIAL_RUN, RerunDiagnostic.TRANSIENT_ERROR],
+        "backend": AttnBackend.flash,
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "dtype": torch.bfloat16,
+        "sizes": {(torch.bfloat16, torch.float32): [7936]},
+        "path": Path("/a/b"),
+        "none": None,
+    }
+    sent = {**values, "extra": io.BytesIO(b"amax"), "config": OptimizerConfig(lr=0.25)}
+    dist_checkpointing.save({"object": ShardedObject("all", sent, (1, 1), (0, 0))}, folder(tmp_path), TSCK)
+    found = dist_checkpointing.load({"object": ShardedObject("all", None, (1, 1), (0, 0))}, folder(tmp_path))["object"]
+    assert (found.pop("extra").getvalue(), found.pop("config")) == (b"amax", sent["config"])
+    assert torch.equal(found.pop("torch"), values.pop("torch"))
+    for one, other in zip(found.pop("numpy"), values.pop("numpy"), strict=True):
+        assert np.array_equal(one, other)
+    assert found == values
+
+
+def test_replicas_and_nonpersistent_objects_are_not_stored(tmp_path: Path, store: tsck.Store) -> None:
+    sent = state(
+        local=LocalNonpersistentObject([1, 2]),
+        copy=ShardedTensor.from_rank_offsets("copy", torch.ones(2), replica_id=1),
+        object_copy=ShardedObject("object", 1, (1,), (0,), replica_id=(0, 1)),
+    )
+    dist_checkpointing.save(sent, folder(tmp_path), TSCK, validate_access_integrity=False)
+    assert set(store.checkout("runs/gpt")) == {"layer.weight", "rng_state/shard_0_1", "common"}
+    assert dist_checkpointing.load({**empty(), "local": LocalNonpersistentObject([3])}, folder(tmp_path))["local"] == [3]
+
+
+def test_a_factory_is_applied_and_merged(tmp_path: Path, store: tsck.Store) -> None:
+    def build(key: str, tensor: torch.Tensor, replica_id: Any, _: object) -> Any:
+        halves = torch.chunk(tensor, 2)
+        return {name: ShardedTensor.from_rank_offsets(f"{key}.{name}", half) for name, half in zip("wv", halves, strict=True)}
+
+    def factory(tensor: torch.Tensor) -> ShardedTensorFactory:
+        return ShardedTensorFactory("fc1", tensor, build, lambda parts: torch.cat([parts["w"], parts["v"]]))
+
+    dist_checkpointing.save({"fc1": factory(torch.arange(8.0))}, folder(tmp_path), TSCK)
+    with store.open_snapshot("runs/gpt") as found:
+        assert set(found) == {"fc1.w", "fc1.v"}
+    assert torch.equal(dist_checkpointing.load({"fc1": factory(torch.zeros(8))}, folder(tmp_path))["fc1"], torch.arange(8.0))
+
+
+def test_prepended_axes_and_several_boxes_of_one_tensor(tmp_path: Path, store: tsck.Store) -> None:
+    layers = torch.arange(12.0).reshape(3, 4)
+    sent = {str(at): ShardedTensor.from_rank_offsets("layers.bias", layers[at].clone(), (0, at, 3), prepend_axis_num=1) for at in range(3)}
+    dist_checkpointing.save(sent, folder(tmp_path), TSCK)
+    assert torch.equal(store.checkout("runs/gpt")["layers.bias"], layers)
+    one = {"last": ShardedTensor.from_rank_offsets("layers.bias", torch.zeros(4), (0, 2, 3), prepend_axis_num=1)}
+    assert torch.equal(dist_checkpointing.load(one, folder(tmp_path), validate_access_integrity=False)["last"], layers[2])
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(6, [0.0, 1, 2, 3, 0, 0]), (2, [0.0, 1])])
+def test_a_padded_tensor_may_have_another_shape(tmp_path: Path, store: tsck.Store, rows: int, expected: list[float]) -> None:
+    dist_checkpointing.save({"e": ShardedTensor.from_rank_offsets("embedding", torch.arange(4.0))}, folder(tmp_path), TSCK)
+    wanted = ShardedTensor.from_rank_offsets("embedding", torch.full((rows,), 9.0), allow_shape_mismatch=True)
+    assert dist_checkpointing.load({"e": wanted}, folder(tmp_path))["e"].tolist() == expected
+    with pytest.raises(MismatchError, match=rf"embedding: its global shape is \[{rows}\] here, and \[4\] in"):
+        dist_checkpointing.load({"e": ShardedTensor.from_rank_offsets("embedding", torch.zeros(rows))}, folder(tmp_path))
+
+
+def test_a_tensor_of_another_dtype_is_converted(tmp_path: Path, store: tsck.Store) -> None:
+    dist_checkpointing.save(state(), folder(tmp_path), TSCK)
+    wanted = {"w": ShardedTensor.from_rank_offsets("layer.weight", torch.zeros(2, 3, dtype=torch.bfloat16))}
+    loaded = dist_checkpointing.load(wanted, folder(tmp_path))["w"]
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_all_strict_flags(tmp_path: Path, store: tsck.Store, caplog: pytest.LogCaptureFixture) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save(state(), where, TSCK)
+
+    def wanted() -> dict[str, Any]:
+        return {
+            "model": {"w": weight()},
+            "new": ShardedTensor.from_rank_offsets("new.weight", torch.zeros(2)),
+            "object": ShardedObject("new_object", None, (1,), (0,)),
+        }
+
+    def load(strict: StrictHandling) -> Any:
+        return dist_checkpointing.load(wanted(), where, strict=strict)
+
+    unexpected, missing = {"new.weight", "new_object"}, {"rng_state"}
+    with pytest.raises(CheckpointingException, match=r"has no object 'new_object/shard_0_1'"):
+        load(StrictHandling.ASSUME_OK_UNEXPECTED)
+    for strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
+        with pytest.raises(CheckpointingException, match=r"new\.weight"):
+            load(strict)
+    for strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL, StrictHandling.IGNORE_ALL):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert set(load(strict)["model"]) == {"w"}
+        assert ("new.weight" in caplog.text) == (strict != StrictHandling.IGNORE_ALL)
+        assert ("rng_state" in caplog.text) == (strict == StrictHandling.LOG_ALL)
+    assert load(StrictHandling.RETURN_UNEXPECTED)[1:] == (set(), unexpected)
+    assert load(StrictHandling.RETURN_ALL)[1:] == (missing, unexpected)
+
+
+def test_a_folder_without_a_published_snapshot(tmp_path: Path, store: tsck.Store) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save(state(), where, TSCK)
+    Path(where, "snapshot.json").unlink()
+    with pytest.raises(NotFoundError, match=r"snapshot\.json is missing: no snapshot was published for this folder"):
+        dist_checkpointing.load(empty(), where)
+
+
+def test_a_folder_whose_snapshot_is_gone(tmp_path: Path, store: tsck.Store) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save(state(), where, TSCK)
+    store.forget("runs/gpt")
+    dist_checkpointing.load(empty(), where)  # it can be undone for a day
+    store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
+    with pytest.raises(NotFoundError, match=r"which is not there: a policy or a person dropped it; resume from another one"):
+        dist_checkpointing.load(empty(), where)
+
+
+def test_a_folder_of_another_store(tmp_path: Path, store: tsck.Store) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save(state(), where, TSCK)
+    with (
+        tsck.megatron.register(tmp_path / "other", ref="runs/gpt"),
+        pytest.raises(NotFoundError, match=r"which the registered store .*other does not have: register the other one"),
+    ):
+        dist_checkpointing.load(empty(), where)
+
+
+def test_a_run_that_loaded_nothing_does_not_take_over_a_ref(tmp_path: Path, store: tsck.Store) -> None:
+    dist_checkpointing.save(state(), folder(tmp_path), TSCK)
+    store.close()
+    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as again:
+        with pytest.raises(ConflictError):
+            dist_checkpointing.save(state(), folder(tmp_path, 2), TSCK)
+        assert not dist_checkpointing.check_is_distributed_checkpoint(folder(tmp_path, 2))
+        dist_checkpointing.load(empty(), folder(tmp_path))
+        dist_checkpointing.save(state(), folder(tmp_path, 2), TSCK)
+        assert again.store.resolve("runs/gpt").step == 2
+
+
+def test_what_cannot_be_stored_is_named(tmp_path: Path, store: tsck.Store) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"cannot store .*call"):
+        dist_checkpointing.save(state(o=ShardedObject("call", print, (1,), (0,))), folder(tmp_path), TSCK)
+    with pytest.raises(UnsupportedValueError, match=r"a ShardedTensor may not have the key 'common'"):
+        dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("common", torch.zeros(2))}, folder(tmp_path, 2), TSCK)
+    assert store.branches() == {}
+
+
+@pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated:FutureWarning")  # Megatron's call
+def test_folders_of_other_backends_are_still_loaded_by_megatron(tmp_path: Path, store: tsck.Store) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save({"iteration": 7, "w": weight()}, where)
+    assert dist_checkpointing.load_common_state_dict(where) == {"iteration": 7}
+    loaded = dist_checkpointing.load({"w": ShardedTensor.from_rank_offsets("layer.weight", torch.zeros(2, 3))}, where)
+    assert torch.equal(loaded["w"], torch.arange(6.0).reshape(2, 3))
+    with pytest.raises(CheckpointingException, match=r"written with the backend 'torch_dist'"):
+        dist_checkpointing.load(empty(), where, TSCK)
+
+
+def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="ref"):
+        tsck.megatron.register(tmp_path / "store")  # type: ignore[call-arg]
+    with pytest.raises(InvalidNameError):
+        tsck.megatron.register(tmp_path / "store", ref="no name")
+    monkeypatch.setattr("megatron.core.__version__", "0.17.0")
+    with pytest.raises(
+        MissingExtraError, match=r"Megatron-core 0\.17\.0 is not supported: run `pip install 'megatron-core>=0\.16,<0\.17'`"
+    ):
+        tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
+
+
+def test_a_changed_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_common(self: object, checkpoint_dir: str, extra: int) -> None: ...
+
+    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.common.TorchCommonLoadStrategy.load_common", load_common)
+    monkeypatch.setattr("tensorstore_ck.integrations.megatron.compatibility.USED", [(load_common, ("self", "checkpoint_dir"))])
+    with pytest.raises(MissingExtraError, match=r"has another .*load_common than the one that is used here"):
+        tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
