@@ -3,6 +3,7 @@
 register.py        `register`: the backend "tsck" among Megatron's strategies
 save_strategy.py   saves a sharded state dict as one snapshot of all ranks, now or by Megatron's `AsyncRequest`
 load_strategy.py   loads from the snapshot that a folder names: sharded tensors and objects, the common state, and what there is
+snapshot_folder.py the folder that names a snapshot
 sharded_state.py   a sharded state dict as a state of the store: boxes of named tensors
 stored_state.py    an opened snapshot by Megatron's keys
 safe_types.py      the types that Megatron's ``safe_globals`` lists
@@ -16,8 +17,8 @@ try:
 except ImportError as exc:
     raise missing_extra("megatron", "Megatron-core's dist_checkpointing over a store") from exc
 
-from tensorstore_ck.integrations.megatron.load_strategy import CommonLoadStrategy, LoadStrategy
+from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.register import Strategies, register
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 
-__all__ = ["CommonLoadStrategy", "LoadStrategy", "SaveStrategy", "Strategies", "register"]
+__all__ = ["LoadStrategy", "SaveStrategy", "Strategies", "register"]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
@@ -11,13 +10,10 @@ from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy,
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.light_folders import POINTER, read_pointer
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
-
-BACKEND = "tsck"
-"""In the ``metadata.json`` of a checkpoint folder."""
-VERSION = 1
 
 
 class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
@@ -135,8 +131,7 @@ class CommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         Raises:
             UnpublishedError: the folder names no snapshot that can be loaded.
         """
-        config = maybe_load_config(str(checkpoint_dir))
-        if config is None or config.sharded_backend != BACKEND:
+        if other_backend(checkpoint_dir):
             return self.stock.load_common(checkpoint_dir)
         return self._sharded.open(checkpoint_dir).common()
 

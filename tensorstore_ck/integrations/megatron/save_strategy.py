@@ -1,12 +1,13 @@
 """Saves a sharded state dict as one snapshot of all ranks, and writes the small file that names it.
 
 Megatron writes the common state into ``common.pt`` before it calls a strategy, and ``metadata.json`` after it. The first rank moves the
-common state into the snapshot; once that is published it writes ``snapshot.json`` and removes ``common.pt``. So a folder that has
-``metadata.json`` names a snapshot, and everything that is loaded comes from that.
+common state into the snapshot; once that is published it writes ``snapshot.json`` and removes ``common.pt``. So a folder whose
+``metadata.json`` names this backend names a snapshot, and everything that is loaded comes from that.
 """
 
 import fcntl
 import os
+import pickle
 import re
 import tempfile
 from contextlib import suppress
@@ -16,16 +17,18 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveCommonStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from tensorstore_ck.integrations.light_folders import write_pointer
-from tensorstore_ck.integrations.megatron.load_strategy import BACKEND, VERSION
+from tensorstore_ck.errors import StoreError, UnsupportedValueError
 from tensorstore_ck.integrations.megatron.sharded_state import COMMON, state_of
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, name_snapshot, other_backend
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.session.save.group_put import UnpreparedState
 from tensorstore_ck.store import Store
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
@@ -65,9 +68,13 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The arguments of a save; its step is the number at the end of the folder's name."""
-        state = state_of(sharded_state_dict)
-        if dist.get_rank() == 0:
-            state[COMMON] = torch.load(Path(checkpoint_dir) / COMMON_STATE_FNAME, map_location="cpu")
+        state: dict[str, Any] | UnpreparedState
+        try:
+            state = state_of(sharded_state_dict)
+            if dist.get_rank() == 0:
+                state[COMMON] = _common_state(Path(checkpoint_dir) / COMMON_STATE_FNAME)
+        except StoreError as exc:  # on all ranks, which else would wait for this one
+            state = UnpreparedState(exc)
         number = _NUMBER.search(str(checkpoint_dir))
         return {"state": state, "ref": self._ref, "step": None if number is None else int(number[1]), "group": dist.group.WORLD}
 
@@ -81,8 +88,49 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def _name(self, folder: Path, snapshot: Snapshot) -> None:
         if dist.get_rank() == 0:
-            write_pointer(folder, SnapshotPointer(self._store.url, snapshot.root))
-            (folder / COMMON_STATE_FNAME).unlink(missing_ok=True)
+            name_snapshot(self._store, folder, snapshot.root)
+
+
+class CommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
+    """Saves the common state as Megatron does, for any backend; but a checkpoint of another backend in the folder ends before that.
+
+    Else a death in the middle of a save to its folder would leave its tensors together with another common state.
+    """
+
+    def __init__(self, stock: SaveCommonStrategy) -> None:
+        super().__init__(stock.backend, stock.version)
+        self.stock = stock
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """As Megatron's own."""
+        return bool(self.stock.can_handle_sharded_objects)
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Writes ``common.pt`` on the first rank."""
+        if dist.get_rank() == 0 and other_backend(checkpoint_dir):
+            (Path(checkpoint_dir) / CONFIG_FNAME).unlink()
+        self.stock.save_common(common_state_dict, checkpoint_dir)
+
+    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """As Megatron's own."""
+        self.stock.save_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
+
+
+def _common_state(path: Path) -> Any:
+    """What Megatron has just written.
+
+    Raises:
+        UnsupportedValueError: it has a type that `torch.load` refuses, in a load of Megatron's own format too.
+    """
+    try:
+        return torch.load(path, map_location="cpu")
+    except pickle.UnpicklingError as exc:
+        raise UnsupportedValueError(
+            f"the common state holds what torch.load refuses ({one_line(str(exc))[:300]}): store plain values, or list the type with "
+            "torch.serialization.add_safe_globals and tsck.register_type",
+            object_id=str(path),
+        ) from exc
 
 
 def _locked_until_settled(pending: PendingSnapshot) -> str:

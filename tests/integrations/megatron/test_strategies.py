@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
@@ -246,6 +247,64 @@ def test_folders_of_other_backends_are_still_loaded_by_megatron(tmp_path: Path, 
     assert torch.equal(loaded["w"], torch.arange(6.0).reshape(2, 3))
     with pytest.raises(CheckpointingException, match=r"written with the backend 'torch_dist'"):
         dist_checkpointing.load(empty(), where, TSCK)
+
+
+def test_another_checkpoint_in_the_folder_ends_before_its_common_state_is_replaced(
+    tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save({"iteration": 7, "w": weight()}, where)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("the process dies here"))
+    with pytest.raises(pytest.fail.Exception, match="dies here"):
+        dist_checkpointing.save(state(), where, TSCK)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(where)
+
+
+def test_a_save_that_fails_leaves_the_snapshot_of_its_folder(tmp_path: Path, store: tsck.Store) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save(state(), where, TSCK)
+    with pytest.raises(UnsupportedValueError):
+        dist_checkpointing.save(state(iteration_2=1, o=ShardedObject("call", print, (1,), (0,))), where, TSCK)
+    assert Path(where, "common.pt").exists()
+    loaded = dist_checkpointing.load(empty(), where)
+    assert (loaded["iteration"], "iteration_2" in loaded) == (7, False)
+
+
+def test_lost_folders_are_written_again(tmp_path: Path, store: tsck.Store) -> None:
+    registered = tsck.megatron.register(store, ref="runs/gpt")
+    assert registered.write_folder(tmp_path / "out") is None
+    for step in (1, 2):
+        dist_checkpointing.save(state(step=step), folder(tmp_path, step), TSCK)
+    newest = registered.write_folder(tmp_path / "out")
+    assert newest == tmp_path / "out" / "iter_0000002"
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert dist_checkpointing.load(empty(), str(newest))["step"] == 2
+    first = registered.write_folder(tmp_path / "out", "runs/gpt@1")
+    assert dist_checkpointing.load(empty(), str(first))["step"] == 1
+    dist_checkpointing.save(state(step=20), folder(tmp_path, 2), TSCK)  # the ref goes on from there
+    assert store.checkout("runs/gpt")["common"]["step"] == 20
+    assert store.resolve("runs/gpt~1").step == 1
+
+    (tmp_path / "native" / "iter_0000001").mkdir(parents=True)
+    dist_checkpointing.save({"w": weight()}, str(tmp_path / "native" / "iter_0000001"))
+    with pytest.raises(ConflictError, match="iter_0000001 has a checkpoint of torch_dist"):
+        registered.write_folder(tmp_path / "native", "runs/gpt@1")
+
+
+def test_an_asynchronous_save_ends_with_its_request(tmp_path: Path, store: tsck.Store) -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    sent = {"w": ShardedTensor.from_rank_offsets("layer.weight", tensor), "iteration": 3}
+    request = dist_checkpointing.save(sent, folder(tmp_path), TSCK, async_sharded_save=True)
+    assert request is not None
+    tensor.zero_()
+    assert not dist_checkpointing.check_is_distributed_checkpoint(folder(tmp_path))
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    loaded = dist_checkpointing.load(empty(), folder(tmp_path), strict=StrictHandling.LOG_UNEXPECTED)
+    assert torch.equal(loaded["model"]["w"], torch.arange(6.0).reshape(2, 3))
+    dist_checkpointing.save(sent, folder(tmp_path, 2), TSCK, async_sharded_save=True).execute_sync()
+    assert store.resolve("runs/gpt").step == 2
 
 
 def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""The folder that names a snapshot, in place of a checkpoint: written by a save, or later from what the store has."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+from tensorstore_ck.errors import ConflictError
+from tensorstore_ck.integrations.light_folders import write_pointer
+from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer_resume import ask_first_rank, newest_address
+from tensorstore_ck.store import Store
+
+BACKEND: Final = "tsck"
+"""In the ``metadata.json`` of a folder."""
+VERSION: Final = 1
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+"""Megatron-LM's file that names the iteration to load."""
+
+
+def other_backend(folder: str | Path) -> str | None:
+    """The backend of a complete checkpoint that another strategy wrote into a folder; None: there is none."""
+    config = maybe_load_config(str(folder))
+    return None if config is None or config.sharded_backend == BACKEND else str(config.sharded_backend)
+
+
+def name_snapshot(store: Store, folder: Path, root: str) -> None:
+    """Makes a folder name a snapshot; Megatron writes ``metadata.json`` afterwards."""
+    write_pointer(folder, SnapshotPointer(store.url, root))
+    (folder / COMMON_STATE_FNAME).unlink(missing_ok=True)
+
+
+def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> Path | None:
+    """See `Strategies.write_folder`; on all ranks."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    chosen = newest_address(store, ref, (), group, "address") if address is None else address
+    if chosen is None:
+        return None
+
+    def write() -> bytes:
+        snapshot = store.resolve(chosen)
+        folder = parent / (f"iter_{snapshot.step:07d}" if snapshot.step is not None else snapshot.root[:16])
+        if backend := other_backend(folder):
+            raise ConflictError(f"{folder} has a checkpoint of {backend}: remove it, or write to another folder", object_id=str(folder))
+        name_snapshot(store, folder, snapshot.root)
+        replace_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION))))
+        if snapshot.step is not None:
+            replace_file(parent / TRACKER, str(snapshot.step))
+        return str(folder).encode()
+
+    return Path(ask_first_rank(store, group, f"the folder of {chosen}", write).decode())
