@@ -5,7 +5,7 @@ such an optimizer has no state. Tensors are the optimizer's own, never copies. K
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -29,11 +29,13 @@ def get_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     found = optimizer.state_dict()
     state = {known[key] if type(key) is int else key: each for key, each in found["state"].items()}
     groups = [{**group, "params": [known[number] for number in group["params"]]} for group in found["param_groups"]]
-    if not by_name:
-        return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": named_groups(groups) if by_name else groups}
+
+
+def named_groups(groups: list[State]) -> State:
+    """Groups by the first parameter's name, whose parameters are dict keys: those of several ranks can be merged."""
     keys = [group["params"][0] if group["params"] else f"#{number}" for number, group in enumerate(groups)]
-    named = {key: {**group, "params": dict.fromkeys(group["params"])} for key, group in zip(keys, groups, strict=True)}
-    return {"state": state, "param_groups": named}
+    return {key: {**group, "params": dict.fromkeys(group["params"])} for key, group in zip(keys, groups, strict=True)}
 
 
 def get_members(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[list[str]]:
@@ -79,7 +81,7 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     """
     own = get_members(path, optimizer, names)
     numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
-    stored = _match_groups(path, state["param_groups"], own)
+    stored = match_groups(path, state["param_groups"], own)
     groups = [there or _options(here) for there, here in zip(stored, optimizer.param_groups, strict=True)]
     given = state["state"] if state.get("stepped", True) else {}
     packed = {numbers.get(name, name): each for name, each in given.items()}
@@ -90,10 +92,11 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
             _keep_dtypes(optimizer.state[names.parameters[name]], each)
 
 
-def _match_groups(path: str, stored: Any, own: list[list[str]]) -> list[State]:
+def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[str] = ()) -> list[State]:
     """The stored options of each of this optimizer's groups, whose parameters are `own`; empty for an empty group without stored options.
 
     A pipeline stage has some of the stored parameters; a single process may have those that several stages saved as separate groups.
+    Those of `held` that are stored must be in a group.
 
     Raises:
         MismatchError: the groups have different parameters.
@@ -103,7 +106,8 @@ def _match_groups(path: str, stored: Any, own: list[list[str]]) -> list[State]:
     of = {name: at for at, members in enumerate(own) for name in members}
     found: list[list[State]] = [[] for _ in own]
     order: list[int] = []
-    fits = of.keys() <= {name for _, group in groups for name in group["params"]}
+    known = {name for _, group in groups for name in group["params"]}
+    fits = of.keys() <= known and of.keys() >= known.intersection(held)
     for key, group in groups:
         mine = {of[name] for name in group["params"] if name in of}
         fits &= len(mine) <= 1

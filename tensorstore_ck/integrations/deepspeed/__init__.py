@@ -2,6 +2,7 @@
 
 engine.py          attach and SnapshotMixin: save_checkpoint and load_checkpoint
 engine_state.py    an engine's shared state, by parameter name
+global_names.py    names of experts that are the same on every number of ranks
 fragments.py       where each parameter's elements lie in DeepSpeed's flat tensors
 compatibility.py   versions of DeepSpeed, and the names that are used
 """

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
 from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_optimizer
+from tensorstore_ck.integrations.deepspeed.global_names import has_other_experts
 
 SUPPORTED: Final = ((0, 19), (0, 20))
 """From the first up to, but not including, the second."""
@@ -56,8 +57,8 @@ def require_supported(engine: Any) -> None:
 def _problem(engine: Any) -> str | None:
     """What cannot be saved; None: everything can."""
     optimizer: Any = engine.optimizer
-    if engine.has_moe_layers:
-        return "MoE layers"
+    if engine.has_moe_layers and has_other_experts(engine.module):
+        return "experts outside deepspeed.moe.layer.MoE, such as those of AutoEP"
     if engine.pipeline_parallelism:
         return "pipeline parallelism"
     if engine.mp_world_size > 1:

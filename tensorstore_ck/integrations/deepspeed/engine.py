@@ -149,7 +149,7 @@ class _Snapshots:
         self._engine, self._store, self._ref, self._options = engine, store, ref, options
         self._shared = EngineState(engine)
         self._values: dict[str, Any] = {_CLIENT_STATE: {}}
-        model, none = StatefulPart.of("model", engine.module), StatefulPart.of("dataloader", None)
+        model, none = StatefulPart.of("model", self._shared.module), StatefulPart.of("dataloader", None)
         self._state = TrainingState.over(self._shared, RankOwnState(model, none, {}, self._values, None))
         self._checkpointer: Checkpointer | None = None
         self._folders = PendingFolders()
@@ -294,7 +294,7 @@ def attach(
         keep: The retention policy of the ref, as in `Store.set_policy`; what it drops is freed while the job runs.
 
     Raises:
-        InvalidOptionError: it saves into a store already; or it has something that cannot be saved, such as MoE layers.
+        InvalidOptionError: it saves into a store already; or it has something that cannot be saved, such as tensor parallelism.
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: DeepSpeed has another version than those that are supported.
     """

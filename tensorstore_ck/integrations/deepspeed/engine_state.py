@@ -13,6 +13,7 @@ import torch
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
+from tensorstore_ck.integrations.deepspeed.global_names import with_global_names
 from tensorstore_ck.state import FlatShard
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.buffers import plain_buffers
@@ -39,6 +40,8 @@ class EngineState(SharedState):
         scheduler = StatefulPart.of("scheduler", engine.lr_scheduler).only(parts)
         super().__init__(StatefulPart.of("model", None), StatefulPart.of("optimizer", None), [scheduler], _extra(engine, parts))
         self._engine, self._parts = engine, frozenset(parts)
+        self.module = with_global_names(engine.module)
+        """The model, under the names that are stored."""
         self.saves_frozen = True
         """Whether frozen parameters are saved."""
         self.strict = True
@@ -52,14 +55,14 @@ class EngineState(SharedState):
 
     def names(self) -> ParameterNames:
         """The names of the model's parameters, without those of DeepSpeed's wrappers."""
-        return ParameterNames({"": self._engine.module})
+        return ParameterNames({"": self.module})
 
     def optimizer_members(self) -> list[list[list[str]]]:
         """The names of parameters in each group."""
         return [] if self._engine.optimizer is None else [_members(self._engine, self._fragments())]
 
     def _all_names(self) -> set[str]:
-        return {*self.names().parameters, *plain_buffers(self._engine.module, of_model=True)}
+        return {*self.names().parameters, *plain_buffers(self.module, of_model=True)}
 
     def _fragments(self) -> list[Fragment]:
         return fragments_of(self._engine.optimizer, self.names())
@@ -81,13 +84,13 @@ class EngineState(SharedState):
 
     def _weights(self, fragments: list[Fragment], with_frozen: bool = True) -> State:
         kept = {each.name: each.piece(each.weights) for each in fragments if with_frozen or each.flat is not None}
-        return {**kept, **self._tied(kept), **plain_buffers(self._engine.module, of_model=True)}
+        return {**kept, **self._tied(kept), **plain_buffers(self.module, of_model=True)}
 
     def _tied(self, kept: Mapping[str, Any]) -> State:
         """The other names of tied parameters."""
         names = self.names()
         tied = {}
-        for prefix, module in walk(self._engine.module, ""):
+        for prefix, module in walk(self.module, ""):
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 first = names.of(parameter) or ""
                 if first in kept and prefix + name not in kept:
@@ -110,13 +113,14 @@ class EngineState(SharedState):
                 found[key] = each.piece(value) if each.is_elementwise(value) else copy.deepcopy(value)
             yield each.name, found
 
-    def _groups(self, fragments: list[Fragment]) -> list[State]:
+    def _groups(self, fragments: list[Fragment]) -> list[State] | State:
         groups = base_optimizer(self._engine.optimizer).param_groups
         members = _members(self._engine, fragments)
-        return [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": its}
+        found = [
+            {**{key: value for key, value in group.items() if key not in _own_options(group)}, "params": its}
             for group, its in zip(groups, members, strict=True)
         ]
+        return optimizers.named_groups(found) if self._engine.has_moe_layers else found
 
     # --- restored ---------------------------------------------------------------------------------------------------------
 
@@ -186,16 +190,10 @@ class EngineState(SharedState):
         _spread(optimizer, from_masters=has_masters)
 
     def _load_groups(self, stored: Any, fragments: list[Fragment]) -> None:
-        groups = base_optimizer(self._engine.optimizer).param_groups
         members = _members(self._engine, fragments)
-        given = [set(group["params"]) for group in stored]
-        if [set(each) for each in members] != given:
-            raise MismatchError(
-                "the parameter groups of the optimizer hold other parameters than in the snapshot: create it with the same groups",
-                object_id="optimizer",
-            )
-        for group, options in zip(groups, stored, strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
+        found = optimizers.match_groups("optimizer", stored, members, self.names().parameters)
+        for group, options in zip(base_optimizer(self._engine.optimizer).param_groups, found, strict=True):
+            group.update({key: value for key, value in options.items() if key not in _own_options(group)})
 
     def _load_states(self, stored: Mapping[str, State], fragments: list[Fragment]) -> bool:
         """Returns whether there were masters. Each flat tensor gets counters of its own, though several are stored from one."""
@@ -235,6 +233,11 @@ class _Counters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in COUNTERS:
             setattr(self._engine, name, state[name])
+
+
+def _own_options(group: State) -> Collection[str]:
+    """What belongs to the layout of ranks: the name of a group of experts is that of their process group."""
+    return {"params", "name"} if group.get("moe") else {"params"}
 
 
 def _members(engine: Any, fragments: list[Fragment]) -> list[list[str]]:

@@ -19,11 +19,19 @@ class Kind(NamedTuple):
     stage: int
     dtype: str
     options: tuple[tuple[str, Any], ...] = ()
-    """More options of ``zero_optimization``."""
+    """More options of ``zero_optimization``, and ``grad_accum_dtype``, which makes DeepSpeed take its BF16_Optimizer."""
+    ep_size: int = 0
+    """Over how many ranks the experts are spread; 0: there are none."""
+
+    @property
+    def family(self) -> str:
+        """Kinds of one family load each other's snapshots."""
+        return f"runs/{self.dtype}-" + ("experts-" if self.ep_size else "")
 
     @property
     def ref(self) -> str:
-        return f"runs/{self.dtype}-{self.stage}" + "".join(f"-{name}" for name, _ in self.options)
+        experts = f"{self.ep_size}-" if self.ep_size else ""
+        return f"{self.family}{experts}{self.stage}" + "".join(f"-{name}" for name, _ in self.options)
 
 
 class Net(nn.Module):
@@ -49,6 +57,34 @@ class Net(nn.Module):
         return self.head(found)
 
 
+class NetOfExperts(Net):
+    """Four experts after it, of which each word takes one. They are different from the beginning; each has a buffer for its number."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(24, 19), nn.Tanh(), nn.Linear(19, 24))
+        expert.register_buffer("number", torch.full((1,), -1.0))
+        self.moe = deepspeed.moe.layer.MoE(24, expert, num_experts=4, ep_size=ep_size, k=1, capacity_factor=2.0)
+        self.first = int(os.environ["RANK"]) % ep_size * self.moe.num_local_experts
+        for number, each in enumerate(self.experts, self.first):
+            nn.init.normal_(each[0].weight, std=0.2, generator=torch.Generator().manual_seed(number))
+
+    @property
+    def experts(self) -> Any:
+        return self.moe.deepspeed_moe.experts.deepspeed_experts
+
+    def write_numbers(self) -> None:
+        """So that a load can be seen to restore them."""
+        for number, each in enumerate(self.experts, self.first):
+            each.number.fill_(number)
+
+    def forward(self, words: torch.Tensor) -> Any:
+        found = self.words(words)
+        found = self.outer(self.drop(torch.tanh(self.inner(found)))) + self.fixed(found)
+        mixed, balance, _ = self.moe(found)
+        return self.head(found + mixed) + 0.01 * balance
+
+
 def join() -> int:
     """Makes this process a rank, as torchrun says; returns its number."""
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
@@ -60,10 +96,12 @@ def make(kind: Kind, *, decays: Callable[[nn.Parameter], bool] = lambda each: ea
     """A new engine with two parameter groups, of which the first has weight decay, and a schedule."""
     torch.manual_seed(0)
     random.seed(0)
+    options = dict(kind.options)
     config: dict[str, Any] = {
+        "data_types": {"grad_accum_dtype": options.pop("grad_accum_dtype", None)},
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": kind.stage, **dict(kind.options)},
+        "zero_optimization": {"stage": kind.stage, **options},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,
@@ -73,12 +111,14 @@ def make(kind: Kind, *, decays: Callable[[nn.Parameter], bool] = lambda each: ea
         config[kind.dtype] = {"enabled": True}
     if kind.dtype == "fp16":
         config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 2}
-    net = Net()
+    net = NetOfExperts(kind.ep_size) if kind.ep_size else Net()
     trained = [each for each in net.parameters() if each.requires_grad]
-    groups = [
-        {"params": [each for each in trained if decays(each)], "weight_decay": 0.1},
-        {"params": [each for each in trained if not decays(each)], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [each for each in trained if decays(each)], "weight_decay": 0.1, "name": "decayed"},
+        {"params": [each for each in trained if not decays(each)], "weight_decay": 0.0, "name": "others"},
     ]
+    if kind.ep_size:
+        groups = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(groups)
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config)

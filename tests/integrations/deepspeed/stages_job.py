@@ -25,8 +25,10 @@ def say(**said: object) -> None:
 
 
 def parse(text: str) -> Kind:
-    stage, dtype, *options = text.split(",")
-    return Kind(int(stage), dtype, tuple((name, json.loads(value)) for name, value in (each.split("=") for each in options)))
+    stage, dtype, *rest = text.split(",")
+    options = {name: json.loads(value) for name, value in (each.split("=") for each in rest)}
+    ep_size = options.pop("ep_size", 0)
+    return Kind(int(stage), dtype, tuple(options.items()), ep_size)
 
 
 def attached(kind: Kind, store: Store, ref: str) -> Any:
@@ -51,6 +53,7 @@ def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
     one, other = (optimizer_tensors(store, each) if rank == 0 else {} for each in (ref, copy))
     differ = sorted(one.keys() ^ other.keys()) + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
     seen = engine.module.seen.tolist()
+    experts = [int(each.number) for each in engine.module.experts] if kind.ep_size else []
     losses = train(engine, rank, range(SAVED_AFTER, STEPS))
     say(
         ref=ref,
@@ -60,6 +63,7 @@ def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
         step=step,
         differ=differ,
         seen=seen,
+        experts=experts,
         groups=groups,
         compared=len(one),
         losses=losses,
@@ -73,12 +77,14 @@ def main(folder: Path, what: str, kinds: list[Kind]) -> None:
         for kind in kinds if what == "save" else ():
             engine = attached(kind, store, kind.ref)
             before = train(engine, rank, range(SAVED_AFTER))
+            if kind.ep_size:
+                engine.module.write_numbers()
             assert engine.save_checkpoint(folder / kind.ref, client_state={"epoch": 7, "rank": rank})
             say(ref=kind.ref, losses=before + train(engine, rank, range(SAVED_AFTER, STEPS)))
             engine.destroy()
         saved = sorted(name for name in store.branches() if name.startswith("runs/"))
         for kind in kinds if what == "load" else ():
-            for ref in (name for name in saved if name.startswith(f"runs/{kind.dtype}-")):
+            for ref in (name for name in saved if name.startswith(kind.family)):
                 resume(kind, store, folder, ref, f"{os.environ['WORLD_SIZE']}-ranks/{kind.ref}/{ref}")
 
 

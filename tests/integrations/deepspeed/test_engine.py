@@ -177,6 +177,10 @@ def test_what_does_not_fit(store: Store, tmp_path: Path) -> None:
     native = make(BF16)
     with pytest.raises(InvalidNameError):
         tsck.deepspeed.attach(native, store, ref="no good name")
+    native.module.head.weight.allreduce = False  # as DeepSpeed marks experts
+    native.has_moe_layers = True
+    with pytest.raises(InvalidOptionError, match="AutoEP"):
+        tsck.deepspeed.attach(native, store, ref="runs/b")
     assert type(native).__name__ == "DeepSpeedEngine"
     assert not isinstance(native, tsck.deepspeed.SnapshotMixin)
     native.destroy()
