@@ -8,7 +8,6 @@ The caller's thread waits; the request runs on the event loop of the filesystem.
 """
 
 import asyncio
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote_errors import error_code, http_status, remote_errors
-from tensorstore_ck.common.retry import next_delay
+from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.events import Callback, Event
 
@@ -106,7 +105,7 @@ class RetryTiming(NamedTuple):
     clock: Callable[[], float] = time.monotonic
     wait: Callable[["Future[Any]", float], bool] = wait
     sleep: Callable[[float], object] = time.sleep
-    jitter: Callable[[], float] = random.random
+    jitter: Callable[[], float] = JITTER
     """Between 0 and 1."""
 
 

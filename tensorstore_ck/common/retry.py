@@ -14,13 +14,16 @@ LONGEST_WAIT_SECONDS: Final = 30.0
 NAP_SECONDS: Final = 0.2
 """How long it may take to notice `stop` in a pause."""
 
+JITTER: Final = random.SystemRandom().random
+"""Between 0 and 1, from the system: a save or a wait must not draw from `random`, which is part of a training job's state."""
+
 OnRetry = Callable[[StoreError, float], object]
 
 T = TypeVar("T")
 
 
 def next_delay(
-    failures: int, first_seconds: float, longest_seconds: float, *, least: float = 0.0, jitter: Callable[[], float] = random.random
+    failures: int, first_seconds: float, longest_seconds: float, *, least: float = 0.0, jitter: Callable[[], float] = JITTER
 ) -> float:
     """Seconds before the next try: twice as long after each failure before this one, and of that a random share from `least` to 1."""
     return min(first_seconds * 2.0 ** min(failures, 64), longest_seconds) * (least + (1 - least) * jitter())
@@ -39,7 +42,7 @@ class RetryPolicy:
         on_retry: OnRetry,
         *,
         sleep: Callable[[float], object] = time.sleep,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = JITTER,
     ) -> None:
         """`on_retry` is called with the error and the seconds until the next try. `jitter` is between 0 and 1."""
         self.failed = threading.Event()

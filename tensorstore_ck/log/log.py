@@ -6,7 +6,6 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 """
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
-from tensorstore_ck.common.retry import next_delay
+from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
@@ -74,7 +73,7 @@ class Log:
         read_only: bool = False,
         may_begin: bool = False,
         sleep: Callable[[float], object] = time.sleep,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = JITTER,
     ) -> None:
         """`shared` is false if `create` may overwrite, and only one process writes. `read_only`: no checkpoints are written.
 

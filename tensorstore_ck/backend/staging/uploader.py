@@ -5,7 +5,6 @@ reports which pieces it has; in any other one, the leftover of an earlier try is
 since an unsent object is not published. One process at a time uploads an object.
 """
 
-import random
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -15,7 +14,7 @@ from tensorstore_ck.backend.resumable_upload import resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.upload_pass import UploadPass
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.retry import OnRetry, RetryPolicy
+from tensorstore_ck.common.retry import JITTER, OnRetry, RetryPolicy
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
 
 MAX_PARALLEL_REQUESTS: Final = 4
@@ -32,7 +31,7 @@ class Uploader:
         max_parallel_requests: int = MAX_PARALLEL_REQUESTS,
         limit: RateLimit | None = None,
         sleep: Callable[[float], object] = time.sleep,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = JITTER,
     ) -> None:
         """All uploads of this process share `limit`.
 

@@ -1,5 +1,6 @@
 """`Store.retrying`: again what may pass, never what comes again; and of a save that may have happened the log is asked before."""
 
+import random
 import threading
 from typing import Any
 
@@ -50,6 +51,19 @@ def opened(backend: Flaky) -> Store:
     config = read_config(backend)
     assert config is not None
     return Store(make_engine(backend, config, MemoryTable(), sleep=lambda _: None))
+
+
+def test_it_draws_no_number_from_the_generator_of_the_job(backend: Flaky) -> None:
+    with opened(backend) as store:
+        before = random.getstate()
+        store.retrying(lambda: store.put_snapshot({"w": torch.ones(2)}, ref="runs/x"))
+        with pytest.raises(BackendUnavailableError):
+            store.retrying(_fails, pause_seconds=0.001)
+        assert random.getstate() == before
+
+
+def _fails() -> None:
+    raise BackendUnavailableError("injected: no reply")
 
 
 def state(step: int) -> dict[str, Any]:
