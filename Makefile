@@ -69,7 +69,7 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
 test-apart: $(APART)/.installed
-	$(APART)/bin/python -m pytest $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/megatron $(TESTS)/integrations/ray/test_example.py
+	$(APART)/bin/python -m pytest $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx $(TESTS)/integrations/ray/test_example.py
 
 $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
 	$(call on_top,$(APART))

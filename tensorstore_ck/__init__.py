@@ -16,7 +16,7 @@ import lazy_loader
 __version__ = "0.1.0"
 
 _public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-_ADAPTERS = ("accelerate", "deepspeed", "hf", "lightning", "megatron", "mlflow", "ray", "titan", "wandb")
+_ADAPTERS = ("accelerate", "deepspeed", "hf", "lightning", "megatron", "mlflow", "nvrx", "ray", "titan", "wandb")
 """Adapters for trainers and trackers, each of which needs an extra: `tensorstore_ck.hf` is `tensorstore_ck.integrations.hf`."""
 
 

@@ -6,6 +6,7 @@ import tensorstore_ck.integrations.hf as _hf
 import tensorstore_ck.integrations.lightning as _lightning
 import tensorstore_ck.integrations.megatron as _megatron
 import tensorstore_ck.integrations.mlflow as _mlflow
+import tensorstore_ck.integrations.nvrx as _nvrx
 import tensorstore_ck.integrations.ray as _ray
 import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
@@ -102,6 +103,7 @@ hf = _hf
 lightning = _lightning
 megatron = _megatron
 mlflow = _mlflow
+nvrx = _nvrx
 ray = _ray
 titan = _titan
 wandb = _wandb

@@ -22,6 +22,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "lightning": ("lightning>=2.6,<3",),
     "megatron": ("megatron-core>=0.16,<0.17",),
     "mlflow": ("mlflow-skinny>=3.6,<4",),
+    "nvrx": ("nvidia-resiliency-ext>=0.4,<0.5",),
     "titan": ("torchtitan>=0.3,<0.4",),
     "wandb": ("wandb>=0.23,<1",),
     "ray": ("ray[train]>=2.56,<3",),

@@ -1,0 +1,19 @@
+"""Local checkpoints of NVRx (nvidia-resiliency-ext) in a store: ``tensorstore_ck.nvrx.LocalCheckpointManager("/nvme/local")``.
+
+checkpoint_manager.py  LocalCheckpointManager: in place of NVRx's manager of that name
+rank_store.py          one rank's store on a disk of its host: save, load and delete local checkpoints
+state_dict_types.py    the tensor-aware state dicts that can be stored
+compatibility.py       versions of NVRx, and the names that are used
+"""
+
+from tensorstore_ck.common.extras import missing_extra
+
+try:
+    import nvidia_resiliency_ext.checkpointing.local  # noqa: F401
+except ImportError as exc:
+    raise missing_extra("nvrx", "NVRx's local checkpoints in a store") from exc
+
+from tensorstore_ck.integrations.nvrx.checkpoint_manager import LocalCheckpointManager, LocalCheckpointUnavailableError
+from tensorstore_ck.integrations.nvrx.rank_store import LocalCheckpointDamagedError
+
+__all__ = ["LocalCheckpointDamagedError", "LocalCheckpointManager", "LocalCheckpointUnavailableError"]

@@ -1,0 +1,55 @@
+"""The versions of NVRx that are supported, and the names that are overridden or used."""
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Final
+
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import BaseCheckpointManager
+from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import ExchangePlan, GroupWrapper
+from nvidia_resiliency_ext.checkpointing.local.replication.strategies import ReplicationStrategy
+
+from tensorstore_ck.errors import MissingExtraError
+
+SUPPORTED: Final = ((0, 4), (0, 5))
+"""From the first up to, but not including, the second."""
+SUPPORTED_PACKAGE: Final = "nvidia-resiliency-ext>=0.4,<0.5"
+TESTED_PACKAGE: Final = "nvidia-resiliency-ext==0.4.1"
+ABSTRACT: Final = frozenset({"_cleanup", "_cleanup_failed_save", "_load", "_my_ckpt_ids", "_save"})
+"""What a manager must define."""
+USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    (BaseCheckpointManager, ("session_id", "repl_strategy")),
+    (BaseCheckpointManager.find_latest, ("self",)),
+    (BaseCheckpointManager.load, ("self",)),
+    (BaseCheckpointManager.save, ("self", "state_dict", "iteration", "is_async")),
+    (BaseCheckpointManager._ckpt_id, ("self", "iteration")),
+    (BaseCheckpointManager._load_fn, ("self", "ckpt_id")),
+    (ReplicationStrategy.retrieve_plan, ("self", "globally_available_ids", "wanted")),
+    (ExchangePlan.required_ids, ("self", "rank")),
+    (GroupWrapper.all_gather_object, ("self", "my_obj")),
+)
+"""What is called here, or calls what is here -> the parameters that it must have."""
+
+
+def require_supported() -> None:
+    """Checks the installed NVRx.
+
+    Raises:
+        MissingExtraError: its version is not supported, or a name that is used has changed.
+    """
+    installed = version("nvidia-resiliency-ext")
+    lowest, above = SUPPORTED
+    if not lowest <= tuple(int(part) for part in installed.split(".")[:2]) < above:
+        raise MissingExtraError(
+            f"NVRx {installed} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`",
+            object_id="nvidia-resiliency-ext",
+        )
+    changed = [used.__qualname__ for used, parameters in USED if tuple(inspect.signature(used).parameters) != parameters]
+    if BaseCheckpointManager.__abstractmethods__ != ABSTRACT:
+        changed.append(BaseCheckpointManager.__qualname__)
+    if changed:
+        raise MissingExtraError(
+            f"NVRx {installed} has another {changed[0]} than the one that is used here: run "
+            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
+            object_id=changed[0],
+        )
