@@ -32,7 +32,7 @@ def main(folder: Path, steps: int, device: str) -> float:
         torch.manual_seed(step)
         given = torch.randn(16, 8, device=device)
         loss = nn.functional.mse_loss(model(given), given.sum(1, keepdim=True))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if step % SAVE_EVERY == 0:

@@ -79,7 +79,7 @@ class Rank:
 
     def kill(self, rank: str, at: str, torn: str, iteration: str) -> dict[str, Any]:
         self.faults = KillAt(int(at) if self.rank == int(rank) else 0, torn=bool(int(torn)))
-        rank_store.open_store = self._open
+        vars(rank_store)["open_store"] = self._open
         self.faults.is_counting = True
         return self.save(iteration) | {"calls": self.faults.calls}
 
