@@ -28,7 +28,7 @@ def on_cpu() -> None:
     to, init = torch.Tensor.to, dist.init_process_group
     torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     torch.cuda.device_count = lambda: RANKS
-    torch.empty = partial(_empty, torch.empty)  # type: ignore[assignment]
+    torch.empty = partial(_empty, torch.empty)
     torch.Tensor.to = lambda self, place, **options: to(self, "cpu", **options)  # type: ignore[method-assign, assignment]
     dist.init_process_group = lambda backend, **options: init("gloo", **options)
 
@@ -53,7 +53,7 @@ class Checkpoint:
         self.manager._cleanup_failed_save(self.ckpt_id[0])
 
 
-class Stored(tsck.nvrx.LocalCheckpointManager):  # type: ignore[misc]
+class Stored(tsck.nvrx.LocalCheckpointManager):
     """With checkpoints in place of files."""
 
     def _local_ckpt_path_from_id(self, ckpt_id: Any) -> Checkpoint:
