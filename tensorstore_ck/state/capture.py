@@ -24,7 +24,7 @@ from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, s
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare, flags_of
-from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
+from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, NamedState, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
 from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable
@@ -158,6 +158,8 @@ class CaptureWalk:
             self._visit_subclass(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
             self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
+        elif kind is NamedState:
+            self._visit_registered(value.name, value.state, path, nodes, (position, depth))
         elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
             self._visit_container(value, path, nodes, position, depth)
         elif (advice := advice_for(value)) is not None:

@@ -41,6 +41,17 @@ _registered_classes: dict[type[Any], RegisteredType] = {}
 _registered_names: dict[str, RegisteredType] = {}
 
 
+class NamedState:
+    """A value of a registered type, taken apart already: it is stored like one, by a process that need not have the type."""
+
+    __slots__ = ("name", "state")
+
+    def __init__(self, name: str, state: object) -> None:
+        """`name`, `state`: see `register_type`."""
+        self.name = name
+        self.state = state
+
+
 def register_type(
     cls: type[T], name: str, to_state: Callable[[T], object] | None = None, from_state: Callable[[Any], T] | None = None
 ) -> None:

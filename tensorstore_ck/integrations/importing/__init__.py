@@ -17,6 +17,8 @@ resolve_placeholders.py   the final state, without placeholders
 safetensors_file.py       safetensors files
 sharded_index.py          several files with an index
 dcp_folder.py             folders of torch.distributed.checkpoint
+megatron_folder.py        folders of Megatron-core
+megatron_types.py         the types that it pickles
 trainer_folder.py         checkpoint folders of transformers' Trainer
 mapped_files.py           foreign files, opened with care and mapped
 crc_check.py              checks CRC-32s while a save reads the bytes

@@ -35,12 +35,19 @@ _CLASSES: Final = (
     ("checkpoint.metadata", "TensorProperties"),
     ("checkpoint.metadata", "StorageMeta"),
     ("checkpoint.filesystem", "_StorageInfo"),
+    ("checkpoint.planner", "SavePlan"),  # Megatron adds the plans of all ranks
+    ("checkpoint.planner", "TensorWriteData"),
+    ("checkpoint.planner", "WriteItem"),
     ("_shard.sharded_tensor.metadata", "TensorProperties"),  # of older torch
 )
-_MEMORY_FORMATS: Final = (
+_OF_MEGATRON: Final = (("MCoreMetadata", "Metadata"), ("MCoreSavePlan", "SavePlan"))
+"""Subclasses that Megatron-core 0.15 had."""
+_ENUMS: Final = (
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 )
+"""Their members are not needed."""
 MAX_PIECES: Final = 1 << 16
 """Of one tensor: each is compared with the others."""
 MAX_PADDING: Final = 10_000_000
@@ -88,6 +95,10 @@ class DcpContent(NamedTuple):
     state: dict[Any, Any]
     unknown: dict[str, str]
     """Names in its pickles that are not allowed -> the file."""
+    left: dict[str, int]
+    """Path of a file -> number of its bytes that no item uses."""
+    attributes: dict[Any, Any]
+    """Everything in its metadata."""
 
 
 def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent:
@@ -104,7 +115,11 @@ def _names() -> PickleAllowlist:
     return PickleAllowlist(
         {
             **{(f"torch.distributed.{module}", name): AllowedGlobal(name, _maker(name)) for module, name in _CLASSES},
-            **{name: AllowedGlobal(name[1], lambda number: None) for name in _MEMORY_FORMATS},
+            **{
+                ("megatron.core.dist_checkpointing.strategies.torch", name): AllowedGlobal(name, _maker(kind))
+                for name, kind in _OF_MEGATRON
+            },
+            **{name: AllowedGlobal(name[1], lambda number: None) for name in _ENUMS},
         }
     )
 
@@ -139,7 +154,7 @@ class _Reader:
                 if type(name) is not str or not isinstance(entry, _Fields):
                     raise MalformedError("its list of tensors is malformed")
                 tree.set(paths[name] if paths and name in paths else (name,), self._value(name, entry))
-        return DcpContent(tree.root, self._unknown)
+        return DcpContent(tree.root, self._unknown, self._left, metadata.named)
 
     def _metadata(self, path: str) -> _Fields:
         file = self._files.map(path)

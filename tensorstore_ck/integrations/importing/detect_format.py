@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations.importing import dcp_folder, sharded_index, trainer_folder
+from tensorstore_ck.integrations.importing import dcp_folder, megatron_folder, sharded_index, trainer_folder
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -16,7 +16,9 @@ from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 _LIGHTNING_META: Final = "meta.pt"
-_FORMATS: Final = "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, or a DCP folder"
+_FORMATS: Final = (
+    "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, a DCP folder, or one of Megatron"
+)
 
 
 class FoundState(NamedTuple):
@@ -67,6 +69,8 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
 
 def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: bool) -> FoundState:
     names = folder.names()
+    if (megatron := megatron_folder.load_megatron(files, folder, names, known)) is not None:
+        return FoundState(megatron_folder.KIND, megatron.state, {}, megatron.unknown, megatron.step, megatron.skipped)
     if dcp_folder.METADATA in names:
         return _dcp(files, folder, known)
     if any(name.startswith("__") and name.endswith(dcp_folder.METADATA) for name in names):

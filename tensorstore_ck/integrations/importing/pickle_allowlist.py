@@ -6,7 +6,7 @@ Tensors are created over existing storages, and only if they fit into them. Cont
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Final
 
@@ -96,6 +96,10 @@ class PickleAllowlist:
         for name in _PATHS:
             for module in ("pathlib", "pathlib._local"):
                 self._convert(module, name, _path, "text")
+
+    def allow(self, more: Mapping[tuple[str, str], object]) -> None:
+        """Adds names, or replaces what they make."""
+        self._table.update(more)
 
     def __call__(self, module: str, name: str) -> object:
         """The value of a name; see `safe_unpickler.FindGlobal`."""

@@ -7,7 +7,7 @@ endless state.
 import fnmatch
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
@@ -15,6 +15,7 @@ from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.integrations.importing.pickle_allowlist import Stored
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred, UnknownObject
+from tensorstore_ck.state.registered_types import NamedState
 
 FREE_ITEMS: Final = 1 << 17
 """Allowed items for pickles of any length."""
@@ -108,7 +109,7 @@ class _Resolver:
                     self._too_deep()
                 begun.add(key)
                 count, height = 1, 0
-                for item in value.values() if isinstance(value, dict) else value:
+                for item in _items(value):
                     below = measure(item, depth + 1)
                     count, height = count + below[0], max(height, below[1])
                 attributes = vars(value).get("_metadata") if type(value) is OrderedDict else None
@@ -149,6 +150,9 @@ class _Resolver:
             self._note_names(value)
             finished = _finished(value)
             return self._note(value, "an unfinished object", path) if isinstance(finished, Deferred) else self.visit(finished, path)
+        if kind is NamedState:
+            state = self.visit(value.state, path)
+            return value if state is value.state else NamedState(value.name, state)
         if isinstance(value, UnknownObject):
             return self._note(value, value.name, path)
         if isinstance(value, AllowedGlobal):
@@ -210,14 +214,20 @@ class _Resolver:
                 pending.extend(item.held)
             elif type(item) in _CONTAINERS or type(item) in (set, frozenset):
                 self._noted.add(id(item))
-                pending.extend(item)
-                if isinstance(item, dict):
-                    pending.extend(item.values())
+                pending.extend(item if isinstance(item, dict) else ())
+                pending.extend(_items(item))
 
 
-_CONTAINERS: Final = frozenset({*_MAPPINGS, *_SEQUENCES})
+_CONTAINERS: Final = frozenset({*_MAPPINGS, *_SEQUENCES, NamedState})
 _BYTES: Final = frozenset({str, bytes, bytearray})
 _SETS: Final = frozenset({set, frozenset})
+
+
+def _items(container: Any) -> Iterable[Any]:
+    if type(container) is NamedState:
+        return (container.state,)
+    items: Iterable[Any] = container.values() if isinstance(container, dict) else container
+    return items
 
 
 def _finished(value: Any) -> Any:

@@ -23,8 +23,9 @@ from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStr
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
-from tensorstore_ck.integrations.megatron.sharded_state import COMMON, state_of
+from tensorstore_ck.integrations.megatron.sharded_state import state_of
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, name_snapshot, other_backend
+from tensorstore_ck.integrations.megatron_layout import COMMON
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot

@@ -1,26 +1,16 @@
 """A sharded state dict of Megatron as this rank's side of a state of the store.
 
-The state is one flat dict: a tensor has the key of its `ShardedTensor`, an object the unique key of its `ShardedObject`
-(``rng_state/shard_0.0_1.1``), and everything else is below `COMMON`. What is a replica (``replica_id`` other than 0) is left out.
+`megatron_layout` says how it is laid out. What is a replica (``replica_id`` other than 0) is left out.
 """
 
-import re
-from typing import Any, Final
+from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
 from tensorstore_ck.state import Box, Boxes
-
-COMMON: Final = "common"
-"""The key of what `dist_checkpointing.save` calls the common state."""
-_OBJECT_KEY: Final = re.compile(r"[^/]+/shard_[\d.]*_[\d.]*")
-
-
-def is_object_key(key: str) -> bool:
-    """Whether it is the unique key of a `ShardedObject`, and not the key of a tensor."""
-    return _OBJECT_KEY.fullmatch(key) is not None
 
 
 def state_of(sharded_state_dict: Any) -> dict[str, Any]:

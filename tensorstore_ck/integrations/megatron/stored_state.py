@@ -11,7 +11,8 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.integrations.megatron.sharded_state import COMMON, is_object_key, with_prepended_axes
+from tensorstore_ck.integrations.megatron.sharded_state import with_prepended_axes
+from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import target_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable

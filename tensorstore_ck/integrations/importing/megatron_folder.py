@@ -1,0 +1,175 @@
+"""Folders of Megatron-core's `dist_checkpointing` in the format torch_dist, such as Megatron-LM's ``iter_0001000``. Needs no Megatron.
+
+A DCP checkpoint of sharded tensors and objects by their keys, beside ``common.pt`` with everything else. The state is the one that
+`tensorstore_ck.megatron` saves: a flat dict of these keys, and the rest below "common".
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.format.record import MAX_STEP
+from tensorstore_ck.integrations.importing.dcp_folder import METADATA, DcpContent, load_dcp
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
+from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
+from tensorstore_ck.integrations.importing.megatron_types import megatron_types
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.safetensors_file import parse_json
+from tensorstore_ck.integrations.importing.torch_file import load_torch_file
+from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
+
+CONFIG: Final = "metadata.json"
+"""Written last: a folder without it is of a save that did not end."""
+COMMON_FILE: Final = "common.pt"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+KIND: Final = "checkpoint of Megatron"
+_BACKENDS: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_ITERATION: Final = re.compile(r"iter_(\d{7,18})")
+_OLD: Final = re.compile(r"mp_rank_\d+.*")
+_MAX_JSON_BYTES: Final = 1 << 16
+
+
+class MegatronContent(NamedTuple):
+    """The content of a folder."""
+
+    state: dict[Any, Any]
+    unknown: dict[str, str]
+    """Names in its pickles that are not allowed -> the file."""
+    step: int | None
+    skipped: tuple[tuple[str, str], ...]
+
+
+def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> MegatronContent | None:
+    """The state in a folder of Megatron, or in the newest one that it names; None for any other folder.
+
+    Raises:
+        CorruptObjectError: it is damaged, incomplete or inconsistent.
+        UnsupportedValueError: it has another format or version.
+    """
+    if TRACKER in names and METADATA not in names:
+        folder = _newest(files, folder)
+        names = folder.names()
+    elif not ((METADATA in names or CONFIG in names) and (COMMON_FILE in names or _has_config(files, folder))):
+        return None
+    _require_format(files, folder, names)
+    known.allow(megatron_types())
+    content = load_dcp(files, folder, known)
+    _require_whole_files(content)
+    common = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
+    unknown = {**content.unknown, **dict.fromkeys(common.unknown, os.path.join(folder.path, COMMON_FILE))}
+    step = _step(folder, common.value)
+    read = {METADATA, CONFIG, COMMON_FILE, *(os.path.basename(path) for path in content.left)}
+    skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
+    return MegatronContent(_state(folder, content, common.value), unknown, step, skipped)
+
+
+def _newest(files: Files, folder: Folder) -> Folder:
+    """The checkpoint that Megatron-LM would load."""
+    file = files.map(folder.join(TRACKER))
+    with naming_file(file.path, "name of an iteration"):
+        text = bytes(file.data[:64]).decode("ascii", "replace").strip()
+        if text != "release" and not re.fullmatch(r"\d{1,18}", text):
+            raise MalformedError(f"it has {printable(text, 40)!r}, which is neither a number nor 'release'")
+    name = text if text == "release" else f"iter_{int(text):07}"
+    path = os.path.join(folder.path, name)
+    if not os.path.isdir(path):
+        raise CorruptObjectError(f"{file.path} names {name}, which is not there: import another folder by its path", object_id=path)
+    return Folder(path)
+
+
+def _has_config(files: Files, folder: Folder) -> bool:
+    """Whether a ``metadata.json`` is Megatron's."""
+    if not folder.has(CONFIG):
+        return False
+    file = files.map(folder.join(CONFIG))
+    return b'"sharded_backend"' in bytes(file.data[:_MAX_JSON_BYTES])
+
+
+def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> None:
+    old = next(filter(_OLD.fullmatch, names), None)
+    if CONFIG not in names and old:
+        raise UnsupportedValueError(
+            f"{folder.path} has {old}, as Megatron-LM's format 'torch' does: convert it with Megatron-LM, which loads it with "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save DIR, and import DIR",
+            object_id=folder.path,
+        )
+    if CONFIG not in names:
+        _incomplete(folder, CONFIG)
+    path = folder.join(CONFIG)
+    with naming_file(path, "description of a checkpoint of Megatron"):
+        file = files.map(path)
+        if file.size > _MAX_JSON_BYTES:
+            raise MalformedError(f"it has {file.size} bytes")
+        found = parse_json(bytes(file.data))
+        if type(found) is not dict or "sharded_backend" not in found:
+            raise MalformedError("it names no sharded_backend")
+    others = [f"{key} {printable(found[key], 40)!r}" for key, value in _BACKENDS.items() if found.get(key, value) != value]
+    if found["sharded_backend"] == "tsck":
+        raise UnsupportedValueError(
+            f"{folder.path} was saved by tensorstore_ck.megatron: its state is in the store that its snapshot.json names already",
+            object_id=folder.path,
+        )
+    if others:
+        raise UnsupportedValueError(
+            f"{path} names {' and '.join(others)}, and only {_BACKENDS['sharded_backend']!r} of version 1 is supported: load it with "
+            "Megatron, and save it with --ckpt-format torch_dist",
+            object_id=path,
+        )
+    for name in (METADATA, COMMON_FILE):
+        if name not in names:
+            _incomplete(folder, name)
+
+
+def _incomplete(folder: Folder, missing: str) -> NoReturn:
+    raise CorruptObjectError(
+        f"{folder.path} has no {missing}: its save did not end, or the file was lost; get the whole folder, or import an earlier iteration",
+        object_id=folder.path,
+    )
+
+
+def _require_whole_files(content: DcpContent) -> None:
+    """Megatron writes nothing between the items of a file."""
+    for path, left in content.left.items():
+        if left:
+            raise CorruptObjectError(
+                f"{path} has {left} bytes that {METADATA} does not name: the two are of different saves; get the folder of one save",
+                object_id=path,
+            )
+
+
+def _step(folder: Folder, common: Any) -> int | None:
+    if type(common) is not dict:
+        path = os.path.join(folder.path, COMMON_FILE)
+        raise CorruptObjectError(f"{path} is not a dict, as Megatron writes it: get or save it again", object_id=path)
+    step = common.get("iteration")
+    is_step = type(step) is int and 0 <= step <= MAX_STEP
+    named = _ITERATION.fullmatch(os.path.basename(os.path.realpath(folder.path)))
+    if is_step and named and int(named[1]) != step:
+        raise CorruptObjectError(
+            f"{folder.path} is named after iteration {int(named[1])}, and its {COMMON_FILE} is of iteration {step}: the files are of "
+            "different saves, or somebody renamed the folder; get the folder of one save, or give it its name",
+            object_id=folder.path,
+        )
+    return step if is_step else None
+
+
+def _state(folder: Folder, content: DcpContent, common: Any) -> dict[Any, Any]:
+    flattened = content.attributes.get("mcore_data")
+    if flattened:
+        raise UnsupportedValueError(
+            f"{folder.path} has flattened tensors, as older optimizers of Megatron-core saved them: load it with the "
+            "version that wrote it, and save it without the optimizer, or in one of its layouts of whole parameters",
+            object_id=folder.path,
+        )
+    state: dict[Any, Any] = {}
+    for key, value in content.state.items():
+        if key == COMMON:
+            raise UnsupportedValueError(f"{folder.path} has a tensor with the key {key!r}, which means something else here", object_id=key)
+        if is_object_key(key):
+            if type(value) is not list or len(value) != 1:
+                raise CorruptObjectError(f"{folder.path}: the object {printable(key)!r} is not one object", object_id=printable(key))
+            (value,) = value
+        state[key] = value
+    return {**state, COMMON: common}

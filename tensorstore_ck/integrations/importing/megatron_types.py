@@ -1,0 +1,109 @@
+"""The types that Megatron pickles, by the names under which `tensorstore_ck.megatron` stores them. Needs no Megatron."""
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from tensorstore_ck.integrations.importing.malformed import MalformedError
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
+from tensorstore_ck.state.registered_types import NamedState
+
+ENUMS: Final[Mapping[tuple[str, str], Mapping[object, str]]] = {
+    ("megatron.core.transformer.enums", "AttnBackend"): {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"},
+    ("megatron.core.transformer.enums", "CudaGraphScope"): {
+        1: "full_iteration",
+        2: "attn",
+        3: "mlp",
+        4: "moe",
+        5: "moe_router",
+        6: "moe_preprocess",
+        7: "mamba",
+    },
+    ("megatron.core.enums", "ModelType"): {1: "encoder_or_decoder"},
+    ("megatron.core.rerun_state_machine", "RerunDiagnostic"): {
+        "correct_result": "CORRECT_RESULT",
+        "transient_error": "TRANSIENT_ERROR",
+        "persistent_error": "PERSISTENT_ERROR",
+    },
+    ("megatron.core.rerun_state_machine", "RerunMode"): {
+        "disabled": "DISABLED",
+        "validate_results": "VALIDATE_RESULTS",
+        "report_determinism_stats": "REPORT_DETERMINISM_STATS",
+    },
+    ("megatron.core.rerun_state_machine", "RerunState"): {
+        0: "NOT_RUNNING_YET",
+        1: "INITIAL_RUN",
+        2: "RERUNNING_IN_PLACE",
+        3: "WILL_RERUN_FROM_CHECKPOINT",
+        4: "RERUNNING_FROM_CHECKPOINT",
+        5: "RERUNNING_AGAIN_FROM_CHECKPOINT",
+    },
+    ("signal", "Signals"): {int(member): member.name for member in signal.Signals},
+}
+"""Module and name -> value in a pickle -> the member's name, of Megatron-core 0.16."""
+_NAMESPACES: Final = {
+    ("argparse", "Namespace"): "argparse.Namespace",
+    ("types", "SimpleNamespace"): "types.SimpleNamespace",
+    ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"): "megatron.OptimizerConfig",
+}
+_POSIX_PATH: Final = "pathlib.PosixPath"
+_BYTES_IO: Final = "io.BytesIO"
+
+
+def megatron_types() -> dict[tuple[str, str], object]:
+    """For `PickleAllowlist.allow`."""
+    found: dict[tuple[str, str], object] = {}
+    for (module, name), members in ENUMS.items():
+        found[module, name] = AllowedGlobal(name, _member(f"megatron.{name}", members))
+    for (module, name), stored in _NAMESPACES.items():
+        found[module, name] = AllowedGlobal(name, _attributes(stored))
+    for module in ("pathlib", "pathlib._local"):
+        found[module, "PosixPath"] = AllowedGlobal("PosixPath", _posix_path)
+    found["_io", "BytesIO"] = AllowedGlobal("BytesIO", _BytesIO)
+    return found
+
+
+def _member(stored: str, members: Mapping[object, str]) -> Callable[..., NamedState]:
+    def make(value: Any) -> NamedState:
+        if type(value) not in (int, str) or value not in members:
+            raise MalformedError(f"it has a {stored} of the value {value!r:.40}, which Megatron-core 0.16 does not have")
+        return NamedState(stored, members[value])
+
+    return make
+
+
+def _attributes(stored: str) -> Callable[..., Deferred]:
+    def make() -> Deferred:
+        return _Attributes(stored)
+
+    return make
+
+
+def _posix_path(*parts: Any) -> NamedState:
+    if any(type(part) is not str for part in parts):
+        raise MalformedError("it has a path of something else")
+    first = parts[0] if parts else ""
+    return NamedState(_POSIX_PATH, first + "/".join(parts[1:]) if first.endswith("/") else "/".join(parts) or ".")
+
+
+class _Attributes(Deferred):
+    """An object whose state is its attributes."""
+
+    def __init__(self, stored: str) -> None:
+        super().__init__()
+        self.value: Any = NamedState(stored, {})
+
+    def build(self, state: Any) -> None:
+        if type(state) is not dict or not all(type(key) is str for key in state):
+            raise MalformedError("it sets malformed attributes")
+        self.value.state = state
+        self.held = list(state.values())
+
+
+class _BytesIO(Deferred):
+    """A stream of bytes. Its position is not kept."""
+
+    def build(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) != 3 or type(state[0]) is not bytes or state[2] is not None:
+            raise MalformedError("it has a malformed BytesIO")
+        self.value = NamedState(_BYTES_IO, state[0])
