@@ -13,7 +13,7 @@ from tensorstore_ck.common.units import human_bytes
 if TYPE_CHECKING:
     from tensorstore_ck.integrations.exporting import ExportReport
 
-_FORMATS: Final = ("dcp", "hf", "safetensors", "torch")
+_FORMATS: Final = ("dcp", "hf", "megatron", "safetensors", "torch")
 _SHOWN: Final = 5
 
 
@@ -31,6 +31,8 @@ def file_size(text: str) -> int:
     "tsck export runs/gpt@1000 --to torch step-1000.pt",
     "tsck export runs/gpt --to dcp checkpoint/",
     "tsck export runs/bert --to hf bert/",
+    "tsck export runs/gpt --to megatron iter_0001000/",
+    "tsck export runs/llama --to hf llama/ --names llama.toml --exclude 'optimizer.*' --config-from meta-llama/Llama-3.2-1B",
 )
 @click.argument("address", shell_complete=complete_address)
 @click.argument("path", metavar="DIR", type=click.Path())
@@ -39,11 +41,14 @@ def file_size(text: str) -> int:
     "format_",
     type=click.Choice(_FORMATS),
     required=True,
-    help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained.",
+    help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained. megatron: for Megatron-core.",
 )
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable).")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")
 @click.option("--strip-prefix", metavar="PREFIX", help="Remove PREFIX from all names, e.g. 'model.'; automatic with --to hf.")
+@click.option(
+    "--names", metavar="FILE", type=click.Path(), help="Weights of Megatron under the names of Hugging Face, or back, by FILE (TOML)."
+)
 @click.option("--config-from", metavar="DIR|NAME", help="With --to hf: configuration and tokenizer, instead of those in the snapshot.")
 @click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
@@ -58,6 +63,7 @@ def export(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     strip_prefix: str | None,
+    names: str | None,
     config_from: str | None,
     max_file_size: int,
     force: bool,
@@ -83,6 +89,7 @@ def export(
             select=list(include) or None,
             exclude=exclude,
             strip_prefix=strip_prefix,
+            names=names,
             config_from=config_from,
             max_file_bytes=max_file_size,
             overwrite=force,

@@ -40,6 +40,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     "tsck import checkpoint.ckpt --ref runs/old",
     "tsck import ./llama/ --ref models/llama --metadata license=llama3",
     "tsck import ./dcp-step-5000/ --ref runs/old --step 5000",
+    "tsck import ./megatron/iter_0001000/ --ref runs/old",
     "tsck import --history 'old/*.pt' --step-from name --metric val_loss=key:val_loss --ref runs/old",
     "tsck import --history 'lightning/*.ckpt' --step-from key:global_step --ref runs/old",
     "tsck import checkpoint.ckpt --ref runs/old --exclude 'hyper_parameters.*' --dry-run",
@@ -62,6 +63,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
 )
 @metadata_option
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Do not import matching paths, e.g. 'hyper_parameters.*' (repeatable).")
+@click.option("--names", metavar="FILE", type=click.Path(), help="Weights of Hugging Face under Megatron's names, or back, by FILE (TOML).")
 @click.option("--dry-run", is_flag=True, help="Only print what would be imported.")
 @codec_option
 @store_options(writes=True)
@@ -77,6 +79,7 @@ def import_(
     metrics: tuple[tuple[str, float | str], ...],
     metadata: tuple[tuple[str, object], ...],
     exclude: tuple[str, ...],
+    names: str | None,
     dry_run: bool,
     codec: CodecName,
     as_json: bool,
@@ -84,14 +87,15 @@ def import_(
     """Import the checkpoint at PATH as the next snapshot on a branch, as a whole; or, with --history, each of many as a snapshot.
 
     PATH is a file of torch.save, Lightning or safetensors; an index or folder of such files, as on Hugging Face; or a folder of
-    torch.distributed.checkpoint, also as FSDP1, accelerate and Lightning write it. No code in it is run.
+    torch.distributed.checkpoint, also as FSDP1, accelerate, Lightning and Megatron-core write it. No code in it is run.
 
     With --history, PATH is a glob in quotes, or several paths. Checkpoints are imported in the order of their steps. Killed and
     run again, it skips files whose snapshots are on the branch and still the same.
     """
     if history:
-        if step is not None or as_one:
-            raise click.UsageError(f"{'--as-one' if as_one else '--step'} is for a single snapshot, and --history makes several.")
+        if step is not None or as_one or names is not None:
+            option = "--as-one" if as_one else "--step" if step is not None else "--names"
+            raise click.UsageError(f"{option} is for a single snapshot, and --history makes several.")
         if step_from is None:
             raise click.UsageError("--history needs --step-from name, or --step-from key:PATH such as key:global_step.")
         source = {"step_from": step_from, "metrics": dict(metrics), "exclude": exclude}
@@ -109,7 +113,7 @@ def import_(
     (path,) = paths
     with _hinting(choice, path, ref, exclude):
         if dry_run:
-            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one)
+            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one, names=names)
             emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
             return
         with Bar("importing") as bar, choice.open(bar, codec) as store:
@@ -123,6 +127,7 @@ def import_(
                 metadata=dict(metadata),
                 exclude=exclude,
                 as_one=as_one,
+                names=names,
                 expect=head,
                 started=lambda contents: bar.expect(contents.tensor_bytes),
             )

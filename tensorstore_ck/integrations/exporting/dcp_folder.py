@@ -54,14 +54,32 @@ def write_dcp(job: ExportJob) -> WrittenExport:
         UnsupportedValueError: the state is not a dict, or DCP cannot distinguish two of its names.
         DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
-    content, tree, folder, target = job.content, job.tree, job.folder, job.target
+    content, tree, target = job.content, job.tree, job.target
     if not isinstance(tree, Container) or tree.node[0] not in _DICTS:
         raise UnsupportedValueError(
             "DCP holds only dicts, and this state is not one: export as torch or safetensors", object_id=target.path
         )
     meta = MetaState(content, tree, _BY_VALUE)
+    kept = write_checkpoint(job, meta, meta.state, DefaultSavePlanner())
+    return WrittenExport(len(kept), sum(map(size_bytes, kept)), dict(_dropped(tree)), _notes(tree))
+
+
+def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], planner: DefaultSavePlanner) -> list[LeafForm]:
+    """Writes the files of a checkpoint; returns its tensors.
+
+    Args:
+        job: The export.
+        meta: The tensors of `state`.
+        state: As DCP would get it.
+        planner: Names and describes its items.
+
+    Raises:
+        UnsupportedValueError: DCP cannot distinguish two of its names, or cannot hold a tensor.
+        DamageError: stored data is damaged, or a file does not hold what was written to it.
+    """
+    content, folder, target = job.content, job.folder, job.target
     require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
-    planner, plan, metadata = _plan(meta.state, target.path)
+    plan, metadata = _plan(planner, state, target.path)
     items = list(_items(content, meta, planner, plan, target.path))
     scratch = scratch_bytes(content, (item.leaf for _, item in items if isinstance(item, _Tensor)))
     require_disk_space(folder, sum(map(_size, items)) + scratch, target.path)
@@ -76,16 +94,18 @@ def write_dcp(job: ExportJob) -> WrittenExport:
             _write_file(job, file, [(storage[write_item.index].offset, item) for write_item, item in group], at)
     metadata.storage_data, metadata.version = storage, CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=os.path.abspath(target.path), save_id=str(uuid.uuid4()))
-    pickled = pickle.dumps(metadata)
-    with OutputFile(os.path.join(folder, ".metadata"), target.path) as file:
-        file.write(0, pickled)
-        file.finish(len(pickled))
-    kept = [item for _, item in items if isinstance(item, _Tensor)]
-    return WrittenExport(len(kept), sum(size_bytes(item.form) for item in kept), dict(_dropped(tree)), _notes(tree))
+    write_small_file(job, ".metadata", pickle.dumps(metadata))
+    return [item.form for _, item in items if isinstance(item, _Tensor)]
 
 
-def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
-    planner = DefaultSavePlanner()
+def write_small_file(job: ExportJob, name: str, data: bytes) -> None:
+    """Writes a file at once."""
+    with OutputFile(os.path.join(job.folder, name), job.target.path) as file:
+        file.write(0, data)
+        file.finish(len(data))
+
+
+def _plan(planner: DefaultSavePlanner, state: Any, shown: str) -> tuple[SavePlan, Metadata]:
     try:
         planner.set_up_planner(state, is_coordinator=True)
         local = planner.create_local_plan()
@@ -97,7 +117,7 @@ def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadat
             "--exclude (exclude=), or export as torch",
             object_id=shown,
         ) from exc
-    return planner, plan, metadata
+    return plan, metadata
 
 
 def _require_sizes(plan: SavePlan) -> None:

@@ -19,16 +19,19 @@ from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, at
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
 from tensorstore_ck.integrations.model_file_names import USUAL_FILE
+from tensorstore_ck.integrations.weight_names import read_names
+from tensorstore_ck.integrations.weight_names.content import convert_content
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 
-Format = Literal["dcp", "hf", "safetensors", "torch"]
+Format = Literal["dcp", "hf", "megatron", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 MAX_FILE_BYTES: Final = 5_000_000_000
 """The size at which Hugging Face splits models."""
+_MEGATRON_FILE: Final = re.compile(r"common\.pt|metadata\.json")
 Writer = Callable[[ExportJob], WrittenExport]
 
 
@@ -72,6 +75,7 @@ def export_snapshot(
     select: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     strip_prefix: str | None = None,
+    names: str | os.PathLike[str] | None = None,
     config_from: str | os.PathLike[str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -87,11 +91,14 @@ def export_snapshot(
         address: See `Store.checkout`.
         path: The folder to create; or a single file, if it ends in ``.safetensors``, ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
         format: ``safetensors``: tensors by name. ``torch``: everything, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
+            ``megatron``: a snapshot of `tensorstore_ck.megatron`, or an imported folder, for Megatron-core's `dist_checkpointing.load`.
             ``hf``: the model with configuration and tokenizer, for `from_pretrained` of transformers, or an adapter for that of peft; it
             is tried, and `notes` says the result.
         select: Globs over names such as ``model.*``: export only what matches.
         exclude: Globs over names: export everything else.
         strip_prefix: Remove this from all names, such as ``model.``. With ``hf``, by default, what the names of the weights have in common.
+        names: A file of weight names: export the tensors of a model of Megatron-core under the names of Hugging Face, or the other way
+            round, and nothing else. See the guide "Import and export".
         config_from: With ``hf``: a folder, or a name on the Hugging Face hub, with configuration and tokenizer. By default they come from
             the snapshot, where `tensorstore_ck.hf.Trainer` saves them.
         max_file_bytes: Split larger files of a folder, between tensors. A torch file is never split.
@@ -101,7 +108,8 @@ def export_snapshot(
     Raises:
         AlreadyExistsError: `path` exists, and `overwrite` is false, or it is no export.
         UnsupportedValueError: the format cannot hold something, which the message names; nothing was written.
-        MismatchError: a glob matches nothing, a name lacks the prefix, or the model does not load; nothing was written.
+        MismatchError: a glob matches nothing, a name lacks the prefix, `names` does not fit the tensors, or the model does not load;
+            nothing was written.
         NotFoundError: with ``hf``: there is no configuration.
         SnapshotMarkedBadError: the snapshot is marked.
         DamageError: stored data is damaged; nothing was left behind.
@@ -117,15 +125,19 @@ def export_snapshot(
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
-    content = open_snapshot(engine, info)
+    content: SnapshotContent = open_snapshot(engine, info)
     tree, write = _plan(content, format, select, exclude, strip_prefix, None if config_from is None else os.fspath(config_from))
+    renamed = None if names is None else convert_content(read_names(names), content, tree)
+    if renamed is not None:
+        content, tree, _ = renamed
     metadata = engine.read_metadata(info)
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
         written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
-    left_out, notes = written.left_out, tuple(written.notes)
+    left_out = written.left_out | dict.fromkeys(() if renamed is None else renamed.left_out, "not a tensor")
+    notes = tuple(written.notes)
     return ExportReport(format, target.path, snapshot, files, written.tensors, written.tensor_bytes, left_out, notes)
 
 
@@ -136,7 +148,7 @@ def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> A
         raise InvalidOptionError(f"max_file_bytes must be at least 1, not {max_file_bytes}", object_id="max_file_bytes")
     suffixes = {"safetensors": safetensors_files.SUFFIXES, "torch": torch_file.SUFFIXES}.get(format, ())
     target = target_of(path, suffixes)
-    return target._replace(others=USUAL_FILE) if format == "hf" else target
+    return target._replace(others={"hf": USUAL_FILE, "megatron": _MEGATRON_FILE}.get(format))
 
 
 def _plan(  # noqa: PLR0917 - of `export_snapshot`
@@ -165,6 +177,10 @@ def _writer(format: Format) -> Writer:  # noqa: A002
         return torch_file.write_torch
     if format == "safetensors":
         return safetensors_files.write_safetensors
+    if format == "megatron":
+        from tensorstore_ck.integrations.exporting.megatron_folder import write_megatron  # noqa: PLC0415 - loads torch.distributed
+
+        return write_megatron
     from tensorstore_ck.integrations.exporting.dcp_folder import write_dcp  # noqa: PLC0415 - loads torch.distributed
 
     return write_dcp

@@ -15,6 +15,8 @@ from tensorstore_ck.integrations.importing.detect_format import find_state
 from tensorstore_ck.integrations.importing.mapped_files import Files
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_placeholders
+from tensorstore_ck.integrations.weight_names import read_names
+from tensorstore_ck.integrations.weight_names.states import convert_state
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
@@ -60,6 +62,7 @@ def import_checkpoint(
     metadata: Mapping[str, object] | None = None,
     exclude: Sequence[str] = (),
     as_one: bool = False,
+    names: str | os.PathLike[str] | None = None,
     expect: str | Snapshot | AnyHead | LastSeen | None = LAST_SEEN,
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     started: Callable[[CheckpointContents], None] = lambda contents: None,
@@ -78,6 +81,8 @@ def import_checkpoint(
         metadata: Added to the checkpoint's own metadata.
         exclude: Globs over paths such as ``hyper_parameters.*``, which are not imported.
         as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
+        names: A file of weight names: import the tensors of a model of Hugging Face under the names of Megatron-core, or the other way
+            round, and nothing else. See the guide "Import and export".
         expect: See `Store.put_snapshot`.
         parent: See `Store.put_snapshot`.
         started: Called before the tensors are read.
@@ -87,9 +92,10 @@ def import_checkpoint(
         SeveralStepsError: the folder has checkpoints of several steps: see `import_history`.
         UnsupportedValueError: the format is unknown, or an object cannot be stored; the message has its path.
         CorruptObjectError: the checkpoint is damaged, incomplete or inconsistent. Nothing was stored.
+        MismatchError: a glob of `exclude` matches nothing, or `names` does not fit the tensors. Nothing was stored.
         ConflictError: the ref is elsewhere; nothing was stored.
     """
-    with opened(path, exclude, as_one=as_one) as (contents, captured, files, _):
+    with opened(path, exclude, as_one=as_one, names=names) as (contents, captured, files, _):
         started(contents)
         snapshot = put_captured(
             store,
@@ -105,9 +111,11 @@ def import_checkpoint(
 
 
 @renamed_argument(leave_out="exclude")
-def inspect_checkpoint(path: str | os.PathLike[str], *, exclude: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
+def inspect_checkpoint(
+    path: str | os.PathLike[str], *, exclude: Sequence[str] = (), as_one: bool = False, names: str | os.PathLike[str] | None = None
+) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
-    with opened(path, exclude, as_one=as_one) as found:
+    with opened(path, exclude, as_one=as_one, names=names) as found:
         return found.contents
 
 
@@ -121,14 +129,20 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], exclude: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
+def opened(
+    path: str | os.PathLike[str], exclude: Sequence[str] = (), *, as_one: bool = False, names: str | os.PathLike[str] | None = None
+) -> Iterator[Opened]:
     """A parsed checkpoint; its tensors are read while they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
         resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes)
-        captured = capture(resolved.state)
+        state, left_out = resolved
+        if names is not None:
+            state, others = convert_state(read_names(names), state)
+            left_out = [*left_out, *others]
+        captured = capture(state)
         tensors = captured.layout.tensors
         contents = CheckpointContents(
             origin,
@@ -139,10 +153,10 @@ def opened(path: str | os.PathLike[str], exclude: Sequence[str] = (), *, as_one:
             found.step,
             {key: value for key, value in found.metadata.items() if key != STORE_KEY},
             dict(known.converted),
-            tuple(resolved.left_out),
+            tuple(left_out),
             dict(found.skipped),
         )
-        yield Opened(contents, captured, files, resolved.state)
+        yield Opened(contents, captured, files, state)
 
 
 def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:

@@ -34,6 +34,8 @@ from tests.integrations.exporting.states import small_blocks
 STATE = {"a": torch.arange(20_000.0), "b": {"turned": torch.arange(600.0).view(20, 30).t(), "c": torch.ones(3)}, "n": 1}
 FILES = {"model_files": {"config.json": "{}"}}
 """Without them there is no export to hf."""
+FLAT = {"a": STATE["a"], "b.turned": STATE["b"]["turned"], "b.c": STATE["b"]["c"], "common": {"n": 1, **FILES}}  # type: ignore[index]
+"""As Megatron has it."""
 
 
 @pytest.fixture
@@ -42,9 +44,10 @@ def backend() -> MemoryBackend:
 
 
 @pytest.fixture
-def store(backend: MemoryBackend) -> Iterator[tsck.Store]:
+def store(backend: MemoryBackend, request: pytest.FixtureRequest) -> Iterator[tsck.Store]:
+    is_flat = "kind" in request.fixturenames and request.getfixturevalue("kind") == "megatron"
     with open_store(backend) as opened:
-        opened.put_snapshot({**STATE, **FILES}, ref="run")
+        opened.put_snapshot(FLAT if is_flat else {**STATE, **FILES}, ref="run")
         yield opened
 
 
@@ -235,7 +238,7 @@ def test_a_marked_snapshot(store: tsck.Store, kind: Any, tmp_path: Path) -> None
 
 def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(InvalidOptionError, match="one of dcp, hf, safetensors, torch"):
+    with pytest.raises(InvalidOptionError, match="one of dcp, hf, megatron, safetensors, torch"):
         export_snapshot(store, "run", out, format="onnx")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="max_file_bytes"):
         export_snapshot(store, "run", out, format="dcp", max_file_bytes=0)

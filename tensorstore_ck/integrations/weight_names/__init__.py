@@ -1,0 +1,15 @@
+"""Weights of Hugging Face under the names of Megatron-core, and back, by a file that says which is which.
+
+names_file.py   the file, parsed
+fused_rows.py   which rows of a fused weight are whose: query, key and value; gate and up
+conversion.py   which rows of which tensor make each tensor of the other side
+states.py       converts a state in memory
+content.py      converts a stored snapshot, while it is read
+
+Every tensor is made of whole rows of others, so nothing is computed and every bit stays.
+"""
+
+from tensorstore_ck.integrations.weight_names.conversion import Conversion, TensorForm, plan_conversion
+from tensorstore_ck.integrations.weight_names.names_file import WeightNames, read_names
+
+__all__ = ["Conversion", "TensorForm", "WeightNames", "plan_conversion", "read_names"]

@@ -1,0 +1,48 @@
+"""Folders that stock Megatron wrote, imported; snapshots exported, loaded by stock Megatron: bit for bit, on 1 and 2 ranks."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run `make test-apart`")
+
+import tensorstore_ck as tsck
+from tensorstore_ck.integrations.exporting import export_snapshot
+from tensorstore_ck.integrations.importing import import_checkpoint
+from tensorstore_ck.integrations.importing.megatron_types import ENUMS
+from tests.effort import effort
+from tests.integrations.rank_runs import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+JOB = "tests.integrations.megatron.folders_job"
+LAYOUTS = ["fully_reshardable", "dp_reshardable"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", effort(LAYOUTS[:1], LAYOUTS))
+def test_a_folder_of_megatron_there_and_back(tmp_path: Path, layout: str, ranks: int) -> None:
+    said = run_ranks(JOB, tmp_path / "run", "save", layout, str(ranks), ranks=ranks)
+    stock = said[0]["saved"]
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        snapshot, contents = import_checkpoint(store, tmp_path / "run", ref="runs/old")
+        assert (snapshot.step, contents.skipped, contents.left_out) == (2, {}, ())
+        (tmp_path / "out").mkdir()
+        export_snapshot(store, "runs/old", tmp_path / "out" / "iter_0000002", format="megatron", max_file_bytes=100_000)
+    exported = str(tmp_path / "out" / "iter_0000002")
+    for count in (1, 2) if layout == LAYOUTS[0] else (ranks,):
+        found = run_ranks(
+            JOB, tmp_path / "run", "compare", layout, str(count), str(tmp_path / "store"), "runs/old", stock, exported, ranks=count
+        )
+        assert [each["same"] for each in found if each["rank"] == 0] == [exported, str(tmp_path / f"named-{count}" / "iter_0000002")]
+        assert len(found) == 2 * count
+        assert all(each["keys"] > 60 for each in found)
+
+
+def test_the_enums_are_those_of_megatron() -> None:
+    import importlib
+
+    import tests.integrations.megatron.on_cpu  # noqa: F401
+
+    for (module, name), members in ENUMS.items():
+        real = getattr(importlib.import_module(module), name)
+        assert members == {member.value: member.name for member in real}, name
