@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
 from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_optimizer
-from tensorstore_ck.integrations.deepspeed.global_names import has_other_experts
+from tensorstore_ck.integrations.deepspeed.global_names import has_other_experts, partly_tied
 
 SUPPORTED: Final = ((0, 19), (0, 20))
 """From the first up to, but not including, the second."""
@@ -59,10 +59,11 @@ def _problem(engine: Any) -> str | None:
     optimizer: Any = engine.optimizer
     if engine.has_moe_layers and has_other_experts(engine.module):
         return "experts outside deepspeed.moe.layer.MoE, such as those of AutoEP"
-    if engine.pipeline_parallelism:
-        return "pipeline parallelism"
-    if engine.mp_world_size > 1:
+    slices = engine.grid.get_slice_parallel_world_size() if engine.pipeline_parallelism else engine.mp_world_size
+    if slices > 1:
         return "tensor parallelism"
+    if engine.pipeline_parallelism and (name := partly_tied(engine.module)):
+        return f"the parameter {name}, of which each stage has its own, under one name: list it in tied_weight_attr of its TiedLayerSpec"
     if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
         return "an optimizer that is offloaded to NVMe"
     parts = [each.ds_tensor for each in engine.module.parameters() if hasattr(each, "ds_tensor")]

@@ -13,7 +13,7 @@ import torch
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
-from tensorstore_ck.integrations.deepspeed.global_names import with_global_names
+from tensorstore_ck.integrations.deepspeed.global_names import is_copy, with_global_names
 from tensorstore_ck.state import FlatShard
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.buffers import plain_buffers
@@ -71,10 +71,11 @@ class EngineState(SharedState):
 
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied."""
-        fragments = self._fragments()
-        found = {**super().capture(get_optimizer), "model": self._weights(fragments, self.saves_frozen)}
+        fragments, parameters = self._fragments(), self.names().parameters
+        saved = [each for each in fragments if not is_copy(parameters[each.name])]
+        found = {**super().capture(get_optimizer), "model": self._weights(saved, self.saves_frozen)}
         if self._engine.optimizer is not None:
-            found["optimizer"] = {"state": dict(self._states(fragments)), "param_groups": self._groups(fragments)}
+            found["optimizer"] = {"state": dict(self._states(saved)), "param_groups": self._groups(fragments)}
             found["scaler"] = _scale_of(self._engine.optimizer)
         return found
 
@@ -120,7 +121,7 @@ class EngineState(SharedState):
             {**{key: value for key, value in group.items() if key not in _own_options(group)}, "params": its}
             for group, its in zip(groups, members, strict=True)
         ]
-        return optimizers.named_groups(found) if self._engine.has_moe_layers else found
+        return optimizers.named_groups(found) if self._engine.has_moe_layers or self._engine.pipeline_parallelism else found
 
     # --- restored ---------------------------------------------------------------------------------------------------------
 
@@ -228,11 +229,16 @@ class _Counters:
         self._engine = engine
 
     def state_dict(self) -> State:
-        return {name: getattr(self._engine, name) for name in COUNTERS}
+        return {name: getattr(owner, name) for owner, name in self._counters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in COUNTERS:
-            setattr(self._engine, name, state[name])
+        for owner, name in self._counters():
+            setattr(owner, name, state[name])
+
+    def _counters(self) -> list[tuple[Any, str]]:
+        """Objects, and their attributes. A pipeline seeds its layers by the micro-batches so far, if it was told to."""
+        engine = self._engine
+        return [(engine, name) for name in COUNTERS] + ([(engine.module, "micro_offset")] if engine.pipeline_parallelism else [])
 
 
 def _own_options(group: State) -> Collection[str]:

@@ -1,9 +1,11 @@
 """A model's modules under names that mean the same on all ranks: experts are numbered over all ranks, not from 0 on each.
 
-The stages of a pipeline need nothing of the kind: DeepSpeed names a stage's layers by their numbers in the whole model.
+The stages of a pipeline need nothing of the kind: DeepSpeed names a stage's layers by their numbers in the whole model, and tied layers by
+their key.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -21,6 +23,20 @@ def has_other_experts(model: nn.Module) -> bool:
     """Whether parameters that differ by expert-parallel rank are outside `MoE` layers, as in those that AutoEP makes."""
     known = {id(each) for _, experts in _experts_of(model) for each in experts.parameters()}
     return any(is_moe_param(each) and id(each) not in known for each in model.parameters())
+
+
+def is_copy(parameter: torch.Tensor) -> bool:
+    """Whether an earlier stage of the pipeline has the same parameter, which is tied."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def partly_tied(pipeline: Any) -> str | None:
+    """A trained parameter of a tied layer whose gradients DeepSpeed does not add up over the stages that have the layer."""
+    for key, shared in pipeline.tied_comms.items():
+        for name, each in shared["module"].named_parameters() if len(shared["ranks"]) > 1 else ():
+            if each.requires_grad and name not in shared["weight_attr"]:
+                return f"tied_modules.{key}.{name}"
+    return None
 
 
 def _experts_of(model: nn.Module) -> Iterator[tuple[int, nn.ModuleList]]:

@@ -27,8 +27,8 @@ def say(**said: object) -> None:
 def parse(text: str) -> Kind:
     stage, dtype, *rest = text.split(",")
     options = {name: json.loads(value) for name, value in (each.split("=") for each in rest)}
-    ep_size = options.pop("ep_size", 0)
-    return Kind(int(stage), dtype, tuple(options.items()), ep_size)
+    ep_size, stages = options.pop("ep_size", 0), options.pop("stages", 0)
+    return Kind(int(stage), dtype, tuple(options.items()), ep_size, stages)
 
 
 def attached(kind: Kind, store: Store, ref: str) -> Any:
@@ -43,6 +43,12 @@ def optimizer_tensors(store: Store, ref: str) -> dict[str, torch.Tensor]:
         return {name: found[name][...] for name in found if name.startswith("optimizer.")}
 
 
+def lost_weights(engine: Any, store: Store, ref: str) -> list[str]:
+    """The parameters of this rank that are not those of the snapshot."""
+    with store.open_snapshot(ref) as found:
+        return [name for name, each in engine.module.named_parameters() if not torch.equal(each, found[f"model.{name}"][...])]
+
+
 def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
     """Loads a snapshot of another branch, and saves it as it is."""
     engine = attached(kind, store, copy)
@@ -52,7 +58,9 @@ def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
     assert engine.save_checkpoint(folder / copy)
     one, other = (optimizer_tensors(store, each) if rank == 0 else {} for each in (ref, copy))
     differ = sorted(one.keys() ^ other.keys()) + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
-    seen = engine.module.seen.tolist()
+    seen = engine.module.seen.tolist() if not kind.stages else [each.tolist() for each in engine.module.buffers()]
+    lost = lost_weights(engine, store, ref) if kind.stages else []
+    micro_batches = getattr(engine.module, "micro_offset", None)
     experts = [int(each.number) for each in engine.module.experts] if kind.ep_size else []
     losses = train(engine, rank, range(SAVED_AFTER, STEPS))
     say(
@@ -63,6 +71,8 @@ def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
         step=step,
         differ=differ,
         seen=seen,
+        lost=lost,
+        micro_batches=micro_batches,
         experts=experts,
         groups=groups,
         compared=len(one),
