@@ -41,6 +41,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     "tsck import ./llama/ --ref models/llama --metadata license=llama3",
     "tsck import ./dcp-step-5000/ --ref runs/old --step 5000",
     "tsck import ./megatron/iter_0001000/ --ref runs/old",
+    "tsck import ./deepspeed-out/ --ref runs/old",
     "tsck import --history 'old/*.pt' --step-from name --metric val_loss=key:val_loss --ref runs/old",
     "tsck import --history 'lightning/*.ckpt' --step-from key:global_step --ref runs/old",
     "tsck import checkpoint.ckpt --ref runs/old --exclude 'hyper_parameters.*' --dry-run",
@@ -86,8 +87,9 @@ def import_(
 ) -> None:
     """Import the checkpoint at PATH as the next snapshot on a branch, as a whole; or, with --history, each of many as a snapshot.
 
-    PATH is a file of torch.save, Lightning or safetensors; an index or folder of such files, as on Hugging Face; or a folder of
-    torch.distributed.checkpoint, also as FSDP1, accelerate, Lightning and Megatron-core write it. No code in it is run.
+    PATH is a file of torch.save, Lightning or safetensors; an index or folder of such files, as on Hugging Face; a folder of
+    torch.distributed.checkpoint, also as FSDP1, accelerate, Lightning and Megatron-core write it; or one of DeepSpeed, of any ZeRO
+    stage, whose `latest` is followed. No code in it is run.
 
     With --history, PATH is a glob in quotes, or several paths. Checkpoints are imported in the order of their steps. Killed and
     run again, it skips files whose snapshots are on the branch and still the same.

@@ -7,6 +7,8 @@ accelerate/              accelerate's Accelerator over a store
 hf/                      transformers' Trainer over a store
 torch_checkpointing/     torch_checkpointing's CheckpointManager over a store
 lightning/               Lightning's Trainer and Fabric over a store
+deepspeed/               DeepSpeed's engine over a store
+deepspeed_names.py       what snapshots of its engines are made of
 ray/                     Ray Train over a store
 titan/                   torchtitan's checkpoint manager over a store
 weight_names/            weights of Hugging Face under the names of Megatron-core, and back

@@ -17,6 +17,7 @@ capture_copy.py         copies a captured state into host memory
 cuda_copy.py            copies from CUDA devices in the background
 boxes.py                `Box`, `Boxes` and torch's `CheckpointableTensor`
 sharded_tensors.py      `DTensor`, `ShardedTensor` and `FlatShard`
+sourced_tensor.py       a tensor whose bytes are put together while they are read
 rank_shares.py          a rank's share of a tensor, as bytes or as memory to fill
 wrapper_subclasses.py   traceable wrapper subclasses of tensors
 sharded_wrappers.py     DTensors over wrapper subclasses

@@ -27,6 +27,7 @@ from tensorstore_ck.state.rank_shares import RankShare, flags_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, NamedState, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
+from tensorstore_ck.state.sourced_tensor import SourcedTensor
 from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable
 from tensorstore_ck.state.unsupported_types import advice_for
 
@@ -154,6 +155,8 @@ class CaptureWalk:
             self._visit_array(value, path, nodes, position)
         elif kind in _SHARES or is_checkpointable(value) or (self._describer is not None and kind is FlatShard):
             self._visit_spread(value, path, nodes, position)
+        elif kind is SourcedTensor:
+            self._visit_sourced(value, path, nodes, position)
         elif isinstance(value, torch.Tensor):
             self._visit_subclass(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
@@ -325,6 +328,14 @@ class CaptureWalk:
             else:
                 self._spreads[number] = "flat" if share.is_flat else "boxes"
                 self._explicit[number] = boxes
+        self._place(number, nodes, position)
+
+    def _visit_sourced(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
+        name = self._names.at(path)
+        number = self._table.number_of.get(id(value))
+        if number is None:
+            spec = TensorSpec(name, DTYPE_NAMES[value.dtype], value.dtype.itemsize, value.shape)
+            number = self._table.add(value, spec, value.source, None)
         self._place(number, nodes, position)
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -18,6 +18,7 @@ from deepspeed import DeepSpeedEngine
 from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
+from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
 from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
@@ -29,11 +30,6 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, RankOwnState
 from tensorstore_ck.training.stateful_parts import StatefulPart
-
-NOTE: Final = "deepspeed"
-"""In a snapshot's metadata: its tag."""
-LATEST: Final = "latest"
-_CLIENT_STATE: Final = "client_state"
 
 
 class SnapshotMixin:
@@ -148,7 +144,7 @@ class _Snapshots:
     def __init__(self, engine: Any, store: Store, ref: str, **options: Any) -> None:
         self._engine, self._store, self._ref, self._options = engine, store, ref, options
         self._shared = EngineState(engine)
-        self._values: dict[str, Any] = {_CLIENT_STATE: {}}
+        self._values: dict[str, Any] = {CLIENT_STATE: {}}
         model, none = StatefulPart.of("model", self._shared.module), StatefulPart.of("dataloader", None)
         self._state = TrainingState.over(self._shared, RankOwnState(model, none, {}, self._values, None))
         self._checkpointer: Checkpointer | None = None
@@ -171,7 +167,7 @@ class _Snapshots:
         if self._checkpointer is None:
             require_own_ref(self._store, self._ref, "load_checkpoint()")
             self._checkpointer = Checkpointer(self._store, self._state, ref=self._ref, when=Always(), group=self._group, **self._options)
-        self._values[_CLIENT_STATE] = dict(client_state)
+        self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
         with self._partitioned():
             saved = self._checkpointer.step(step, metadata={NOTE: {"tag": tag}})
@@ -269,7 +265,7 @@ class _Snapshots:
         if found is None:
             raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot in {self._store.url}", object_id=address)
         note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(found.root)))
-        return os.fspath(folder / str(note.get("tag", address))), self._values[_CLIENT_STATE] if VALUES in parts else {}
+        return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 
     def _note(self, root: str) -> bytes:
         note = self._store.metadata(root).get(NOTE)

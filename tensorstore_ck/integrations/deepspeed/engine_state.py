@@ -7,13 +7,14 @@ one more state of the optimizer, ``master``. So a snapshot fits every stage, and
 import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
 from tensorstore_ck.integrations.deepspeed.global_names import is_copy, with_global_names
+from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, SCALE
 from tensorstore_ck.state import FlatShard
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.buffers import plain_buffers
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from tensorstore_ck.state import LazySnapshot
 
 State = dict[str, Any]
-MASTER: Final = "master"
-COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-"""Attributes of an engine."""
-SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes of its loss scaler that change; the others are its configuration."""
 
 
 class EngineState(SharedState):

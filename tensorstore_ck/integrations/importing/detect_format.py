@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations.importing import dcp_folder, megatron_folder, sharded_index, trainer_folder
+from tensorstore_ck.integrations.importing import dcp_folder, deepspeed_folder, megatron_folder, sharded_index, trainer_folder
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -17,7 +17,8 @@ from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 _LIGHTNING_META: Final = "meta.pt"
 _FORMATS: Final = (
-    "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, a DCP folder, or one of Megatron"
+    "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, a DCP folder, or a folder of DeepSpeed or "
+    "Megatron"
 )
 
 
@@ -80,6 +81,9 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
         )
     if folder.has(trainer_folder.STATE):
         return _trainer(files, folder, names, known)
+    tag_folder = deepspeed_folder.find_tag_folder(folder, names)
+    if tag_folder is not None:
+        return _deepspeed(files, tag_folder, known)
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
@@ -109,6 +113,11 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
         raise CorruptObjectError(f"{file.path} is not a dict, as Lightning writes it: get or save it again", object_id=file.path)
     unknown = {**content.unknown, **dict.fromkeys(loaded.unknown, file.path)}
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
+
+
+def _deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> FoundState:
+    content = deepspeed_folder.load_deepspeed(files, tag_folder, known)
+    return FoundState("DeepSpeed checkpoint", content.state, content.metadata, content.unknown, content.step, content.skipped)
 
 
 class _Members(NamedTuple):

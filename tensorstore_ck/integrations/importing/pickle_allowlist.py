@@ -15,6 +15,7 @@ import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.format.values import numpy_dtype
+from tensorstore_ck.integrations.importing.deepspeed_classes import deepspeed_makers
 from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.omegaconf import config_makers
@@ -90,6 +91,7 @@ class PickleAllowlist:
             "_rebuild_parameter_with_state", self._parameter_with_state
         )
         self._table.update(config_makers(self.converted))
+        self._table.update(deepspeed_makers(self.converted))
         for module in _ATTRIBUTE_DICTS:
             self._convert(module, "AttributeDict", dict, "a dict")
         self._convert("argparse", "Namespace", dict, "a dict")

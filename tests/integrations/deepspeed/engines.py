@@ -146,6 +146,7 @@ def make(kind: Kind, *, decays: Callable[[nn.Parameter], bool] = lambda each: ea
     options = dict(kind.options)
     config: dict[str, Any] = {
         "data_types": {"grad_accum_dtype": options.pop("grad_accum_dtype", None)},
+        "checkpoint": {"load_universal": options.pop("load_universal", False)},
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": max(2 * kind.stages // int(os.environ["WORLD_SIZE"]), 1),
         "zero_optimization": {"stage": kind.stage, **options},

@@ -1,0 +1,16 @@
+"""What snapshots of DeepSpeed engines are made of. Needs no DeepSpeed, so that imports and exports have the same names as engines."""
+
+from typing import Final
+
+NOTE: Final = "deepspeed"
+"""In a snapshot's metadata: its tag."""
+LATEST: Final = "latest"
+"""The file that names the newest tag."""
+MASTER: Final = "master"
+"""The state of the optimizer that is a parameter's master weights."""
+COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+"""Attributes of an engine, under ``extra.deepspeed``."""
+SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of its loss scaler that change, under ``scaler``; the others are its configuration."""
+CLIENT_STATE: Final = "client_state"
+"""Among each rank's own values."""

@@ -1,0 +1,222 @@
+"""The files of one tag of a DeepSpeed checkpoint: which there are, which must be there, and what they say.
+
+``mp_rank_00_model_states.pt`` (with ZeRO 3 one for each rank) has weights, counters, schedule and the client's state, and
+``[bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt`` rank N's part of masters and moments. Names and sizes in them are checked here.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, NoReturn
+
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
+from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
+
+KIND: Final = "DeepSpeed checkpoint"
+ZERO: Final = "zero"
+"""The folder of a universal checkpoint that has a folder for each parameter."""
+OPTIMIZER_STATE: Final = "optimizer_state.pt"
+MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
+_OF_PIPELINES: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+-model_states\.pt")
+_OF_EXPERTS: Final = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_EQUAL: Final = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
+"""What the files of all ranks must say alike."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedFiles:
+    """The content of the files of one tag."""
+
+    folder: Folder
+    models: list[dict[str, Any]]
+    """With ZeRO 3 of each rank; else one."""
+    optimizers: list[dict[str, Any]]
+    """Of each rank; none without ZeRO, and in a universal checkpoint."""
+    is_universal: bool
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Names in the pickles that are not allowed -> the file."""
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The first rank's."""
+        return self.models[0]
+
+    @property
+    def version(self) -> str:
+        """DeepSpeed's."""
+        return shown(self.model.get("ds_version"))
+
+
+def is_tag_folder(path: str) -> bool:
+    """Whether a folder has such files."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    return any(MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name) for name in names) or os.path.isfile(
+        os.path.join(path, ZERO, OPTIMIZER_STATE)
+    )
+
+
+def read_files(files: Files, folder: Folder, known: PickleAllowlist) -> DeepSpeedFiles:
+    """Reads all files of a tag; tensors stay in them.
+
+    Raises:
+        CorruptObjectError: a file is missing or damaged, or they do not fit each other.
+        UnsupportedValueError: it is of a kind that is not imported.
+    """
+    names = folder.names()
+    _refuse_kinds(folder, names)
+    reader = _Reader(files, folder, known)
+    with naming_file(folder.path, KIND):
+        of_ranks = {int(match[1]): name for name in names if (match := MODEL.fullmatch(name)) and match[1] is not None}
+        shared = [name for name in names if (match := MODEL.fullmatch(name)) and match[1] is None]
+        optimizer_names = {int(match[1]): name for name in names if (match := OPTIMIZER.fullmatch(name))}
+        is_universal = folder.has(os.path.join(ZERO, OPTIMIZER_STATE))
+        if of_ranks and shared and not is_universal:
+            raise MalformedError(f"it has {shared[0]} of ZeRO 0 to 2 and {of_ranks[min(of_ranks)]} of ZeRO 3: two saves are mixed")
+        if not of_ranks and not shared:
+            raise MalformedError("it lacks mp_rank_00_model_states.pt, which has the weights and counters")
+        first = reader.read(shared[0] if shared else of_ranks[min(of_ranks)])
+        world = first.get("dp_world_size")
+        if type(world) is not int or not 0 < world <= 1_000_000:
+            raise MalformedError("it has no dp_world_size")
+        if shown(first.get("mp_world_size", 1)) != "1":
+            _unsupported(folder, "tensor parallelism")
+        if shared:
+            models = [first]
+        else:
+            models = [reader.read(each) for each in _of_all_ranks(of_ranks, world, "zero_pp_rank_{}_mp_rank_00_model_states.pt")]
+        optimizers = []
+        if optimizer_names or (first.get("param_shapes") is not None and not is_universal):
+            prefix = next(iter(optimizer_names.values()), ZERO).partition(ZERO)[0]
+            form = f"{prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt"
+            optimizers = [reader.read(each) for each in _of_all_ranks(optimizer_names, world, form)]
+        _require_alike(models)
+        extra = {rank: name for found in (of_ranks, optimizer_names) for rank, name in found.items() if rank >= world}
+    why = f"the checkpoint is of {world} ranks, so this is left over from a save of more"
+    skipped = [(name, why) for name in extra.values()]
+    return DeepSpeedFiles(folder, models, optimizers, is_universal, reader.unknown, tuple(skipped))
+
+
+def _of_all_ranks(found: Mapping[int, str], world: int, form: str) -> list[str]:
+    missing = [rank for rank in range(world) if rank not in found]
+    if missing:
+        more = f" and those of {len(missing) - 1} more ranks" if len(missing) > 1 else ""
+        raise MalformedError(f"it lacks {form.format(missing[0])}{more}; it was saved by {world} ranks")
+    return [found[rank] for rank in range(world)]
+
+
+def _require_alike(models: Sequence[Mapping[str, Any]]) -> None:
+    for rank, model in enumerate(models):
+        for key in _EQUAL:
+            one, other = models[0].get(key), model.get(key)
+            if type(one) not in (int, str, type(None)) or type(one) is not type(other) or one != other:
+                raise MalformedError(
+                    f"the files of ranks 0 and {rank} are of different saves: their {key} are {shown(one)} and {shown(other)}"
+                )
+        if _shapes(model) != _shapes(models[0]):
+            raise MalformedError(f"the files of ranks 0 and {rank} are of different saves: they have parameters of other shapes")
+
+
+def _shapes(model: Mapping[str, Any]) -> tuple[list[Shapes], Shapes]:
+    shapes = [shapes_of(each, "param_shapes") for each in list_of(model.get("param_shapes") or [], "param_shapes")]
+    return shapes, shapes_of(model.get("frozen_param_shapes") or {}, "frozen_param_shapes")
+
+
+def _refuse_kinds(folder: Folder, names: Sequence[str]) -> None:
+    for name in names:
+        if _OF_PIPELINES.fullmatch(name):
+            _unsupported(folder, f"pipeline parallelism ({name})")
+        if _OF_EXPERTS.fullmatch(name):
+            _unsupported(folder, f"MoE experts ({name})")
+        match = MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)
+        if match is not None and int(match[2]):
+            _unsupported(folder, f"tensor or pipeline parallelism ({name})")
+
+
+def _unsupported(folder: Folder, what: str) -> NoReturn:
+    raise UnsupportedValueError(
+        f"{folder.path} is a DeepSpeed checkpoint with {what}, which is not imported: load it with DeepSpeed, then save it with "
+        "tensorstore_ck.deepspeed, or as a state dict with torch.save",
+        object_id=folder.path,
+    )
+
+
+class _Reader:
+    def __init__(self, files: Files, folder: Folder, known: PickleAllowlist) -> None:
+        self._files, self._folder, self._known = files, folder, known
+        self.unknown: dict[str, str] = {}
+
+    def read(self, name: str) -> dict[str, Any]:
+        found = load_file(self._files, self._folder, name, self._known, self.unknown)
+        if not isinstance(found, dict):
+            raise MalformedError(f"{name} has no dict")
+        return found
+
+
+def load_file(files: Files, folder: Folder, name: str, known: PickleAllowlist, unknown: dict[str, str]) -> Any:
+    """The object in a torch file of a folder; adds names that are not allowed to `unknown`."""
+    file = files.map(folder.join(name))
+    if not is_torch_file(file):
+        raise MalformedError(f"{name} is no file of torch.save, or is cut off")
+    loaded = load_torch_file(files, file, known)
+    unknown.update(dict.fromkeys(loaded.unknown, file.path))
+    return loaded.value
+
+
+# --- what a foreign file says, checked ------------------------------------------------------------------------------------
+
+
+def shown(value: object) -> str:
+    """A foreign value in a message; only its type, unless it is a short one."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return printable(value, 40) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+
+
+def shapes_of(found: object, what: str) -> Shapes:
+    """A dict of name -> shape."""
+    if not isinstance(found, dict):
+        raise MalformedError(f"its {what} is malformed")
+    shapes = {}
+    for name, shape in found.items():
+        is_shape = isinstance(shape, torch.Size | tuple | list) and len(shape) <= MAX_DIMS and all(type(each) is int for each in shape)
+        if type(name) is not str or not is_shape or min(shape, default=0) < 0 or prod(each or 1 for each in shape) > MAX_TENSOR_BYTES:
+            raise MalformedError(f"the shape of {printable(name, 80)} in its {what} is malformed")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def flat_of(found: object, what: str) -> torch.Tensor:
+    """A plain tensor, as one dimension."""
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_conj() or found.is_neg():
+        raise MalformedError(f"{what} is no plain tensor")
+    return found.detach().reshape(-1)
+
+
+def list_of(found: object, what: str, count: int | None = None) -> list[Any]:
+    """A list, of `count` items."""
+    if not isinstance(found, list | tuple) or count not in (None, len(found)):
+        have = f"{len(found)} items" if isinstance(found, list | tuple) else "no list"
+        raise MalformedError(f"its {what} has {have}" + ("" if count is None else f", where {count} are needed"))
+    return list(found)
+
+
+def dict_of(found: object, what: str) -> dict[Any, Any]:
+    """A dict."""
+    if not isinstance(found, dict):
+        raise MalformedError(f"it has no {what}")
+    return found

@@ -1,0 +1,261 @@
+"""Folders of DeepSpeed's ``save_checkpoint``, and universal ones, as the state that `tensorstore_ck.deepspeed` saves.
+
+So an engine of any stage on any number of ranks resumes from the import, and a script without DeepSpeed restores model and optimizer.
+Parts of ranks are put together block by block while the store reads them. The generators of ranks are not in such folders.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.format.record import MAX_STEP
+from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, LATEST, MASTER, NOTE, SCALE
+from tensorstore_ck.integrations.importing.deepspeed_classes import PACKAGE
+from tensorstore_ck.integrations.importing.deepspeed_files import (
+    KIND,
+    DeepSpeedFiles,
+    dict_of,
+    flat_of,
+    is_tag_folder,
+    list_of,
+    read_files,
+    shapes_of,
+)
+from tensorstore_ck.integrations.importing.deepspeed_partitions import (
+    FoundOptimizer,
+    FoundParameter,
+    optimizer_of_ranks,
+)
+from tensorstore_ck.integrations.importing.deepspeed_universal import UniversalReader
+from tensorstore_ck.integrations.importing.deepspeed_unnamed import IN_ORDER, optimizer_without_names
+from tensorstore_ck.integrations.importing.deepspeed_weights import same_elements
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
+from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.light_folders import POINTER
+from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
+from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.training_state import OWN
+
+LATEST_UNIVERSAL: Final = "latest_universal"
+_MAX_TAG_BYTES: Final = 4096
+_OWN_KEYS: Final = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"),
+        *("lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
+        *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
+        *("num_experts", "ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"),
+    }
+)
+"""DeepSpeed's own entries beside the client's state."""
+_NOT_SAVED: Final = {"data_sampler": "the position of curriculum learning", "random_ltd": "the schedule of random layer-token drop"}
+
+
+class DeepSpeedContent(NamedTuple):
+    """The content of such a folder."""
+
+    state: dict[str, Any]
+    metadata: dict[str, object]
+    step: int
+    unknown: dict[str, str]
+    """Names in its pickles that are not allowed -> the file."""
+    skipped: tuple[tuple[str, str], ...]
+
+
+def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
+    """The folder of the tag that is imported: this one, or that which its ``latest`` names; None: this is no folder of DeepSpeed.
+
+    Raises:
+        NotFoundError: ``latest`` names nothing, or there are tags and no ``latest``.
+        InvalidNameError: ``latest`` leads out of the folder.
+    """
+    if is_tag_folder(folder.path):
+        return folder.path
+    for latest in (LATEST, LATEST_UNIVERSAL):
+        path = os.path.join(folder.path, latest)
+        if not folder.has(latest) or os.path.getsize(path) > _MAX_TAG_BYTES:
+            continue
+        with open(path, "rb") as file:
+            tag = file.read(_MAX_TAG_BYTES).decode("utf-8", "replace").strip()
+        if not os.path.lexists(os.path.join(folder.path, tag)) or not tag:
+            raise NotFoundError(
+                f"{path} names {printable(tag, 80)!r}, which does not exist: get the whole checkpoint, or give the path of another tag",
+                object_id=path,
+            )
+        found = folder.join(tag)
+        if is_tag_folder(found):
+            return found
+        if os.path.isfile(os.path.join(found, POINTER)):
+            raise NotFoundError(
+                f"{found} has no weights: they are in the store that its {POINTER} names, so there is nothing to import",
+                object_id=found,
+            )
+        raise NotFoundError(f"{path} names {printable(tag, 80)!r}, which has no files of DeepSpeed: give another tag", object_id=path)
+    tags = [name for name in names if is_tag_folder(os.path.join(folder.path, name))]
+    if tags:
+        raise NotFoundError(
+            f"{folder.path} has no {LATEST}: give the path of one of its tags, such as {os.path.join(folder.path, tags[-1])}",
+            object_id=folder.path,
+        )
+    return None
+
+
+def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> DeepSpeedContent:
+    """The state in the folder of a tag.
+
+    Raises:
+        CorruptObjectError: it is damaged, incomplete or inconsistent.
+        UnsupportedValueError: it is of a kind that is not imported.
+    """
+    found = read_files(files, Folder(tag_folder), known)
+    with naming_file(tag_folder, KIND):
+        state, step = _State(files, found, known).build()
+    for name in [name for name in known.converted if name.startswith(PACKAGE)]:
+        del known.converted[name]  # they are not in the state
+    skipped = [(name, f"{what}, which is not imported") for name, what in _NOT_SAVED.items() if found.model.get(name) is not None]
+    note = {"tag": os.path.basename(tag_folder), "version": found.version}
+    return DeepSpeedContent(state, {NOTE: note}, step, found.unknown, (*found.skipped, *skipped))
+
+
+class _State:
+    def __init__(self, files: Files, found: DeepSpeedFiles, known: PickleAllowlist) -> None:
+        self._files, self._found, self._known = files, found, known
+        model = found.model
+        if model.get("module") is None:
+            raise MalformedError("it has no module: with pipeline parallelism, DeepSpeed saves it in another way, which is not imported")
+        self._module = dict_of(model["module"], "module")
+        self._buffers = {name for name in list_of(model.get("buffer_names") or [], "buffer_names") if type(name) is str}
+        self._shared = dict_of(model.get("shared_params") or {}, "shared_params")
+
+    def build(self) -> tuple[dict[str, Any], int]:
+        """The state and its step."""
+        model = self._found.model
+        optimizer = self._optimizer()
+        weights, states = self._split(optimizer.parameters if optimizer is not None else [])
+        counters = self._counters()
+        state: dict[str, Any] = {"model": weights, "extra": {"deepspeed": counters}}
+        if optimizer is not None:
+            state["optimizer"] = {"state": states, "param_groups": optimizer.groups}
+            scaler = optimizer.scaler
+            state["scaler"] = {key: scaler[key] for key in SCALE if key in scaler} if isinstance(scaler, dict) else scaler or {}
+        if model.get("lr_scheduler") is not None:
+            state["scheduler"] = model["lr_scheduler"]
+        client = {key: value for key, value in model.items() if key not in _OWN_KEYS}
+        own = {"environment": {}, VALUES: {CLIENT_STATE: client}}
+        return {**state, "ranks": 1, "mid_step": False, OWN: own}, counters["global_steps"]
+
+    def _optimizer(self) -> FoundOptimizer | None:
+        found = self._found
+        if found.is_universal:
+            return UniversalReader(self._files, found, self._known).read()
+        if found.optimizers:
+            return optimizer_of_ranks(found)
+        saved = found.model.get("optimizer")
+        if saved is None:
+            return None
+        weights = dict(self._parameters_once())
+        named = optimizer_without_names(dict_of(saved, "optimizer"), weights, found.folder.path)
+        if MASTER not in {key for each in named.parameters for key in each.runs}:
+            self._known.converted[IN_ORDER] += len(named.parameters)
+        return named
+
+    def _parameters_once(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters; of those that share memory the first."""
+        seen = set()
+        for name, tensor in self._module.items():
+            if name in self._buffers or type(name) is not str or not isinstance(tensor, torch.Tensor):
+                continue
+            place = tensor.data_ptr(), tensor.shape
+            if not tensor.numel() or place not in seen:
+                seen.add(place)
+                yield name, tensor
+
+    def _counters(self) -> dict[str, int]:
+        model = self._found.model
+        counters = {name: model.get(name, 0) for name in COUNTERS}
+        config = model.get("ds_config")
+        each = config.get("gradient_accumulation_steps") if isinstance(config, dict) else None
+        if type(each) is int and type(counters["global_steps"]) is int:
+            counters["micro_steps"] = counters["global_steps"] * each  # DeepSpeed does not save it
+        if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counters.values()) or counters["global_steps"] > MAX_STEP:
+            raise MalformedError("it has no valid global_steps, global_samples or skipped_steps")
+        return counters
+
+    # --- weights and optimizer ----------------------------------------------------------------------------------------
+
+    def _split(self, parameters: Sequence[FoundParameter]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Weights, and the states of the optimizer, by name."""
+        weights: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        for each in parameters:
+            if each.name in states or each.name not in self._module:
+                raise MalformedError(f"{printable(each.name, 80)} is {'twice' if each.name in states else 'not'} in the model")
+            weights[each.name] = self._weights(each)
+            kept = {key: runs for key, runs in each.runs.items() if key != MASTER or runs_dtype(runs) != weights[each.name].dtype}
+            states[each.name] = {
+                **{key: tensor_of_runs(each.shape, runs_dtype(runs), runs) for key, runs in kept.items()},
+                **each.scalars,
+            }
+        frozen = shapes_of(self._found.model.get("frozen_param_shapes") or {}, "frozen_param_shapes")
+        for name, tensor in self._module.items():
+            if name not in weights and name not in self._shared:
+                weights[name] = self._other(name, tensor, frozen.get(name))
+        for name, first in self._shared.items():
+            if first in weights:
+                weights[name] = weights[first]
+            elif name in self._module:
+                raise MalformedError(f"{printable(name, 80)} shares its memory with {printable(first, 80)}, which is not there")
+        return weights, states
+
+    def _weights(self, parameter: FoundParameter) -> SourcedTensor:
+        """The weights of a trained parameter; of ZeRO 3 from its masters."""
+        tensor = self._module[parameter.name]
+        label = printable(parameter.name, 80)
+        flat = flat_of(tensor, label)
+        masters = parameter.runs.get(MASTER, [])
+        if tuple(tensor.shape) == parameter.shape:
+            for run in masters:
+                if not same_elements(flat[run.start : run.stop], run.elements):
+                    raise MalformedError(
+                        f"the weights of {label} differ from its masters: these files are of different saves, or say nothing about the "
+                        "order of elements"
+                    )
+            return tensor_of_runs(parameter.shape, tensor.dtype, [ElementRun(0, flat)])
+        if tensor.numel() or not masters:
+            raise MalformedError(f"{label} has shape {list(tensor.shape)[:8]}, and its optimizer {list(parameter.shape)[:8]}")
+        return tensor_of_runs(parameter.shape, tensor.dtype, masters)
+
+    def _other(self, name: object, tensor: object, shape: tuple[int, ...] | None) -> Any:
+        """A buffer or a frozen parameter."""
+        if type(name) is not str:
+            raise MalformedError(f"it has a weight without a name ({printable(type(name).__name__, 40)})")
+        if name in self._buffers or not isinstance(tensor, torch.Tensor):
+            return tensor
+        label = printable(name, 80)
+        if shape is None or tuple(tensor.shape) == shape:
+            if not tensor.numel() and shape is None and len(self._found.models) > 1:
+                raise MalformedError(f"it has no elements of {label}")
+            return tensor_of_runs(tuple(tensor.shape), tensor.dtype, [ElementRun(0, flat_of(tensor, label))])
+        size = prod(shape)
+        part = -(-size // len(self._found.models))
+        runs = []
+        for rank, model in enumerate(self._found.models):
+            flat = flat_of(dict_of(model.get("frozen_param_fragments"), "frozen_param_fragments").get(name), label)
+            start = min(rank * part, size)
+            count = min(part, size - start)
+            if flat.numel() < count or flat.dtype != tensor.dtype:
+                raise MalformedError(f"rank {rank} holds {flat.numel()} elements of {label}, where {count} of {tensor.dtype} are needed")
+            runs.append(ElementRun(start, flat[:count]))
+        return tensor_of_runs(shape, tensor.dtype, runs)
+
+
+def runs_dtype(runs: Sequence[ElementRun]) -> torch.dtype:
+    """The dtype of all runs of one tensor."""
+    dtypes = {run.elements.dtype for run in runs} or {torch.float32}
+    if len(dtypes) > 1:
+        raise MalformedError(f"the ranks hold a tensor in several dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    return dtypes.pop()

@@ -1,0 +1,287 @@
+"""Where the elements of each parameter lie in the flat tensors of DeepSpeed's files.
+
+ZeRO 1 and 2, and the optimizer for bfloat16, flatten the parameters of a group in the order of ``param_shapes``, and cut that into equal
+parts by ranks; the last ends with padding. ZeRO 3 cuts each parameter into equal parts by ranks, which end with padding; a rank's
+parts of several parameters are one flat tensor.
+
+``param_slice_mappings`` is not needed for that, and is wrong with ``round_robin_gradients`` (DeepSpeed 0.19.8); else it must agree.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from tensorstore_ck.integrations.deepspeed_names import MASTER
+from tensorstore_ck.integrations.importing.deepspeed_files import (
+    DeepSpeedFiles,
+    Shapes,
+    dict_of,
+    flat_of,
+    list_of,
+    shapes_of,
+    shown,
+)
+from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
+from tensorstore_ck.state.sourced_tensor import ElementRun
+from tensorstore_ck.training.optimizers import is_same
+
+_MAX_DEPTH: Final = 3
+"""Of an optimizer's options: groups, options, pairs such as ``betas``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundParameter:
+    """A trained parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    runs: dict[str, list[ElementRun]] = field(default_factory=dict)
+    """Its master weights, and those states of the optimizer that have a number for each element."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """The other states."""
+
+
+class FoundOptimizer(NamedTuple):
+    """An optimizer by the names of its parameters."""
+
+    parameters: list[FoundParameter]
+    groups: list[dict[str, Any]]
+    """The options of each group; ``params`` are names."""
+    scaler: object
+    """A loss scaler, as a dict; None: there is none."""
+
+
+class _Rank(NamedTuple):
+    """A rank's part."""
+
+    flats: list[torch.Tensor]
+    """Masters."""
+    base: dict[str, Any]
+    """The state dict of the optimizer that DeepSpeed's wraps."""
+    mappings: list[Any] | None
+    saved: dict[str, Any]
+
+
+def optimizer_of_ranks(found: DeepSpeedFiles) -> FoundOptimizer:
+    """The optimizer in the files of all ranks.
+
+    Raises:
+        MalformedError: they do not fit each other.
+    """
+    saved = [dict_of(each.get("optimizer_state_dict"), "optimizer_state_dict") for each in found.optimizers]
+    shapes = [shapes_of(each, "param_shapes") for each in list_of(found.model.get("param_shapes"), "param_shapes")]
+    is_stage_3 = "fp32_flat_groups" in saved[0]
+    flats_key, base_key = (
+        ("fp32_flat_groups", "optimizer_state_dict") if is_stage_3 else ("single_partition_of_fp32_groups", "base_optimizer_state")
+    )
+    ranks = []
+    for number, each in enumerate(saved):
+        if flats_key not in each or not isinstance(each.get(base_key), dict):
+            what = "elastic_checkpoint is on" if isinstance(each.get(base_key), list) else f"it lacks {flats_key} or {base_key}"
+            raise MalformedError(f"DeepSpeed {found.version} laid out the optimizer of rank {number} in a way that is not known ({what})")
+        counts = each.get("partition_count")
+        for count in counts if isinstance(counts, list | tuple) else [counts]:
+            if count is not None and shown(count) != str(len(saved)):
+                raise MalformedError(f"rank {number} has one of {shown(count)} parts, where there are {len(saved)} ranks")
+        flats = [flat_of(flat, f"{flats_key} of rank {number}") for flat in list_of(each[flats_key], flats_key, len(shapes))]
+        mappings = each.get("param_slice_mappings")
+        ranks.append(
+            _Rank(flats, each[base_key], None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)), each)
+        )
+    for number, rank in enumerate(ranks):
+        if not is_same(_plain(rank.base.get("param_groups")), _plain(ranks[0].base.get("param_groups"))):
+            raise MalformedError(f"the optimizers of ranks 0 and {number} have other options: their files are of different saves")
+        if not is_same(_plain(rank.saved.get("loss_scaler")), _plain(ranks[0].saved.get("loss_scaler"))):
+            raise MalformedError(f"the loss scalers of ranks 0 and {number} differ: their files are of different saves")
+    parameters: list[list[FoundParameter]] = []
+    for index, group in enumerate(shapes):
+        if is_stage_3:
+            places = list(_cut_each(group, index, ranks))
+            sizes = [flat.numel() for flat in (rank.flats[index] for rank in ranks)]
+        else:
+            places, part = _cut_together(group, index, ranks, _alignments(ranks[0].saved, index, len(group)))
+            sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
+            if not _has_round_robin(found.model):
+                _require_mapped(places, index, ranks)
+        parameters.append(_with_states(group, index, ranks, places, sizes))
+    groups = groups_of(ranks[0].base.get("param_groups"), parameters)
+    return FoundOptimizer([each for group in parameters for each in group], groups, ranks[0].saved.get("loss_scaler"))
+
+
+# --- positions ------------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A run of a parameter's elements in a rank's flat tensor."""
+
+    name: str
+    rank: int
+    start: int
+    """In the parameter."""
+    offset: int
+    """In the flat tensor."""
+    size: int
+
+
+def _cut_together(shapes: Shapes, index: int, ranks: Sequence[_Rank], paddings: Sequence[int]) -> tuple[list[_Place], int]:
+    """ZeRO 1 and 2: also returns the size of a part, with padding."""
+    sizes = [prod(shape) for shape in shapes.values()]
+    total = sum(sizes) + sum(paddings)
+    held = [rank.flats[index].numel() for rank in ranks]
+    part = held[0] if len(ranks) > 1 else max(held[0], total)  # only the last part is saved without its padding
+    if part * len(ranks) < total:
+        raise MalformedError(f"its ranks hold {part * len(ranks)} elements of group {index}, whose parameters have {total}")
+    places = []
+    offset = 0
+    for name, size, padding in zip(shapes, sizes, paddings, strict=True):
+        for rank in range(offset // part, min(-(-(offset + size) // part), len(ranks))) if part else ():
+            first, end = max(offset, rank * part), min(offset + size, (rank + 1) * part)
+            if first < end:
+                places.append(_Place(name, rank, first - offset, first - rank * part, end - first))
+        offset += size + padding
+    _require_held(places, held, index)
+    return places, part
+
+
+def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> Iterable[_Place]:
+    """ZeRO 3."""
+    offset = 0
+    places = []
+    for name, shape in shapes.items():
+        size = prod(shape)
+        part = -(-size // len(ranks))
+        for rank in range(len(ranks)):
+            start = min(rank * part, size)
+            if held := min(part, size - start):
+                places.append(_Place(name, rank, start, offset, held))
+        offset += part
+    for number, flat in enumerate(each.flats[index] for each in ranks):
+        if flat.numel() != offset:
+            raise MalformedError(f"rank {number} holds {flat.numel()} elements of group {index}, whose parameters need {offset}")
+    return places
+
+
+def _require_held(places: Iterable[_Place], held: Sequence[int], index: int) -> None:
+    for place in places:
+        if place.offset + place.size > held[place.rank]:
+            raise MalformedError(
+                f"rank {place.rank} holds {held[place.rank]} elements of group {index}, and {printable(place.name, 80)} needs those "
+                f"from {place.offset} to {place.offset + place.size}"
+            )
+
+
+def _require_mapped(places: Iterable[_Place], index: int, ranks: Sequence[_Rank]) -> None:
+    """Checks the places against DeepSpeed's own list, if there is one."""
+    computed: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
+    for place in places:
+        computed[place.rank][place.name] = place.offset, place.size
+    for number, rank in enumerate(ranks):
+        if rank.mappings is None:
+            continue
+        mapping = dict_of(rank.mappings[index], "param_slice_mappings")
+        listed = {name: (each.get("start"), each.get("numel")) for name, each in mapping.items() if isinstance(each, dict)}
+        if listed != computed[number]:
+            name = next((name for name in computed[number] if listed.get(name) != computed[number][name]), next(iter(listed), ""))
+            raise MalformedError(
+                f"param_slice_mappings of rank {number} places {printable(name, 80)} elsewhere than its shapes do: these files are of "
+                "different saves, or of a version of DeepSpeed that is not known"
+            )
+
+
+def _alignments(saved: Mapping[str, Any], index: int, count: int) -> list[int]:
+    """The padding behind each parameter of a group."""
+    found = saved.get("param_alignment_paddings")
+    if found is None:
+        return [0] * count
+    paddings = list_of(list_of(found, "param_alignment_paddings")[index : index + 1], "param_alignment_paddings", 1)[0]
+    paddings = list_of(paddings, "param_alignment_paddings", count)
+    if any(type(each) is not int or not 0 <= each < 1 << 40 for each in paddings):
+        raise MalformedError("its param_alignment_paddings are malformed")
+    return paddings
+
+
+def _padding(saved: Mapping[str, Any], index: int) -> int:
+    """The padding of a rank's part, which moments are saved with."""
+    found = saved.get("group_paddings")
+    padding = found[index] if isinstance(found, list) and index < len(found) else 0
+    return padding if type(padding) is int else 0
+
+
+def _has_round_robin(model: Mapping[str, Any]) -> bool:
+    config = model.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(options, dict) and options.get("round_robin_gradients") is True
+
+
+# --- states ---------------------------------------------------------------------------------------------------------------
+
+
+def _with_states(
+    shapes: Shapes, index: int, ranks: Sequence[_Rank], places: Sequence[_Place], sizes: Sequence[int]
+) -> list[FoundParameter]:
+    """The parameters of a group. `sizes`: of each rank's part, with padding, as moments have it."""
+    states = [dict_of(dict_of(rank.base.get("state"), "state").get(index, {}), "state") for rank in ranks]
+    flats: dict[str, list[torch.Tensor]] = {MASTER: [rank.flats[index] for rank in ranks]}
+    scalars: dict[str, Any] = {}
+    for key in states[0]:
+        if type(key) is not str or key == MASTER or any(key not in state for state in states):
+            raise MalformedError(f"not all ranks have {printable(key, 40)!r} of group {index}")
+        held = [state[key] for state in states]
+        if isinstance(held[0], torch.Tensor) and held[0].dim() > 0:
+            flats[key] = [flat_of(each, f"{key} of group {index}") for each in held]
+            for number, each in enumerate(flats[key]):
+                if each.numel() not in (sizes[number], ranks[number].flats[index].numel()):
+                    raise MalformedError(
+                        f"{key} of group {index} has {each.numel()} elements on rank {number}, where its masters have "
+                        f"{ranks[number].flats[index].numel()}"
+                    )
+        elif all(is_same(_plain(each), _plain(held[0])) for each in held):
+            scalars[key] = held[0]
+        else:
+            values = ", ".join(sorted({shown(each) for each in held})[:4])
+            raise MalformedError(f"{key} of group {index} differs by rank ({values}): the files are of different saves")
+    if any(state.keys() != states[0].keys() for state in states):
+        raise MalformedError(f"the ranks have other states of group {index}: their files are of different saves")
+    parameters = {
+        name: FoundParameter(
+            name,
+            shape,
+            {key: [] for key in flats},
+            {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in scalars.items()},
+        )
+        for name, shape in shapes.items()
+    }
+    for key, of_ranks in flats.items():
+        for place in places:
+            elements = of_ranks[place.rank][place.offset : place.offset + place.size]
+            parameters[place.name].runs[key].append(ElementRun(place.start, elements))
+    return list(parameters.values())
+
+
+def groups_of(found: object, parameters: Sequence[Sequence[FoundParameter]]) -> list[dict[str, Any]]:
+    """The groups of the optimizer, of which each has some of DeepSpeed's flat tensors."""
+    groups = []
+    numbers: list[int] = []
+    for group in list_of(found, "param_groups"):
+        options = dict(dict_of(group, "group of parameters"))
+        indexes = list_of(options.pop("params", None), "params")
+        if any(type(each) is not int or not 0 <= each < len(parameters) for each in indexes):
+            raise MalformedError("a group of parameters names flat tensors that it does not have")
+        numbers += indexes
+        groups.append({**options, "params": [each.name for number in indexes for each in parameters[number]]})
+    if sorted(numbers) != list(range(len(parameters))):
+        raise MalformedError("its groups of parameters do not have each flat tensor once")
+    return groups
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """For a comparison: lists as dicts."""
+    if isinstance(value, list | tuple | dict):
+        if depth > _MAX_DEPTH:
+            raise MalformedError("the options of its optimizer are nested too deep")
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: _plain(each, depth + 1) for key, each in items}
+    return value

@@ -1,0 +1,138 @@
+"""Names for the optimizer of a DeepSpeed checkpoint without ZeRO, which numbers its parameters.
+
+Masters are compared with the weights of the model. Without masters, in float32, the parameters of each shape are taken in the model's
+order, if that leaves no choice: all of them are in one group, and none of the model's is missing.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.deepspeed_names import MASTER
+from tensorstore_ck.integrations.importing.deepspeed_files import dict_of, flat_of, list_of
+from tensorstore_ck.integrations.importing.deepspeed_partitions import FoundOptimizer, FoundParameter
+from tensorstore_ck.integrations.importing.deepspeed_weights import same_elements
+from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
+from tensorstore_ck.state.sourced_tensor import ElementRun
+
+IN_ORDER = "numbers of parameters, read as their names in the model's order"
+"""A conversion, in words."""
+
+
+def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor], origin: str) -> FoundOptimizer:
+    """The optimizer of a checkpoint without ZeRO.
+
+    Args:
+        saved: Its state dict.
+        weights: The model's parameters, each once.
+        origin: The name of the checkpoint in messages.
+
+    Raises:
+        UnsupportedValueError: more than one parameter may be meant.
+        MalformedError: it does not fit.
+    """
+    base = dict_of(saved.get("optimizer_state_dict", saved), "state dict of an optimizer")
+    states = dict_of(base.get("state"), "state of the optimizer")
+    groups = [dict(dict_of(each, "group of parameters")) for each in list_of(base.get("param_groups"), "param_groups")]
+    indexes = [list_of(group.pop("params", None), "params") for group in groups]
+    left = dict(weights)
+    if "fp32_groups" in saved:
+        masters = [list_of(each, "fp32_groups") for each in list_of(saved["fp32_groups"], "fp32_groups", len(groups))]
+        members = [[_take(left, flat_of(each, "a master"), tuple(each.shape)) for each in group] for group in masters]
+        parameters = [
+            [_of_one(*member, states.get(index, {})) for member, index in zip(group, _same_length(own, group), strict=True)]
+            for group, own in zip(members, indexes, strict=True)
+        ]
+    elif "fp32_groups_flat" in saved:
+        flats = list_of(saved["fp32_groups_flat"], "fp32_groups_flat", len(groups))
+        parameters = [
+            list(_of_flat(left, flat_of(flat, "masters"), states.get(_same_length(own, [0])[0], {})))
+            for flat, own in zip(flats, indexes, strict=True)
+        ]
+    else:
+        names = _in_order(indexes, states, weights, origin)
+        parameters = [
+            [_of_one(name, tuple(weights[name].shape), None, states.get(index, {})) for name, index in zip(group, own, strict=True)]
+            for group, own in zip(names, indexes, strict=True)
+        ]
+    for group, own in zip(groups, parameters, strict=True):
+        group["params"] = [each.name for each in own]
+    return FoundOptimizer([each for own in parameters for each in own], groups, saved if "cur_scale" in saved else None)
+
+
+def _take(left: dict[str, torch.Tensor], master: torch.Tensor, shape: tuple[int, ...] | None) -> tuple[str, tuple[int, ...], torch.Tensor]:
+    """The next parameter in the model's order that has these master weights, or whose masters these begin with if `shape` is None."""
+    for name, weights in left.items():
+        size = weights.numel()
+        if (shape is None or tuple(weights.shape) == shape) and 0 < size <= master.numel() and same_elements(weights, master[:size]):
+            found = tuple(left.pop(name).shape)
+            return name, found, master[:size]
+    raise MalformedError(
+        f"no weights of the model equal masters of {master.numel()} elements: weights and optimizer are of different saves"
+    )
+
+
+def _of_one(name: str, shape: tuple[int, ...], master: torch.Tensor | None, state: object) -> FoundParameter:
+    parameter = FoundParameter(name, shape, {} if master is None else {MASTER: [ElementRun(0, master)]})
+    for key, value in dict_of(state, "state of a parameter").items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            parameter.scalars[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        elif type(key) is str and tuple(value.shape) == shape:
+            parameter.runs[key] = [ElementRun(0, flat_of(value, key))]
+        else:
+            raise MalformedError(f"{printable(key, 40)} of {printable(name, 80)} has shape {list(value.shape)[:8]}, not {list(shape)[:8]}")
+    return parameter
+
+
+def _of_flat(left: dict[str, torch.Tensor], flat: torch.Tensor, state: object) -> Iterator[FoundParameter]:
+    """The parameters that are flattened into one tensor."""
+    offset = 0
+    while offset < flat.numel():
+        name, shape, master = _take(left, flat[offset:], None)
+        parameter = FoundParameter(name, shape, {MASTER: [ElementRun(0, master)]})
+        for key, value in dict_of(state, "state of a group").items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                parameter.scalars[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            elif value.numel() == flat.numel() and type(key) is str:
+                parameter.runs[key] = [ElementRun(0, flat_of(value, key)[offset : offset + prod(shape)])]
+            else:
+                raise MalformedError(f"{printable(key, 40)} has {value.numel()} elements, where its masters have {flat.numel()}")
+        yield parameter
+        offset += prod(shape)
+
+
+def _in_order(
+    indexes: Sequence[Sequence[Any]], states: Mapping[Any, Any], weights: Mapping[str, torch.Tensor], origin: str
+) -> list[list[str]]:
+    shape_of: dict[Any, tuple[int, ...]] = {}
+    for index in (each for own in indexes for each in own):
+        state = dict_of(states.get(index, {}), "state of a parameter")
+        shapes = {tuple(each.shape) for each in state.values() if isinstance(each, torch.Tensor) and each.dim()}
+        shape_of[index] = shapes.pop() if len(shapes) == 1 else ()
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name, each in weights.items():
+        by_shape.setdefault(tuple(each.shape), []).append(name)
+    groups_of: dict[tuple[int, ...], set[int]] = {}
+    for number, own in enumerate(indexes):
+        for index in own:
+            groups_of.setdefault(shape_of[index], set()).add(number)
+    counts = Counter(shape_of.values())
+    for shape, count in counts.items():
+        names = by_shape.get(shape, [])
+        if len(names) != count or len(groups_of[shape]) > 1:
+            raise UnsupportedValueError(
+                f"{origin} was saved without ZeRO in float32: its optimizer numbers its parameters, and of shape {list(shape)[:8]} it has "
+                f"{count} in {len(groups_of[shape])} groups where the model has {len(names)}, so it cannot be told which is which: load it "
+                "with DeepSpeed, then save it with tensorstore_ck.deepspeed",
+                object_id="optimizer",
+            )
+    taken = {shape: iter(names) for shape, names in by_shape.items()}
+    return [[next(taken[shape_of[index]]) for index in own] for own in indexes]
+
+
+def _same_length(own: list[Any], group: Sequence[Any]) -> list[Any]:
+    return list_of(own, "params", len(group))

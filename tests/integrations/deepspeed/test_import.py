@@ -1,0 +1,326 @@
+"""DeepSpeed's own folders become the snapshots that `tensorstore_ck.deepspeed` saves, and bad ones nothing."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import CorruptObjectError, NotFoundError, StoreError, UnsupportedValueError
+from tensorstore_ck.integrations.importing import import_checkpoint
+from tensorstore_ck.store import ReadOnlyStore, Store
+from tests.effort import effort
+from tests.integrations.deepspeed.engines import Net
+from tests.integrations.deepspeed.stages_job import SAVED_AFTER, parse
+from tests.integrations.rank_runs import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
+
+JOB = "tests.integrations.deepspeed.folders_job"
+RANKS = 3
+BELOW = ["0,bf16", '1,bf16,grad_accum_dtype="fp32"', "2,bf16,round_robin_gradients=true", "2,fp16", "1,fp32"]
+BELOW += effort([], ["0,fp16", "1,bf16", '2,bf16,offload_optimizer={"device":"cpu"}', "1,bf16,parameter_alignment=true"])
+STAGE_3 = ["3,bf16,sub_group_size=500", "3,fp32", *effort([], ["3,bf16", "3,fp16"])]
+SAVED = [parse(each).ref for each in BELOW + STAGE_3]
+TAG = f"global_step{SAVED_AFTER}"
+NOT_IN_A_FOLDER = {"ranks", "scaler.last_overflow_iter"}  # the second is not saved by DeepSpeed without a dynamic scale
+
+
+def tensors_and_values(store: ReadOnlyStore, ref: str) -> dict[str, Any]:
+    """All but each rank's own, by name."""
+    with store.open_snapshot(ref) as found:
+        tensors = {name: found[name][...] for name in found}
+        values = found.state_values
+    return {name: each for name, each in {**values, **tensors}.items() if name not in NOT_IN_A_FOLDER and not name.startswith("rank.")}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what is not equal bit by bit."""
+
+    def same(name: str) -> bool:
+        a, b = one.get(name), other.get(name)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
+    return [name for name in one.keys() | other.keys() if not same(name)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which three ranks have saved each kind, as DeepSpeed does and to a store."""
+    folder = tmp_path_factory.mktemp("folders")
+    for kinds in (BELOW, STAGE_3):
+        run_ranks(JOB, folder, "save", *kinds, ranks=RANKS)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
+        yield opened
+
+
+def universal(folder: Path, target: Path) -> Path:
+    """DeepSpeed's conversion of a folder; run in a process of its own."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(folder / TAG), "--output_folder", str(target / TAG), "--num_extract_workers", "1"]
+    target.mkdir()
+    done = subprocess.run(
+        [*command, "--num_merge_workers", "1"], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.mark.parametrize("ref", SAVED)
+def test_a_folder_is_what_an_engine_saves(saved: Path, store: Store, ref: str) -> None:
+    imported = import_checkpoint(store, saved / ref, ref="runs/a")
+    assert (imported.snapshot.step, imported.contents.skipped) == (SAVED_AFTER, {})
+    assert imported.contents.metadata["deepspeed"]["tag"] == TAG  # type: ignore[index]
+    with tsck.open(saved / "store", read_only=True, cache_dir=saved / "cache-test") as by_engine:
+        expected = tensors_and_values(by_engine, ref)
+    assert len(expected) > 60
+    assert differences(expected, tensors_and_values(store, "runs/a")) == []
+    assert store.checkout("runs/a")["rank"]["rank_values"]["client_state"] == {"epoch": 7, "rank": 0}
+    again = import_checkpoint(store, saved / ref / TAG, ref="runs/b")
+    assert store.diff("runs/a", "runs/b").changed_bytes == 0
+    assert again.snapshot.logical_bytes == imported.snapshot.logical_bytes
+
+
+@pytest.mark.parametrize("ref", [SAVED[3], SAVED[len(BELOW)]])
+def test_a_universal_folder_is_what_an_engine_saves(saved: Path, store: Store, tmp_path: Path, ref: str) -> None:
+    import_checkpoint(store, universal(saved / ref, tmp_path / "universal"), ref="runs/a")
+    with tsck.open(saved / "store", read_only=True, cache_dir=saved / "cache-test") as by_engine:
+        assert differences(tensors_and_values(by_engine, ref), tensors_and_values(store, "runs/a")) == []
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("2,bf16", 2), ("3,bf16", 1), *effort([], [("1,bf16", 4), ("0,bf16", 1)])])
+def test_an_engine_of_another_stage_resumes_from_an_import(saved: Path, tmp_path: Path, kind: str, ranks: int) -> None:
+    refs = [ref for ref in SAVED if ref.startswith("runs/bf16-")]
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        for ref in refs:
+            import_checkpoint(store, saved / ref, ref=ref)
+    said = run_ranks("tests.integrations.deepspeed.stages_job", tmp_path, "load", kind, ranks=ranks)
+    assert {each["ref"] for each in said} == set(refs)
+    for each in said:
+        assert (each["differ"], each["step"], each["groups"], each["client"]) == ([], SAVED_AFTER, [0.1, 0.0], {"epoch": 7, "rank": 0}), (
+            each
+        )
+        assert each["seen"] == [float(SAVED_AFTER)] * 3
+        assert each["path"].endswith(TAG)
+
+
+def test_a_script_without_deepspeed_restores_an_import(saved: Path, store: Store) -> None:
+    import_checkpoint(store, saved / "runs/fp32-3", ref="runs/a")
+    net = Net()
+    trained = [each for each in net.parameters() if each.requires_grad]
+    groups = [[each for each in trained if each.ndim > 1], [each for each in trained if each.ndim == 1]]
+    optimizer = torch.optim.AdamW([{"params": each} for each in groups])
+    tsck.TrainingState(model=net, optimizer=optimizer).restore(store, "runs/a", parts=["model", "optimizer"])
+    stored = store.checkout("runs/a")
+    assert all(torch.equal(each, stored["model"][name]) for name, each in net.state_dict().items())
+    assert torch.equal(optimizer.state[net.outer.bias]["exp_avg_sq"], stored["optimizer"]["state"]["outer.bias"]["exp_avg_sq"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_an_import_needs_no_deepspeed(saved: Path, tmp_path: Path) -> None:
+    program = "import sys; sys.modules['deepspeed'] = None; from tensorstore_ck.cli import main; main()"
+    command = ["import", str(saved / "runs/fp16-2"), "--ref", "runs/a", "-s", str(tmp_path / "store"), "--dry-run"]
+    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "found a DeepSpeed checkpoint: 29 tensors" in done.stdout
+
+
+# --- bad folders ----------------------------------------------------------------------------------------------------------
+
+
+class Opens:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def changed(path: Path, change: Callable[[Any], Any]) -> None:
+    """Rewrites a torch file."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def optimizer_file(tag: Path, rank: int) -> Path:
+    (found,) = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return found
+
+
+def model_file(tag: Path, rank: int = 0) -> Path:
+    """The shared one; with ZeRO 3 that of the rank."""
+    shared = tag / "mp_rank_00_model_states.pt"
+    return shared if shared.exists() else tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
+def set_step(content: Any) -> None:
+    inner = content["optimizer_state_dict"]
+    states = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))["state"]
+    for state in states.values():
+        state["step"] += 1
+
+
+def move_masters(content: Any) -> None:
+    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.mul_(1.01)
+
+
+def swap_shapes(content: Any) -> None:
+    shapes = content["param_shapes"][0]
+    shapes["inner.weight"], shapes["outer.weight"] = shapes["outer.weight"], shapes["inner.weight"]
+
+
+def reorder(content: Any) -> None:
+    content["param_shapes"][0] = dict(reversed(content["param_shapes"][0].items()))
+
+
+def shrink(content: Any) -> None:
+    content["param_shapes"][-1]["inner.bias"] = torch.Size([35])
+
+
+def shrink_all(tag: Path) -> None:
+    for rank in range(RANKS):
+        changed(model_file(tag, rank), shrink)
+
+
+def remove_optimizers(tag: Path) -> None:
+    for path in tag.glob("*optim*"):
+        path.unlink()
+
+
+BAD: list[tuple[str, str, Callable[[Path], Any], type[StoreError], str]] = [
+    ("no file of a rank", "bf16-1", lambda tag: optimizer_file(tag, 1).unlink(), CorruptObjectError, "lacks bf16_zero_pp_rank_1_mp"),
+    ("no file of a rank", "bf16-3", lambda tag: model_file(tag, 2).unlink(), CorruptObjectError, "lacks zero_pp_rank_2_mp"),
+    ("no weights", "bf16-1", lambda tag: model_file(tag).unlink(), CorruptObjectError, "lacks mp_rank_00_model_states"),
+    ("no optimizer", "fp16-2", remove_optimizers, CorruptObjectError, "lacks zero_pp_rank_0"),
+    ("another step", "bf16-1", lambda tag: changed(optimizer_file(tag, 1), set_step), CorruptObjectError, "step of group 0 differs"),
+    ("another step", "bf16-3", lambda tag: changed(optimizer_file(tag, 0), set_step), CorruptObjectError, "step of group 0 differs"),
+    (
+        "another step",
+        "bf16-3",
+        lambda tag: changed(model_file(tag, 1), lambda content: content.update(global_steps=4)),
+        CorruptObjectError,
+        "global_steps are 3 and 4",
+    ),
+    ("weights of another step", "fp16-2", lambda tag: changed(optimizer_file(tag, 0), move_masters), CorruptObjectError, "masters"),
+    (
+        "two stages",
+        "fp16-2",
+        lambda tag: shutil.copy(model_file(tag), tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        CorruptObjectError,
+        "mixed",
+    ),
+    (
+        "another layout",
+        "bf16-1",
+        lambda tag: changed(optimizer_file(tag, 2), lambda content: content["optimizer_state_dict"].pop("single_partition_of_fp32_groups")),
+        CorruptObjectError,
+        r"DeepSpeed 0\.19\.8 laid out the optimizer of rank 2",
+    ),
+    (
+        "another layout",
+        "bf16-1",
+        lambda tag: changed(model_file(tag), lambda content: content.pop("param_shapes")),
+        CorruptObjectError,
+        "param_shapes has no list",
+    ),
+    (
+        "other parts",
+        "bf16-1",
+        lambda tag: changed(optimizer_file(tag, 0), lambda content: content["optimizer_state_dict"].update(partition_count=[4, 4])),
+        CorruptObjectError,
+        "one of 4 parts, where there are 3",
+    ),
+    ("other shapes", "bf16-1", lambda tag: changed(model_file(tag), swap_shapes), CorruptObjectError, "param_slice_mappings|has shape"),
+    ("other shapes", "bf16-3", shrink_all, CorruptObjectError, "need"),
+    ("other shapes", "bf16-3", lambda tag: changed(model_file(tag, 1), shrink), CorruptObjectError, "parameters of other shapes"),
+    ("another order", "fp16-2", lambda tag: changed(model_file(tag), reorder), CorruptObjectError, "param_slice_mappings"),
+    ("another order", "round_robin", lambda tag: changed(model_file(tag), reorder), CorruptObjectError, "differ from its masters"),
+    ("cut off", "fp16-2", lambda tag: os.truncate(optimizer_file(tag, 1), 9000), CorruptObjectError, "optim_states"),
+    ("empty", "fp16-2", lambda tag: os.truncate(model_file(tag), 0), CorruptObjectError, "model_states"),
+    ("tensor parallelism", "bf16-1", lambda tag: (tag / "mp_rank_01_model_states.pt").touch(), UnsupportedValueError, "tensor or pipeline"),
+    ("pipeline", "bf16-1", lambda tag: (tag / "layer_00-model_00-model_states.pt").touch(), UnsupportedValueError, "pipeline"),
+    ("experts", "bf16-1", lambda tag: (tag / "expp_rank_0_mp_rank_00_optim_states.pt").touch(), UnsupportedValueError, "experts"),
+    (
+        "latest",
+        "bf16-1",
+        lambda tag: (tag.parent / "latest").write_text("global_step9"),
+        NotFoundError,
+        "'global_step9', which does not exist",
+    ),
+    ("latest", "bf16-1", lambda tag: (tag.parent / "latest").write_text("../x"), StoreError, "x"),
+    ("latest", "bf16-1", lambda tag: (tag.parent / "latest").unlink(), NotFoundError, "has no latest: give .*global_step3"),
+]
+
+
+def copy_of(saved: Path, tmp_path: Path, name: str) -> Path:
+    (source,) = [saved / ref for ref in SAVED if name in ref and (name != "bf16-1" or "grad_accum" in ref)]
+    shutil.copytree(source, tmp_path / "old")
+    return tmp_path / "old" / TAG
+
+
+@pytest.mark.parametrize("case", BAD, ids=[f"{each[1]}: {each[0]}" for each in BAD])
+def test_a_bad_folder_is_refused(saved: Path, store: Store, tmp_path: Path, case: Any) -> None:
+    _, name, spoil, error, message = case
+    spoil(copy_of(saved, tmp_path, name))
+    with pytest.raises(error, match=message):
+        import_checkpoint(store, tmp_path / "old", ref="runs/a")
+    assert store.branches() == {}
+
+
+@pytest.mark.parametrize("place", ["module", "client", "loss_scaler"])
+def test_nothing_in_a_folder_is_run(saved: Path, store: Store, tmp_path: Path, place: str) -> None:
+    tag = copy_of(saved, tmp_path, "fp16-2")
+    bomb = Opens(tmp_path / "opened")
+    if place == "loss_scaler":
+        changed(optimizer_file(tag, 0), lambda content: content["optimizer_state_dict"].update(loss_scaler=bomb))
+    else:
+        changed(model_file(tag), lambda content: (content["module"] if place == "module" else content).update({"mine": bomb}))
+    with pytest.raises((UnsupportedValueError, CorruptObjectError), match=r"io\.open|mine|loss scalers"):
+        import_checkpoint(store, tmp_path / "old", ref="runs/a")
+    assert not (tmp_path / "opened").exists()
+    assert store.branches() == {}
+    if place == "client":
+        import_checkpoint(store, tmp_path / "old", ref="runs/a", exclude=["rank.rank_values.client_state.mine"])
+        assert "mine" not in store.checkout("runs/a")["rank"]["rank_values"]["client_state"]
+
+
+def test_a_raw_pickle_is_no_file_of_deepspeed(saved: Path, store: Store, tmp_path: Path) -> None:
+    tag = copy_of(saved, tmp_path, "fp16-2")
+    optimizer_file(tag, 0).write_bytes(pickle.dumps(Opens(tmp_path / "opened")))
+    with pytest.raises(CorruptObjectError, match=r"no file of torch\.save"):
+        import_checkpoint(store, tmp_path / "old", ref="runs/a")
+    assert not (tmp_path / "opened").exists()
+
+
+def test_files_of_more_ranks_are_left_over(saved: Path, store: Store, tmp_path: Path) -> None:
+    tag = copy_of(saved, tmp_path, "fp16-2")
+    shutil.copy(optimizer_file(tag, 1), tag / "zero_pp_rank_7_mp_rank_00_optim_states.pt")
+    found = import_checkpoint(store, tmp_path / "old", ref="runs/a").contents
+    assert "left over" in found.skipped["zero_pp_rank_7_mp_rank_00_optim_states.pt"]
+
+
+def test_an_incomplete_universal_folder_is_refused(saved: Path, store: Store, tmp_path: Path) -> None:
+    folder = universal(saved / "runs/fp16-2", tmp_path / "universal")
+    (folder / TAG / "zero" / "outer.bias" / "fp32.pt").unlink()
+    with pytest.raises(CorruptObjectError, match=r"lacks zero/outer\.bias/fp32\.pt"):
+        import_checkpoint(store, folder, ref="runs/a")
+    assert store.branches() == {}
