@@ -184,6 +184,13 @@ def test_what_does_not_fit(store: Store, tmp_path: Path) -> None:
     assert type(native).__name__ == "DeepSpeedEngine"
     assert not isinstance(native, tsck.deepspeed.SnapshotMixin)
     native.destroy()
+    pipeline = make(Kind(0, "fp32", stages=1))
+    words = pipeline.module.tied_modules["words"]  # as if another stage had it, too, and DeepSpeed did not add up its gradients
+    pipeline.module.tied_comms = {"words": {"ranks": [0, 1], "weight_attr": [], "module": words}}
+    with pytest.raises(InvalidOptionError, match=r"tied_modules\.words\.weight.*tied_weight_attr"):
+        tsck.deepspeed.attach(pipeline, store, ref="runs/b")
+    pipeline.module.tied_comms = {}
+    pipeline.destroy()
     with reopened(store) as other:
         forgetful = attached(other)
         with pytest.raises(ConflictError, match=r"load_checkpoint\(\)"):
