@@ -123,6 +123,7 @@ def watched_files(folder: Path, strike: Strike) -> Iterator[None]:
 
     with (
         patch.object(builtins, "open", opened),
+        patch.object(io, "open", opened),  # pathlib's
         patch.object(torch, "save", saved),
         patch.object(os, "mkdir", plain(os.mkdir, 0)),
         patch.object(os, "rename", plain(os.rename, 1)),
@@ -131,11 +132,11 @@ def watched_files(folder: Path, strike: Strike) -> Iterator[None]:
         yield
 
 
-def run_ranks(folder: Path, work: Callable[[int], Said]) -> list[Said]:
+def run_ranks(folder: Path, work: Callable[[int], Said], ranks: int = RANKS) -> list[Said]:
     """What `work` returned on each forked rank; ``error`` if it failed, ``killed`` if it was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     server, port = _fork_store()
-    pids = [_fork_rank(rank, port, folder, work) for rank in range(RANKS)]
+    pids = [_fork_rank(rank, ranks, port, folder, work) for rank in range(ranks)]
     said: list[Said] = [{} for _ in pids]
     limit, is_ending = time.monotonic() + JOB_SECONDS, False
     while not all(said):
@@ -170,14 +171,14 @@ def _fork_store() -> tuple[int, str]:
     return server, port
 
 
-def _fork_rank(rank: int, port: str, folder: Path, work: Callable[[int], Said]) -> int:
+def _fork_rank(rank: int, ranks: int, port: str, folder: Path, work: Callable[[int], Said]) -> int:
     pid = os.fork()
     if pid:
         return pid
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
     try:
