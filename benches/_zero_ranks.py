@@ -105,7 +105,9 @@ def _engine(shapes: Shapes, stage: int, at: Rank) -> Any:
         optimizer.optimizer.state[flat] = {"step": torch.tensor(1.0), **moments}
     optimizer.loss_scaler = SimpleNamespace(cur_scale=1.0)
     counters = {"global_steps": 1, "global_samples": 4, "skipped_steps": 0, "micro_steps": 1}
-    return SimpleNamespace(module=_model(cut), optimizer=optimizer, lr_scheduler=None, has_moe_layers=False, **counters)
+    return SimpleNamespace(
+        module=_model(cut), optimizer=optimizer, lr_scheduler=None, has_moe_layers=False, pipeline_parallelism=False, **counters
+    )
 
 
 def _offsets(group: list[nn.Parameter]) -> list[int]:
