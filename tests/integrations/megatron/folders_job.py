@@ -1,7 +1,7 @@
 """What stock Megatron writes and reads, under torchrun: ``folders_job FOLDER save LAYOUT TP`` and ``compare LAYOUT TP STORE REF PATH...``.
 
-``save`` trains 2 steps and saves with Megatron's own strategy into ``iter_0000002``, as Megatron-LM does. ``compare`` loads
-checkpoints, each with the strategy that it names, and the newest snapshot of a ref, and ends with an error if two of them differ.
+``save`` trains 2 steps and saves with Megatron's own strategy into ``iter_0000002``, as Megatron-LM does, and into a store. ``compare``
+loads checkpoints, each with the strategy that it names, and the newest snapshot of a ref, and ends with an error if two of them differ.
 """
 
 import argparse
@@ -49,7 +49,15 @@ def save(folder: Path, job: Job) -> None:
         path.mkdir()
         (folder / "latest_checkpointed_iteration.txt").write_text(str(job.step))
     dist.barrier()
-    dist_checkpointing.save({**job.sharded_state_dict(), **VALUES}, str(path), content_metadata=dict(job.metadata))
+    state = {**job.sharded_state_dict(), **VALUES}
+    dist_checkpointing.save(state, str(path), content_metadata=dict(job.metadata))
+    with tsck.megatron.register(folder / "store", ref="runs/here"):
+        light = folder / "light" / path.name
+        if dist.get_rank() == 0:
+            light.mkdir(parents=True)
+        dist.barrier()
+        state = {**job.sharded_state_dict(), **VALUES}
+        dist_checkpointing.save(state, str(light), ("tsck", 1), content_metadata=dict(job.metadata))
     say(saved=str(path))
 
 
