@@ -13,6 +13,7 @@ ray/                     Ray Train over a store
 titan/                   torchtitan's checkpoint manager over a store
 weight_names/            weights of Hugging Face under the names of Megatron-core, and back
 megatron_layout.py       how a state of Megatron-core lies in a snapshot
+held_engine.py           the DeepSpeed engine that a trainer may hold
 light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
 trainer_pointers.py      the small file that names a snapshot, where a trainer expects a checkpoint
 trainer_resume.py        from which snapshot a trainer's run resumes

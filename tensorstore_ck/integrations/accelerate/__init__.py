@@ -2,6 +2,7 @@
 
 accelerator.py     attach and SnapshotMixin: save_state and load_state
 data_order.py      the order of data loaders in the pass that a save interrupts
+checkpoint_folders.py the folders of checkpoints
 compatibility.py   versions of accelerate, and the private names that are used
 
 `save_state` and `load_state` keep their meaning. The folders stay, without tensors, for code that looks for them.

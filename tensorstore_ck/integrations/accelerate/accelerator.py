@@ -6,8 +6,6 @@ without a check. Here a save is one snapshot of all ranks, published at once, an
 
 import operator
 import os
-import re
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +17,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
+from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
+from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
@@ -34,11 +34,9 @@ from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 REFUSED: Final = {
-    DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
-_AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
 _STEP: Final = "accelerator_step"
 _ITERATION: Final = "save_iteration"
 _LOADERS: Final = "loaders"
@@ -86,7 +84,36 @@ class SnapshotMixin:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+        """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
+        is_group = dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1 or self._is_deepspeed)
+        return dist.group.WORLD if is_group else None
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        found: bool = self._native.distributed_type == DistributedType.DEEPSPEED
+        return found
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's; None: there is none."""
+        engines = self._native._models if self._is_deepspeed else []
+        if len(engines) > 1:
+            raise InvalidOptionError(
+                f"this Accelerator has prepared {len(engines)} models for DeepSpeed, and one can be saved: prepare each with an "
+                "Accelerator of its own, and attach these to refs of their own",
+                object_id="accelerator",
+            )
+        return engines[0] if engines else None
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """See accelerate.
+
+        Raises:
+            InvalidOptionError: an engine of DeepSpeed has something that cannot be saved, such as tensor parallelism.
+        """
+        prepared = super().prepare(*args, device_placement=device_placement)  # type: ignore[misc]
+        held_engine.require_supported(self._engine)
+        return prepared
 
     def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         """See accelerate."""
@@ -128,12 +155,13 @@ class SnapshotMixin:
         if config.automatic_checkpoint_naming:
             output_dir = self._automatic_folders() / f"checkpoint_{config.iteration}"
         folder = None if output_dir is None else Path(output_dir)
-        if folder is not None and _is_native(folder):
+        if folder is not None and is_native(folder):
             raise InvalidOptionError(f"{folder} is a checkpoint that accelerate wrote: save to another folder", object_id=str(folder))
         self._call_save_hooks(folder)
         checkpointer = self._checkpointer_of_now()
         self._note_values()
-        saved = checkpointer.step(config.iteration)
+        with held_engine.partitioned(self._engine):
+            saved = checkpointer.step(config.iteration)
         config.iteration += 1
         self._folders.finish(self._store.url)
         if saved is None or folder is None:
@@ -144,7 +172,7 @@ class SnapshotMixin:
             if isinstance(saved, PendingSnapshot):
                 self._folders.add(saved, folder)
             if config.automatic_checkpoint_naming and config.total_limit is not None:
-                _rotate(folder.parent, config.total_limit)
+                rotate(folder.parent, config.total_limit)
         return folder
 
     def _automatic_folders(self) -> Path:
@@ -160,7 +188,7 @@ class SnapshotMixin:
             raise InvalidOptionError("the hooks of save_state write files: pass output_dir=", object_id="output_dir")
         folder.mkdir(parents=True, exist_ok=True)
         native = self._native
-        is_sharded = native.distributed_type == DistributedType.FSDP  # accelerate gives the hooks no weights then
+        is_sharded = native.distributed_type in {DistributedType.FSDP, DistributedType.DEEPSPEED}  # accelerate gives no weights then
         weights = [] if is_sharded else [native.get_state_dict(model, unwrap=False) for model in native._models]
         for hook in hooks.values():
             hook(native._models, weights, str(folder))
@@ -190,10 +218,10 @@ class SnapshotMixin:
         )
 
     def _training(self) -> TrainingState:
-        native = self._native
-        models = _one_or_all(native._models)
+        native, engine = self._native, self._engine
+        models = _one_or_all(native._models) if engine is None else None
         names = ParameterNames(StatefulPart.of("model", models).objects)
-        optimizers = [getattr(each, "optimizer", each) for each in native._optimizers]
+        optimizers = [getattr(each, "optimizer", each) for each in native._optimizers] if engine is None else []
         custom = {f"custom_{number}": each for number, each in enumerate(native._custom_objects)}
         modules = {name: each for name, each in custom.items() if isinstance(each, nn.Module)}
         # accelerate also saves optimizers of models that were not prepared: their gradients may differ between processes
@@ -201,10 +229,13 @@ class SnapshotMixin:
         # other objects are each process's own as well: nothing says that their values are equal, or become tensors later
         own = {name: each for name, each in custom.items() if name not in modules}
         self._values = {_STEP: 0, _ITERATION: 0, _LOADERS: [], **alone, **own}
+        schedulers = _one_or_all(native._schedulers)
+        if engine is not None:
+            return held_engine.training_of(engine, self._values, schedulers=schedulers, extra=modules)
         return TrainingState(
             model=models,
             optimizer=_one_or_all([each for each in optimizers if not _trains_none_of(names, each)]),
-            scheduler=_one_or_all(native._schedulers),
+            scheduler=schedulers,
             scaler=native.scaler,
             extra=modules,
             rank_values=self._values,
@@ -274,7 +305,7 @@ class SnapshotMixin:
             if address is None:
                 folder = self._newest_native_folder() if input_dir is None else Path(input_dir)
                 super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
-                if match := _AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
+                if match := AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
                     self._native.project_configuration.iteration = int(match[1]) + 1
                 return
             try:
@@ -289,8 +320,8 @@ class SnapshotMixin:
     def _newest_native_folder(self) -> Path:
         """The newest that accelerate wrote; itself it would take one that names a snapshot, or that a kill left empty."""
         if self._native.project_configuration.automatic_checkpoint_naming:
-            for _, folder in reversed(_numbered(self._automatic_folders())):
-                if _is_native(folder):
+            for _, folder in reversed(numbered(self._automatic_folders())):
+                if is_native(folder):
                     return folder
         raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
@@ -310,14 +341,15 @@ class SnapshotMixin:
             given = str(self._automatic_folders() / f"checkpoint_{self._values[_ITERATION]}")
         if given is not None and os.path.isdir(given):
             for hook in hooks.values():
-                hook([*self._native._models], given)
+                hook([] if self._is_deepspeed else [*self._native._models], given)  # as accelerate
 
     def _restore(self, address: str, given: str | None) -> None:
         native = self._native
         training = self._training()
         unknown = f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
         try:
-            found = training.restore(self._store, address, group=self._group)
+            with held_engine.partitioned(self._engine):
+                found = training.restore(self._store, address, group=self._group)
         except (InvalidNameError, NotFoundError) as exc:
             raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
         if found is None:
@@ -342,7 +374,7 @@ def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathL
         asynchronous: Save in the background; `end_training`, and the end of the process, wait for it.
 
     Raises:
-        InvalidOptionError: it saves into a store already; or DeepSpeed, FSDP version 1, Megatron-LM or XLA is on.
+        InvalidOptionError: it saves into a store already; or FSDP version 1, Megatron-LM or XLA is on.
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: accelerate has another version than those that are supported.
     """
@@ -365,20 +397,3 @@ def _one_or_all(objects: list[Any]) -> Any:
 
 def _trains_none_of(names: ParameterNames, optimizer: torch.optim.Optimizer) -> bool:
     return all(names.of(parameter) is None for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _is_native(folder: Path) -> bool:
-    """Whether accelerate wrote it: generators are among the last of its files."""
-    return any(folder.glob("random_states_*.pkl"))
-
-
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Folders of automatic naming, in their order; none if `folder` does not exist."""
-    return sorted((int(match[1]), each) for each in folder.glob("checkpoint_*") if (match := _AUTOMATIC.fullmatch(each.name)))
-
-
-def _rotate(folder: Path, limit: int) -> None:
-    """Deletes light folders beyond the limit; not those that accelerate wrote."""
-    light = [each for _, each in _numbered(folder) if read_pointer(each) is not None]
-    for each in light[: max(0, len(light) - limit)]:
-        shutil.rmtree(each, ignore_errors=True)

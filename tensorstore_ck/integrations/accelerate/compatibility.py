@@ -14,6 +14,7 @@ TESTED_PACKAGE: Final = "accelerate==1.15.0"
 REPLACED: Final = {
     "save_state": ("self", "output_dir", "safe_serialization", "save_model_func_kwargs"),
     "load_state": ("self", "input_dir", "load_kwargs", "load_model_func_kwargs"),
+    "prepare": ("self", "args", "device_placement"),
     "prepare_data_loader": ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
     "skip_first_batches": ("self", "dataloader", "num_batches"),
     "end_training": ("self",),

@@ -7,8 +7,7 @@ and the number of ranks that saved it. Here a save is one snapshot of all ranks,
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 
 from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
-from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
+from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
@@ -26,10 +25,8 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
-from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, RankOwnState
-from tensorstore_ck.training.stateful_parts import StatefulPart
+from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
 
 
 class SnapshotMixin:
@@ -143,10 +140,8 @@ class _Snapshots:
 
     def __init__(self, engine: Any, store: Store, ref: str, **options: Any) -> None:
         self._engine, self._store, self._ref, self._options = engine, store, ref, options
-        self._shared = EngineState(engine)
         self._values: dict[str, Any] = {CLIENT_STATE: {}}
-        model, none = StatefulPart.of("model", self._shared.module), StatefulPart.of("dataloader", None)
-        self._state = TrainingState.over(self._shared, RankOwnState(model, none, {}, self._values, None))
+        self._state, self._shared = training_of(engine, self._values)
         self._checkpointer: Checkpointer | None = None
         self._folders = PendingFolders()
 
@@ -169,7 +164,7 @@ class _Snapshots:
             self._checkpointer = Checkpointer(self._store, self._state, ref=self._ref, when=Always(), group=self._group, **self._options)
         self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
-        with self._partitioned():
+        with partitioned(self._engine):
             saved = self._checkpointer.step(step, metadata={NOTE: {"tag": tag}})
         self._name_published()
         if saved is None or engine.global_rank:
@@ -183,18 +178,6 @@ class _Snapshots:
             if latest is not None:
                 replace_file(latest, tag)
         return True
-
-    @contextmanager
-    def _partitioned(self) -> Iterator[None]:
-        """ZeRO 3 may hold whole parameters between steps: they are cut meanwhile."""
-        optimizer = self._engine.optimizer
-        if hasattr(optimizer, "checkpoint_event_prologue"):
-            optimizer.checkpoint_event_prologue()
-        try:
-            yield
-        finally:
-            if hasattr(optimizer, "checkpoint_event_epilogue"):
-                optimizer.checkpoint_event_epilogue()
 
     def _name_published(self) -> None:
         self._folders.finish(self._store.url)
@@ -254,7 +237,7 @@ class _Snapshots:
         """See `SnapshotMixin.load_checkpoint`; returns what was loaded and the client state."""
         self._shared.strict = strict
         try:
-            with self._partitioned():
+            with partitioned(self._engine):
                 found = self._state.restore(self._store, address, group=self._group, parts=parts)
         except StoreError as exc:
             if isinstance(exc, NotFoundError):

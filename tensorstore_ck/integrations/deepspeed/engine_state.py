@@ -7,7 +7,7 @@ one more state of the optimizer, ``master``. So a snapshot fits every stage, and
 import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -27,15 +27,20 @@ if TYPE_CHECKING:
     from tensorstore_ck.state import LazySnapshot
 
 State = dict[str, Any]
+PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
+"""Of an engine's shared state."""
 
 
 class EngineState(SharedState):
     """Captures and restores an engine; see the module."""
 
-    def __init__(self, engine: Any, parts: Collection[str] = ("model", "optimizer", "scheduler", "scaler", "extra")) -> None:
-        scheduler = StatefulPart.of("scheduler", engine.lr_scheduler).only(parts)
-        super().__init__(StatefulPart.of("model", None), StatefulPart.of("optimizer", None), [scheduler], _extra(engine, parts))
-        self._engine, self._parts = engine, frozenset(parts)
+    def __init__(
+        self, engine: Any, parts: Collection[str] = PARTS, *, schedulers: object = None, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        scheduler = StatefulPart.of("scheduler", engine.lr_scheduler if schedulers is None else schedulers).only(parts)
+        others = {**(extra or {}), "deepspeed": _Counters(engine)} if "extra" in parts else {}
+        super().__init__(StatefulPart.of("model", None), StatefulPart.of("optimizer", None), [scheduler], others)
+        self._engine, self._parts, self._schedulers, self._given_extra = engine, frozenset(parts), schedulers, extra
         self.module = with_global_names(engine.module)
         """The model, under the names that are stored."""
         self.saves_frozen = True
@@ -45,7 +50,7 @@ class EngineState(SharedState):
 
     def only(self, parts: Collection[str]) -> "EngineState":
         """The same engine, of which only `parts` are restored."""
-        limited = EngineState(self._engine, self._parts & frozenset(parts))
+        limited = EngineState(self._engine, self._parts & frozenset(parts), schedulers=self._schedulers, extra=self._given_extra)
         limited.saves_frozen, limited.strict = self.saves_frozen, self.strict
         return limited
 
@@ -70,7 +75,7 @@ class EngineState(SharedState):
         fragments, parameters = self._fragments(), self.names().parameters
         saved = [each for each in fragments if not is_copy(parameters[each.name])]
         found = {**super().capture(get_optimizer), "model": self._weights(saved, self.saves_frozen)}
-        if self._engine.optimizer is not None:
+        if self._engine.optimizer is not None and "optimizer" in self._parts:
             found["optimizer"] = {"state": dict(self._states(saved)), "param_groups": self._groups(fragments)}
             found["scaler"] = _scale_of(self._engine.optimizer)
         return found
@@ -212,10 +217,6 @@ class EngineState(SharedState):
         for flat, scalars in taken.items():
             own[flat].update(copy.deepcopy(scalars))
         return bool(masters) and all(masters)
-
-
-def _extra(engine: Any, parts: Collection[str]) -> State:
-    return {"deepspeed": _Counters(engine)} if "extra" in parts else {}
 
 
 class _Counters:

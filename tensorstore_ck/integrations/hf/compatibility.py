@@ -19,6 +19,7 @@ REPLACED: Final = {
     "_load_scaler": ("self", "checkpoint"),
     "_load_rng_state": ("self", "checkpoint"),
     "_load_best_model": ("self",),
+    "_prepare_for_training": ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     "_run_epoch": (
         *("self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial", "ignore_keys_for_eval"),
         *("start_time", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),

@@ -17,11 +17,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
 from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
+from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
 from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -65,7 +67,7 @@ class SnapshotMixin:
 
         Raises:
             MissingExtraError: transformers has another version than those that are supported.
-            InvalidOptionError: DeepSpeed or FSDP1 is on.
+            InvalidOptionError: FSDP1 is on, or DeepSpeed and `frozen_base`.
             InvalidNameError: `ref` is no valid name.
         """
         super().__init__(*args, **options)
@@ -73,8 +75,10 @@ class SnapshotMixin:
 
     def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool) -> None:
         require_supported()
-        if self._native.is_deepspeed_enabled:
-            raise InvalidOptionError("DeepSpeed is on, whose states this Trainer cannot save yet", object_id="deepspeed")
+        if self._native.is_deepspeed_enabled and frozen_base:
+            raise InvalidOptionError(
+                "frozen_base= cannot be used with DeepSpeed, which keeps parameters in another way", object_id="frozen_base"
+            )
         if getattr(getattr(self._native.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
             raise InvalidOptionError("FSDP version 1 is on, which cannot be saved: set fsdp_config={'version': 2}", object_id="fsdp")
         validate_ref_name(ref)
@@ -94,7 +98,14 @@ class SnapshotMixin:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+        """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
+        is_group = dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1 or self._native.is_deepspeed_enabled)
+        return dist.group.WORLD if is_group else None
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's, once it is prepared; None: there is none."""
+        return self._native.deepspeed if self._native.is_deepspeed_enabled else None
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
@@ -191,15 +202,41 @@ class SnapshotMixin:
         if checkpoint is None or read_pointer(checkpoint) is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """With DeepSpeed transformers would load a checkpoint of DeepSpeed in the middle of this."""
+        is_light = (
+            self._native.is_deepspeed_enabled and resume_from_checkpoint is not None and read_pointer(resume_from_checkpoint) is not None
+        )
+        prepared = super()._prepare_for_training(  # type: ignore[misc]
+            max_steps, train_dataloader, None if is_light else resume_from_checkpoint
+        )
+        held_engine.require_supported(self._engine)
+        if is_light:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         pointer = None if checkpoint is None else read_pointer(checkpoint)
         if pointer is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._values = trainer_values.target()
-        self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_WEIGHTS)
-        weights.restore(self._native, self._store, pointer.address, self._group)
+        if self._engine is None:
+            self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_WEIGHTS)
+            self._load_weights(pointer.address)
+        else:
+            with held_engine.partitioned(self._engine):
+                self._training(self._values).restore(
+                    self._store, pointer.address, group=self._group, parts=("model", "extra", *NOT_WEIGHTS)
+                )
         self._is_resuming = False
+
+    def _load_weights(self, address: str) -> None:
+        if self._engine is None:
+            weights.restore(self._native, self._store, address, self._group)
+            return
+        with held_engine.partitioned(self._engine):
+            self._training({}).restore(self._store, address, group=self._group, parts=("model",))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         pointer = None if checkpoint is None else read_pointer(checkpoint)
@@ -223,7 +260,7 @@ class SnapshotMixin:
             return
         if self._checkpointer is not None:  # else this run has saved nothing
             self._checkpointer.wait()
-        weights.restore(native, self._store, pointer.address, self._group)
+        self._load_weights(pointer.address)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -243,7 +280,9 @@ class SnapshotMixin:
             self._checkpointer = self._new_checkpointer(self._ref_of(trial))
         if self._frozen_base is not None:
             self._frozen[:] = self._frozen_base.names(native.model)
-        saved = self._checkpointer.step(state.global_step, trainer_values.step_metrics(state), epoch=state.epoch)
+        metrics = trainer_values.step_metrics(state, self._store, self._group)
+        with held_engine.partitioned(self._engine):
+            saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch)
         self._folders.finish(self._store.url)
         if saved is None:
             return  # the Checkpointer warned, and will raise if it goes on
@@ -287,6 +326,14 @@ class SnapshotMixin:
         native = self._native
         optimizer, scaler = native.optimizer, getattr(native.accelerator, "scaler", None)
         saves_all = not native.args.save_only_model
+        if self._engine is not None:
+            return held_engine.training_of(
+                self._engine,
+                values,
+                schedulers=native.lr_scheduler,
+                extra={MODEL_FILES: {}, **(extra or {})},  # there always, since a restore needs to know
+                parts=("model", "extra", *(("optimizer", "scheduler", "scaler") if saves_all else ())),
+            )
         return TrainingState(
             model=native.model,
             optimizer=getattr(optimizer, "optimizer", optimizer) if saves_all else None,

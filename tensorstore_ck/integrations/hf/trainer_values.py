@@ -5,11 +5,17 @@ transformers does not save the losses since the last log: the first loss that it
 
 import dataclasses
 import json
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from transformers import Trainer as NativeTrainer
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
+
+from tensorstore_ck.integrations.trainer_resume import ask_first_rank
+from tensorstore_ck.store import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 STATE: Final = "trainer_state"
 _TR_LOSS: Final = "loss_since_log"
@@ -53,10 +59,12 @@ def note_callbacks(trainer: NativeTrainer) -> None:
                 trainer.state.stateful_callbacks[name] = state
 
 
-def step_metrics(state: TrainerState) -> dict[str, float]:
-    """The numbers that were logged at the present step: losses, and metrics of an evaluation."""
+def step_metrics(state: TrainerState, store: Store, group: "ProcessGroup | None") -> dict[str, float]:
+    """The numbers that the first rank logged at the present step, on all ranks: each rank measures the time of an evaluation."""
     found: dict[str, float] = {}
     for entry in state.log_history:
         if entry.get("step") == state.global_step:
             found |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
-    return found
+    first = ask_first_rank(store, group, f"the metrics of step {state.global_step}", lambda: json.dumps(found).encode())
+    agreed: dict[str, float] = json.loads(first)
+    return agreed

@@ -76,11 +76,14 @@ def train(
     config: dict[str, Any] | None = None,
     loader_kind: str = "",
     fsdp: bool = False,
+    deepspeed: Any = None,
+    ref: str = REF,
     attach: dict[str, Any] | None = None,
     on_load: Callable[[dict[str, torch.Tensor]], object] = lambda weights: None,
+    on_loaded_model: Callable[[Any], object] = lambda model: None,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Run:
-    """Steps are counted over all epochs. `resume`: False: no; else what `load_state` gets."""
+    """Steps are counted over all epochs. `resume`: False: no; else what `load_state` gets; `deepspeed`: a DeepSpeedPlugin."""
     for kind in (accelerate.state.AcceleratorState, accelerate.state.GradientState):
         kind._reset_state()
     random.seed(seed)
@@ -88,15 +91,19 @@ def train(
     torch.manual_seed(seed)
     project = ProjectConfiguration(**{"project_dir": str(folder), "automatic_checkpoint_naming": True, **(config or {})})
     loading = DataLoaderConfiguration(use_seedable_sampler=loader_kind == "seedable", use_stateful_dataloader=loader_kind == "stateful")
-    accelerator = accelerate.Accelerator(cpu=True, project_config=project, dataloader_config=loading)
+    device = {"cpu": True} if deepspeed is None else {"deepspeed_plugin": deepspeed}
+    accelerator = accelerate.Accelerator(**device, project_config=project, dataloader_config=loading)
     if fsdp:  # on CPUs accelerate takes no notice of `fsdp_plugin` (`AcceleratorState.__init__`): all that follows is its own
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
     if store is not None:
-        tsck.accelerate.attach(accelerator, store=store, ref=REF, **(attach or {}))
+        tsck.accelerate.attach(accelerator, store=store, ref=ref, **(attach or {}))
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if deepspeed is not None and "optimizer" in deepspeed.deepspeed_config:
+        optimizer = accelerate.utils.DummyOptim(model.parameters(), lr=0.01)
+        scheduler = accelerate.utils.DummyScheduler(optimizer, warmup_num_steps=20)
     generator = torch.Generator().manual_seed(seed) if loader_kind == "generator" else None
     rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator)
     model, optimizer, scheduler, rows = accelerator.prepare(model, optimizer, scheduler, rows)
@@ -106,6 +113,7 @@ def train(
     if resume is not False:
         accelerator.load_state(resume)
         on_load(whole_weights(model))
+        on_loaded_model(model)
         done = int(average.value // 1000)
     batches, losses = [], []
     step = done
@@ -113,7 +121,7 @@ def train(
         skipped = done % len(rows) if epoch == done // len(rows) and loader_kind != "stateful" else 0
         active = accelerator.skip_first_batches(rows, skipped) if skipped else rows
         for batch in active:
-            loss = model(batch).square().mean()
+            loss = model(batch.to(next(model.parameters()).dtype)).float().square().mean()
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()

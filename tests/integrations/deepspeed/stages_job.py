@@ -49,6 +49,13 @@ def lost_weights(engine: Any, store: Store, ref: str) -> list[str]:
         return [name for name, each in engine.module.named_parameters() if not torch.equal(each, found[f"model.{name}"][...])]
 
 
+def differing(store: Store, ref: str, copy: str) -> dict[str, Any]:
+    """The first rank compares masters and moments of two snapshots."""
+    one, other = (optimizer_tensors(store, each) if os.environ["RANK"] == "0" else {} for each in (ref, copy))
+    differ = sorted(one.keys() ^ other.keys()) + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
+    return {"differ": differ, "compared": len(one)}
+
+
 def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
     """Loads a snapshot of another branch, and saves it as it is."""
     engine = attached(kind, store, copy)
@@ -56,8 +63,7 @@ def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
     path, client = engine.load_checkpoint(folder / ref, tag=f"{ref}@{SAVED_AFTER}")
     step, groups = engine.global_steps, [group["weight_decay"] for group in engine.optimizer.param_groups]
     assert engine.save_checkpoint(folder / copy)
-    one, other = (optimizer_tensors(store, each) if rank == 0 else {} for each in (ref, copy))
-    differ = sorted(one.keys() ^ other.keys()) + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
+    compared = differing(store, ref, copy)
     seen = engine.module.seen.tolist() if not kind.stages else [each.tolist() for each in engine.module.buffers()]
     lost = lost_weights(engine, store, ref) if kind.stages else []
     micro_batches = getattr(engine.module, "micro_offset", None)
@@ -69,14 +75,13 @@ def resume(kind: Kind, store: Store, folder: Path, ref: str, copy: str) -> None:
         path=path,
         client=client,
         step=step,
-        differ=differ,
         seen=seen,
         lost=lost,
         micro_batches=micro_batches,
         experts=experts,
         groups=groups,
-        compared=len(one),
         losses=losses,
+        **compared,
     )
     engine.destroy()
 

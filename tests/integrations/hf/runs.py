@@ -50,8 +50,7 @@ def parts(folder: Path, **options: Any) -> dict[str, Any]:
         per_device_train_batch_size=2,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,
-        **{"max_steps": STEPS, "save_steps": 4, "logging_steps": 3, "learning_rate": 0.01, **options},
+        **{"max_steps": STEPS, "save_steps": 4, "logging_steps": 3, "learning_rate": 0.01, "use_cpu": True, **options},
     )
     return {"model": model, "args": args, "train_dataset": Sentences(), "eval_dataset": Sentences()}
 

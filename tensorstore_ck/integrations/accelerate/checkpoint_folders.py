@@ -1,0 +1,28 @@
+"""The folders of accelerate's checkpoints: those that it wrote, and those that name a snapshot."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from tensorstore_ck.integrations.light_folders import read_pointer
+
+AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
+"""The names of automatic naming."""
+
+
+def is_native(folder: Path) -> bool:
+    """Whether accelerate wrote it: generators are among the last of its files."""
+    return any(folder.glob("random_states_*.pkl"))
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Folders of automatic naming, in their order; none if `folder` does not exist."""
+    return sorted((int(match[1]), each) for each in folder.glob("checkpoint_*") if (match := AUTOMATIC.fullmatch(each.name)))
+
+
+def rotate(folder: Path, limit: int) -> None:
+    """Deletes light folders beyond the limit; not those that accelerate wrote."""
+    light = [each for _, each in numbered(folder) if read_pointer(each) is not None]
+    for each in light[: max(0, len(light) - limit)]:
+        shutil.rmtree(each, ignore_errors=True)

@@ -1,0 +1,36 @@
+"""The DeepSpeed engine that a trainer may hold. DeepSpeed is imported only where there is one."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensorstore_ck.training import TrainingState
+
+
+def require_supported(engine: Any) -> None:
+    """Checks DeepSpeed's version, and whether the state of this engine can be saved; None: there is none.
+
+    Raises:
+        MissingExtraError: the version is not supported.
+        InvalidOptionError: something in the engine cannot be saved.
+    """
+    if engine is not None:
+        from tensorstore_ck.integrations.deepspeed import compatibility  # noqa: PLC0415
+
+        compatibility.require_supported(engine)
+
+
+def partitioned(engine: Any) -> AbstractContextManager[None]:
+    """Within it the state of the engine is saved or restored; None: there is none."""
+    if engine is None:
+        return nullcontext()
+    from tensorstore_ck.integrations.deepspeed import engine_training  # noqa: PLC0415
+
+    return engine_training.partitioned(engine)
+
+
+def training_of(engine: Any, values: dict[str, Any], **options: Any) -> "TrainingState":
+    """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_training.training_of`."""
+    from tensorstore_ck.integrations.deepspeed import engine_training  # noqa: PLC0415
+
+    return engine_training.training_of(engine, values, **options)[0]
