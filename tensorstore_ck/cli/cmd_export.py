@@ -13,7 +13,7 @@ from tensorstore_ck.common.units import human_bytes
 if TYPE_CHECKING:
     from tensorstore_ck.integrations.exporting import ExportReport
 
-_FORMATS: Final = ("dcp", "hf", "megatron", "safetensors", "torch")
+_FORMATS: Final = ("dcp", "deepspeed-universal", "hf", "megatron", "safetensors", "torch")
 _SHOWN: Final = 5
 
 
@@ -31,6 +31,7 @@ def file_size(text: str) -> int:
     "tsck export runs/gpt@1000 --to torch step-1000.pt",
     "tsck export runs/gpt --to dcp checkpoint/",
     "tsck export runs/bert --to hf bert/",
+    "tsck export runs/gpt --to deepspeed-universal out/",
     "tsck export runs/gpt --to megatron iter_0001000/",
     "tsck export runs/llama --to hf llama/ --names llama.toml --exclude 'optimizer.*' --config-from meta-llama/Llama-3.2-1B",
 )
@@ -41,7 +42,8 @@ def file_size(text: str) -> int:
     "format_",
     type=click.Choice(_FORMATS),
     required=True,
-    help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained. megatron: for Megatron-core.",
+    help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained. megatron: for Megatron-core. "
+    "deepspeed-universal: for DeepSpeed with load_universal.",
 )
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable).")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")

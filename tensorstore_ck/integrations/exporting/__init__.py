@@ -8,6 +8,7 @@ model_folder.py         a model folder of Hugging Face
 try_model_folder.py     whether transformers or peft loads it
 dcp_folder.py           the format of torch.distributed.checkpoint
 megatron_folder.py      the format torch_dist of Megatron-core
+deepspeed_universal.py  a universal checkpoint of DeepSpeed
 strip_prefix.py         names without a prefix
 byte_routing.py         which bytes of which stored tensor go to which place in a file
 meta_state.py           a state whose tensors have no bytes

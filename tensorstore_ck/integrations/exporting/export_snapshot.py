@@ -3,31 +3,35 @@
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
-from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.engine.read.snapshot_reader import open_rank_state, open_snapshot
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import model_folder, safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
+from tensorstore_ck.integrations.exporting.deepspeed_universal import write_universal
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
 from tensorstore_ck.integrations.model_file_names import USUAL_FILE
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.content import convert_content
+from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.state import restore
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 
-Format = Literal["dcp", "hf", "megatron", "safetensors", "torch"]
+Format = Literal["dcp", "deepspeed-universal", "hf", "megatron", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 MAX_FILE_BYTES: Final = 5_000_000_000
 """The size at which Hugging Face splits models."""
@@ -93,7 +97,8 @@ def export_snapshot(
         format: ``safetensors``: tensors by name. ``torch``: everything, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
             ``megatron``: a snapshot of `tensorstore_ck.megatron`, or an imported folder, for Megatron-core's `dist_checkpointing.load`.
             ``hf``: the model with configuration and tokenizer, for `from_pretrained` of transformers, or an adapter for that of peft; it
-            is tried, and `notes` says the result.
+            is tried, and `notes` says the result. ``deepspeed-universal``: a snapshot of `tensorstore_ck.deepspeed`, or an imported
+            folder, for stock DeepSpeed with ``load_universal``.
         select: Globs over names such as ``model.*``: export only what matches.
         exclude: Globs over names: export everything else.
         strip_prefix: Remove this from all names, such as ``model.``. With ``hf``, by default, what the names of the weights have in common.
@@ -133,12 +138,29 @@ def export_snapshot(
     metadata = engine.read_metadata(info)
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
-        written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
-        sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
+        rank_state = partial(_first_rank_state, engine, info)
+        written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes, rank_state=rank_state))
+        sizes = dict(sorted(_sizes(folder)))
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
     left_out = written.left_out | dict.fromkeys(() if renamed is None else renamed.left_out, "not a tensor")
     notes = tuple(written.notes)
     return ExportReport(format, target.path, snapshot, files, written.tensors, written.tensor_bytes, left_out, notes)
+
+
+def _first_rank_state(engine: Engine, info: SnapshotInfo) -> Any:
+    """What the first rank saved as its own; an empty dict if there is none."""
+    try:
+        return restore(open_rank_state(engine, info, 0))
+    except NotFoundError:
+        return {}
+
+
+def _sizes(folder: str) -> Iterator[tuple[str, int]]:
+    """The names of files below a folder, and their sizes."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(place, name)
+            yield os.path.relpath(path, folder), os.stat(path).st_size
 
 
 def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> AtomicTarget:  # noqa: A002
@@ -181,6 +203,8 @@ def _writer(format: Format) -> Writer:  # noqa: A002
         from tensorstore_ck.integrations.exporting.megatron_folder import write_megatron  # noqa: PLC0415 - loads torch.distributed
 
         return write_megatron
+    if format == "deepspeed-universal":
+        return write_universal
     from tensorstore_ck.integrations.exporting.dcp_folder import write_dcp  # noqa: PLC0415 - loads torch.distributed
 
     return write_dcp

@@ -1,7 +1,7 @@
 """The input and the result of a format's writer."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.format.tree import Tree
@@ -26,6 +26,8 @@ class ExportJob(NamedTuple):
     """Of the names of safetensors files in a folder."""
     with_values: bool = True
     """Write values next to a safetensors file."""
+    rank_state: Callable[[], Any] = dict
+    """Reads what the first rank saved as its own; an empty dict if there is none."""
 
 
 class WrittenExport(NamedTuple):

@@ -2,10 +2,11 @@
 
 import os
 import pickle
-from typing import Final
+from typing import Final, Self
 
 import torch
 
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import leaves
@@ -14,7 +15,7 @@ from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.integrations.exporting.torch_zip_template import build_template, require_savable
+from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed
 
@@ -36,9 +37,33 @@ def write_torch(job: ExportJob) -> WrittenExport:
     template = build_template(meta.state, target.path)
     require_disk_space(folder, template.size_bytes, target.path)
     path = os.path.join(folder, os.path.basename(target.path) if target.is_file else NAME)
-    with OutputFile(path, target.path) as file:
+    with TorchOutput(path, target.path, template) as output:
         router = ByteRouter(content)
-        for gap in template.gaps:
+        output.route(router, content, meta)
+        router.run(os.path.join(folder, "scratch"))
+        output.finish()
+    notes = _reopened(path, meta.state, target.path)
+    kept = [leaf for leaf in leaves(tree) if leaf.kind != "value"]
+    return WrittenExport(len(kept), sum(len(gap.region) for gap in template.gaps), {}, notes)
+
+
+class TorchOutput:
+    """One file of `torch.save` whose tensors a `ByteRouter` writes. A context manager."""
+
+    def __init__(self, path: str, shown: str, template: TorchZipTemplate) -> None:
+        """`shown`: its name in messages, since `path` is temporary."""
+        self._file, self._template = OutputFile(path, shown), template
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.__exit__()
+
+    def route(self, router: ByteRouter, content: SnapshotContent, meta: MetaState) -> None:
+        """Adds the stored tensors to the router, and writes the others."""
+        file = self._file
+        for gap in self._template.gaps:
             stored = meta.stored_in(gap.storage)
             if not stored:  # it has its bytes
                 file.write(gap.offset, torch.tensor([], dtype=torch.uint8).set_(gap.storage).numpy().data)
@@ -49,14 +74,17 @@ def write_torch(job: ExportJob) -> WrittenExport:
                 if number is not None:
                     router.add(number, file, gap.offset + offset)
                     end = offset + content.layout.tensors[number].size_bytes
-        router.run(os.path.join(folder, "scratch"))
-        regions = [gap.region for gap in template.gaps]
-        for offset, data in template.sealed(file.read_back(regions)):
-            file.write(offset, data)
-        file.finish(template.size_bytes, regions)
-    notes = _reopened(path, meta.state, target.path)
-    kept = [leaf for leaf in leaves(tree) if leaf.kind != "value"]
-    return WrittenExport(len(kept), sum(region.stop - region.start for region in regions), {}, notes)
+
+    def finish(self) -> None:
+        """Reads the tensors back, adds their checksums, and makes the file durable.
+
+        Raises:
+            CorruptObjectError: the file does not hold what was written to it.
+        """
+        regions = [gap.region for gap in self._template.gaps]
+        for offset, data in self._template.sealed(self._file.read_back(regions)):
+            self._file.write(offset, data)
+        self._file.finish(self._template.size_bytes, regions)
 
 
 def _reopened(path: str, state: object, shown: str) -> list[str]:

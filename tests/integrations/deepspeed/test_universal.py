@@ -1,0 +1,116 @@
+"""`tsck export --to deepspeed-universal`: stock DeepSpeed loads the folder, on other stages and numbers of ranks."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import AlreadyExistsError, UnsupportedValueError
+from tensorstore_ck.integrations.exporting import export_snapshot
+from tensorstore_ck.integrations.importing import import_checkpoint
+from tensorstore_ck.store import ReadOnlyStore, Store
+from tests.effort import effort
+from tests.integrations.deepspeed.stages_job import SAVED_AFTER
+from tests.integrations.rank_runs import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
+
+JOB = "tests.integrations.deepspeed.folders_job"
+SAVED = ["2,bf16", "2,fp16"]
+TAG = f"global_step{SAVED_AFTER}_universal"
+LOADED = [
+    (["1,bf16", '1,bf16,grad_accum_dtype="fp32"', "2,bf16"], "bf16-2", 2),
+    (["3,bf16"], "bf16-2", 2),
+    *effort([], [(["2,fp16", "1,fp16"], "fp16-2", 4), (["3,fp16"], "fp16-2", 1)]),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which three ranks have saved, as DeepSpeed does and to a store."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(JOB, folder, "save", *SAVED, ranks=3)
+    return folder
+
+
+@pytest.fixture
+def store(saved: Path) -> Iterator[Store]:
+    with tsck.open(saved / "store", cache_dir=saved / "cache-test") as opened:
+        yield opened
+
+
+def optimizer_and_counters(store: ReadOnlyStore, ref: str) -> dict[str, Any]:
+    """Masters, moments, weights of trained parameters, schedule and counters, by name."""
+    with store.open_snapshot(ref) as found:
+        wanted = ("optimizer.state.", "scheduler.", "extra.deepspeed.", "model.")
+        left = ("model.seen", "extra.deepspeed.micro_steps")  # DeepSpeed loads none of them from a universal checkpoint
+        tensors = {name: found[name][...] for name in found if name.startswith(wanted) and name not in left}
+        return {**tensors, **{name: each for name, each in found.state_values.items() if name.startswith(wanted) and name not in left}}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    def same(name: str) -> bool:
+        a, b = one.get(name), other.get(name)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
+    return [name for name in one.keys() | other.keys() if not same(name)]
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_stock_deepspeed_loads_an_export(saved: Path, tmp_path: Path, store: Store, case: tuple[list[str], str, int]) -> None:
+    kinds, name, ranks = case
+    target = tmp_path / f"from-{name}"
+    report = export_snapshot(store, f"runs/{name}", target, format="deepspeed-universal")
+    assert any("load_universal" in note for note in report.notes)
+    assert any("fixed.weight" in note and "seen" in note for note in report.notes)
+    expected = optimizer_and_counters(store, f"runs/{name}")
+    said = run_ranks(JOB, saved, "load", *(f"{kind},load_universal=true@{target}" for kind in kinds), ranks=ranks)
+    refs = {each["ref"] for each in said}
+    assert (len(refs), {each["step"] for each in said}) == (len(kinds), {SAVED_AFTER})
+    with tsck.open(saved / "store", read_only=True, cache_dir=saved / f"cache-{ranks}-{len(kinds)}") as loaded:
+        for ref in refs:
+            found = optimizer_and_counters(loaded, ref)
+            assert len(found) > 40
+            assert differences(expected, found) == [], ref
+
+
+def test_an_export_is_imported_again(saved: Path, tmp_path: Path, store: Store) -> None:
+    export_snapshot(store, "runs/fp16-2", tmp_path / "out", format="deepspeed-universal")
+    assert (tmp_path / "out" / "latest_universal").read_text() == TAG
+    import_checkpoint(store, tmp_path / "out", ref="again/fp16-2")
+    expected, found = store.checkout("runs/fp16-2"), store.checkout("again/fp16-2")
+    assert differences(optimizer_and_counters(store, "runs/fp16-2"), optimizer_and_counters(store, "again/fp16-2")) == []
+    assert torch.equal(found["model"]["seen"], expected["model"]["seen"])
+    assert found["rank"]["rank_values"]["client_state"] == {"epoch": 7, "rank": 0}
+    export_snapshot(store, "again/fp16-2", tmp_path / "again", format="deepspeed-universal")
+    names = sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*.pt"))
+    assert names == sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.pt"))
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path, store: Store) -> None:
+    target = tmp_path / "out"
+    export_snapshot(store, "runs/bf16-2", target, format="deepspeed-universal")
+    for overwrite in (False, True):
+        with pytest.raises(AlreadyExistsError):
+            export_snapshot(store, "runs/bf16-2", target, format="deepspeed-universal", overwrite=overwrite)
+    store.put_snapshot({"model": {"w": torch.ones(3)}}, ref="runs/plain")
+    for address, options in (("runs/plain", {}), ("runs/bf16-2", {"exclude": ["model.inner.weight"]})):
+        with pytest.raises(UnsupportedValueError, match=r"universal checkpoint needs|master weights need"):
+            export_snapshot(store, address, tmp_path / "other", format="deepspeed-universal", **options)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_loss_scale_is_in_a_note(tmp_path: Path, store: Store) -> None:
+    command = ["export", "runs/fp16-2", "--to", "deepspeed-universal", str(tmp_path / "out"), "-s", store.url]
+    done = subprocess.run([sys.executable, "-m", "tensorstore_ck.cli", *command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "set initial_scale_power to 9 for 512" in done.stdout
