@@ -51,7 +51,7 @@ def store(backend: MemoryBackend, request: pytest.FixtureRequest) -> Iterator[ts
         yield opened
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=[each for each in FORMATS if each != "deepspeed-universal"])  # which replaces nothing, and needs an engine's state
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -238,7 +238,7 @@ def test_a_marked_snapshot(store: tsck.Store, kind: Any, tmp_path: Path) -> None
 
 def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(InvalidOptionError, match="one of dcp, hf, megatron, safetensors, torch"):
+    with pytest.raises(InvalidOptionError, match="one of dcp, deepspeed-universal, hf, megatron, safetensors, torch"):
         export_snapshot(store, "run", out, format="onnx")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="max_file_bytes"):
         export_snapshot(store, "run", out, format="dcp", max_file_bytes=0)
