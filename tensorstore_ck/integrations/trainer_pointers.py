@@ -65,7 +65,7 @@ class SnapshotPointer(NamedTuple):
         self.require_store(store.url, path)
         try:
             found = store.resolve(self.address)
-            named = f"{found.ref}@{found.step}"
+            named = found.ref if found.step is None else f"{found.ref}@{found.step}"
             return named if store.resolve(named).root == found.root else self.address
         except NotFoundError:
             return self.address

@@ -307,6 +307,16 @@ def test_an_asynchronous_save_ends_with_its_request(tmp_path: Path, store: tsck.
     assert store.resolve("runs/gpt").step == 2
 
 
+def test_a_folder_without_a_number(tmp_path: Path, store: tsck.Store) -> None:
+    where = tmp_path / "release"
+    where.mkdir()
+    dist_checkpointing.save(state(), str(where), TSCK)
+    assert store.resolve("runs/gpt").step is None
+    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt"):
+        assert dist_checkpointing.load(empty(), str(where))["iteration"] == 7
+        dist_checkpointing.save(state(), str(where), TSCK)
+
+
 def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="ref"):
         tsck.megatron.register(tmp_path / "store")  # type: ignore[call-arg]
@@ -326,3 +336,12 @@ def test_a_changed_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tensorstore_ck.integrations.megatron.compatibility.USED", [(load_common, ("self", "checkpoint_dir"))])
     with pytest.raises(MissingExtraError, match=r"has another .*load_common than the one that is used here"):
         tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
+
+
+@pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")  # Megatron's, of its own layers
+def test_the_example_continues(tmp_path: Path) -> None:
+    from examples import megatron_layers
+
+    whole = megatron_layers.main(tmp_path / "whole", 15)
+    megatron_layers.main(tmp_path / "cut", 10)
+    assert megatron_layers.main(tmp_path / "cut", 15) == whole
