@@ -68,7 +68,7 @@ def main(folder: Path, steps: int) -> float:
             given = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
             loss = nn.functional.mse_loss(model(given), given.sum(1, keepdim=True))
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             step += 1
             if step % SAVE_EVERY == 0:
