@@ -90,11 +90,11 @@ class NetOfExperts(Net):
 
 
 class Words(nn.Module):
-    """The first layer of a pipeline, and the last, which are tied."""
+    """The first layer of a pipeline, and the last, which are tied: so large that ZeRO cuts it, and in each stage at another element."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(WORDS, 24))
+        self.weight = nn.Parameter(torch.empty(160, 24))
 
     def forward(self, words: torch.Tensor) -> Any:
         return nn.functional.embedding(words, self.weight)
