@@ -23,6 +23,7 @@ REPLACED: Final = {
         *("load_module_only", "custom_load_fn"),
     ),
     "destroy": ("self",),
+    "_checkpoint_tag_validation": ("self", "tag"),
 }
 """Method -> the parameters that it must have."""
 USED: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "module", "optimizer", "lr_scheduler", "has_moe_layers")

@@ -46,7 +46,8 @@ class SnapshotMixin:
 
         Args:
             save_dir: A folder for small files that name the snapshots, as DeepSpeed lays them out: ``TAG/snapshot.json`` and ``latest``.
-            tag: A name for `load_checkpoint`; by default ``global_stepN``.
+            tag: A name for `load_checkpoint`; by default ``global_stepN``. The first rank's, if ranks pass others and DeepSpeed's
+                configuration allows that.
             client_state: Anything else, of each rank; on another number of ranks all get the first one's.
             save_latest: Write ``latest``, once the snapshot is published.
             exclude_frozen_parameters: Leave out parameters that are not trained.
@@ -58,6 +59,8 @@ class SnapshotMixin:
             ConflictError: the ref has snapshots of another run, and this one began without `load_checkpoint`.
             StoreError: the save failed permanently; see `Checkpointer`.
         """
+        if not save_dir:
+            raise ValueError(f"save_dir must name a folder, not {save_dir!r}")  # as DeepSpeed
         return self._snapshots.save(Path(save_dir), tag, client_state, save_latest=save_latest, excludes_frozen=exclude_frozen_parameters)
 
     def load_checkpoint(  # noqa: PLR0917 - as in DeepSpeed
@@ -157,6 +160,8 @@ class _Snapshots:
         engine = self._engine
         step = engine.global_steps
         tag = f"global_step{step}" if tag is None else str(tag)
+        engine._checkpoint_tag_validation(tag)  # by `checkpoint.tag_validation` of the configuration
+        tag = ask_first_rank(self._store, self._group, f"the tag of step {step}", tag.encode).decode()
         if engine.micro_steps % engine.gradient_accumulation_steps():
             warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
         if self._checkpointer is None:
