@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingCon
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.integrations.light_folders import write_pointer
+from tensorstore_ck.integrations.light_folders import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
 from tensorstore_ck.integrations.trainer_resume import ask_first_rank, newest_address
 from tensorstore_ck.store import Store
@@ -24,7 +24,10 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 
 def other_backend(folder: str | Path) -> str | None:
     """The backend of a complete checkpoint that another strategy wrote into a folder; None: there is none."""
-    config = maybe_load_config(str(folder))
+    try:
+        config = maybe_load_config(str(folder))
+    except ValueError:  # no JSON: its writer was killed; ours has written the pointer before
+        return "an unknown backend" if read_pointer(Path(folder)) is None else None
     return None if config is None or config.sharded_backend == BACKEND else str(config.sharded_backend)
 
 

@@ -289,6 +289,20 @@ def test_lost_folders_are_written_again(tmp_path: Path, store: tsck.Store) -> No
     dist_checkpointing.save({"w": weight()}, str(tmp_path / "native" / "iter_0000001"))
     with pytest.raises(ConflictError, match="iter_0000001 has a checkpoint of torch_dist"):
         registered.write_folder(tmp_path / "native", "runs/gpt@1")
+    (tmp_path / "native" / "iter_0000001" / "metadata.json").write_text("")
+    with pytest.raises(ConflictError, match="iter_0000001 has a checkpoint of an unknown backend"):
+        registered.write_folder(tmp_path / "native", "runs/gpt@1")
+
+
+def test_a_folder_whose_save_was_killed_while_megatron_wrote_metadata_json(tmp_path: Path, store: tsck.Store) -> None:
+    registered = tsck.megatron.register(store, ref="runs/gpt")
+    dist_checkpointing.save(state(step=1), folder(tmp_path, 1), TSCK)
+    Path(folder(tmp_path, 1), "metadata.json").write_text("")
+    newest = registered.write_folder(tmp_path)
+    assert dist_checkpointing.load(empty(), str(newest))["step"] == 1
+    Path(folder(tmp_path, 1), "metadata.json").write_text("")
+    dist_checkpointing.save(state(step=1), folder(tmp_path, 1), TSCK)
+    assert dist_checkpointing.load(empty(), folder(tmp_path, 1))["step"] == 1
 
 
 def test_an_asynchronous_save_ends_with_its_request(tmp_path: Path, store: tsck.Store) -> None:
