@@ -49,7 +49,7 @@ def write_megatron(job: ExportJob) -> WrittenExport:
     built = {key: _value(job, child) for key, child in values.items()}
     meta = MetaState(job.content, Container(["d", [], []], "", list(tensors), list(tensors.values()), None), frozenset())
     state = {**meta.state, **{key: [value] for key, value in built.items() if key != COMMON}}
-    forms = write_checkpoint(job, meta, state, DefaultSavePlanner(flatten_state_dict=False))
+    forms = write_checkpoint(job, meta, state, DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
     common = io.BytesIO()
     torch.save(built.get(COMMON, {}), common)
     write_small_file(job, "common.pt", common.getvalue())

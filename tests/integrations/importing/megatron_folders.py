@@ -77,7 +77,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def objects() -> dict[str, Any]:
     return {
-        "rng_state/shard_0.0_1.1": [{"torch": torch.get_rng_state(), "seed": 3}],
+        "rng_state/shard_0.0_1.1": [{"torch": torch.get_rng_state(), "seed": 3, (torch.bfloat16, 1): [7]}],
         "rerun_state_machine_state/shard_0_1": {"mode": RerunMode.DISABLED},
         "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": None,
         "decoder.layers.mlp.linear_fc2._extra_state/shard_0_2": io.BytesIO(b"fp8"),
