@@ -375,7 +375,7 @@ def test_a_finished_run_that_is_resumed_trains_no_further_step(tmp_path: Path, s
     runs.assert_equal(runs.weights(resumed), undisturbed.weights)
 
 
-def test_deepspeed_and_fsdp1_are_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp1_and_a_frozen_base_with_deepspeed_are_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as this shows without GPUs: accelerate turns neither on here."""
     trainer = runs.native(tmp_path / "out")
     monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=1), raising=False)
@@ -385,4 +385,4 @@ def test_deepspeed_and_fsdp1_are_refused(tmp_path: Path, store: tsck.Store, monk
     trainer = runs.native(tmp_path / "out")
     trainer.is_deepspeed_enabled = True
     with pytest.raises(tsck.InvalidOptionError, match="DeepSpeed"):
-        hf.attach(trainer, store=store, ref=runs.REF)
+        hf.attach(trainer, store=store, ref=runs.REF, frozen_base=True)
