@@ -111,7 +111,12 @@ def write(folder: Path, iteration: int = 1000, **arguments: Any) -> dict[str, An
     held = tensors()
     with pickled_as_megatron():
         state = {**held, **{key: [value] for key, value in objects().items()}}
-        dcp_save(state, storage_writer=FileSystemWriter(path, thread_count=2), planner=_Planner(flatten_state_dict=False), no_dist=True)
+        dcp_save(
+            state,
+            storage_writer=FileSystemWriter(path, thread_count=2),
+            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
         torch.save(common(iteration, **arguments), path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(CONFIG))
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
