@@ -41,7 +41,8 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
         assert each["losses"] == each["whole"], each
         assert len(each["losses"]) == 12
         assert each["best"] in {4, 8, 12}
-        assert set(each["folders"]) == {"checkpoint-4", "checkpoint-8", "checkpoint-12"}
+        if each["rank"] == 0:  # it writes the folders
+            assert set(each["folders"]) == {"checkpoint-4", "checkpoint-8", "checkpoint-12"}
     assert_other_layouts_get_equal_state(TRAINER, tmp_path, step=4)
 
 
@@ -50,5 +51,6 @@ def test_accelerate(tmp_path: Path) -> None:
         assert each["losses"] == [some[6:] for some in each["whole"]], each
         assert len(each["losses"][1]) == 9
         assert (each["same"], each["differ"]) == (True, [])
-        assert each["folders"] == [f"checkpoint_{number}" for number in range(5)]
+        if each["rank"] == 0:  # it writes the folders
+            assert each["folders"] == [f"checkpoint_{number}" for number in range(5)]
     assert_other_layouts_get_equal_state(ACCELERATOR, tmp_path, step=6)
