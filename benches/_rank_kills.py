@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
@@ -151,6 +151,9 @@ def run_ranks(folder: Path, work: Callable[[int], Said], ranks: int = RANKS) -> 
                 if not said[rank]:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what a rank has started, such as the process of Megatron's asynchronous saves
     os.kill(server, signal.SIGKILL)
     os.waitpid(server, 0)
     return said
@@ -174,7 +177,10 @@ def _fork_store() -> tuple[int, str]:
 def _fork_rank(rank: int, ranks: int, port: str, folder: Path, work: Callable[[int], Said]) -> int:
     pid = os.fork()
     if pid:
+        with suppress(OSError):  # it has done so itself, or has ended
+            os.setpgid(pid, pid)
         return pid
+    os.setpgid(0, 0)
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

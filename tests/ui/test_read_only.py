@@ -136,7 +136,7 @@ def has(store: Store, tmp_path: Path) -> dict[str, str]:
 
 
 def route_paths(browser: TestClient) -> set[str]:
-    return {route.path.rstrip("/") or "/" for route in browser.app.routes}  # type: ignore[attr-defined]
+    return {route.path.rstrip("/") or "/" for route in browser.app._app.routes}  # type: ignore[attr-defined]
 
 
 def pages_of(store: Store, has: Mapping[str, str]) -> Iterator[str]:

@@ -454,14 +454,6 @@ def save_fsdp_ranks(folder: Path) -> None:
         torch.save({"w": torch.full((5,), rank), "global_step": 70}, folder / f"step_70_rank_{rank}.pt")
 
 
-def save_deepspeed(folder: Path) -> None:
-    for layer in (1, 3, 7):
-        torch.save({"w": torch.full((5,), layer)}, folder / f"layer_{layer:02}-model_00-model_states.pt")
-    for rank in range(2):
-        torch.save({"dp_world_size": 2, "global_steps": 70, "module": {}}, folder / f"mp_rank_0{rank}_model_states.pt")
-        torch.save({"optimizer_state_dict": {}}, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-
-
 def save_models(folder: Path) -> None:
     for name in ("unet_512.pt", "unet_768.pt", "vae.pt"):
         torch.save({"w": torch.ones(5)}, folder / name)
@@ -472,7 +464,7 @@ def save_one_step(folder: Path) -> None:
         torch.save({"w": torch.ones(5), "step": 100}, folder / f"{name}_step_100.pt")
 
 
-@pytest.mark.parametrize("save", [save_accelerate, save_shards, save_fsdp_ranks, save_deepspeed, save_models, save_one_step])
+@pytest.mark.parametrize("save", [save_accelerate, save_shards, save_fsdp_ranks, save_models, save_one_step])
 def test_folders_of_ranks_and_models_are_one_snapshot(run: Tsck, tmp_path: Path, save: Any) -> None:
     (tmp_path / "old").mkdir()
     save(tmp_path / "old")
