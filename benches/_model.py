@@ -19,9 +19,8 @@ LAYERS: Final = 126
 KINDS: Final = ("param", "exp_avg", "exp_avg_sq")
 
 
-def model_shapes(width: int) -> dict[str, tuple[int, ...]]:
-    """Of Llama 3.1 405B, or of one `width` times as wide."""
-    hidden, kv, ffn = 16384 * width, 1024 * width, 53248 * width
+def llama_shapes(hidden: int, layers: int, ffn: int, kv: int, words: int = 128256, *, is_tied: bool = False) -> dict[str, tuple[int, ...]]:
+    """The parameters of a Llama 3."""
     layer = {
         "q": (hidden, hidden),
         "k": (kv, hidden),
@@ -33,8 +32,13 @@ def model_shapes(width: int) -> dict[str, tuple[int, ...]]:
         "norm1": (hidden,),
         "norm2": (hidden,),
     }
-    shapes = {f"layers.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
-    return {"embed": (128256, hidden), **shapes, "norm": (hidden,), "head": (128256, hidden)}
+    shapes = {f"layers.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
+    return {"embed": (words, hidden), **shapes, "norm": (hidden,), **({} if is_tied else {"head": (words, hidden)})}
+
+
+def model_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    """Of Llama 3.1 405B, or of one `width` times as wide."""
+    return llama_shapes(16384 * width, LAYERS, 53248 * width, 1024 * width)
 
 
 def make_layout(ranks: int, width: int) -> Layout:

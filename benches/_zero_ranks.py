@@ -12,6 +12,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from benches._model import llama_shapes
+
 ALIGNMENT: Final = 2
 """ZeRO 1 and 2 pad a flat group to a multiple of as many elements for each rank (``nccl_start_alignment_factor``)."""
 Shapes = Mapping[str, tuple[int, ...]]
@@ -22,23 +24,6 @@ class Rank(NamedTuple):
 
     rank: int
     ranks: int
-
-
-def llama_shapes(hidden: int, layers: int, ffn: int, kv: int, words: int = 128256, *, is_tied: bool = False) -> dict[str, tuple[int, ...]]:
-    """The parameters of a Llama 3."""
-    layer = {
-        "q": (hidden, hidden),
-        "k": (kv, hidden),
-        "v": (kv, hidden),
-        "o": (hidden, hidden),
-        "gate": (ffn, hidden),
-        "up": (ffn, hidden),
-        "down": (hidden, ffn),
-        "norm1": (hidden,),
-        "norm2": (hidden,),
-    }
-    shapes = {f"layers.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
-    return {"embed": (words, hidden), **shapes, "norm": (hidden,), **({} if is_tied else {"head": (words, hidden)})}
 
 
 MODELS: Final = {

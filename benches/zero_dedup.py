@@ -19,7 +19,8 @@ import torch
 
 import tensorstore_ck as tsck
 from benches._rank_kills import run_ranks
-from benches._zero_ranks import MODELS, Rank, Shapes, given_ranks, llama_shapes, zero_engine
+from benches._model import llama_shapes
+from benches._zero_ranks import MODELS, Rank, Shapes, given_ranks, zero_engine
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.format.block_assignment import Region

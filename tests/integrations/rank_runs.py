@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from tests.effort import effort
 from tests.end_to_end.scripts.launch import launched, torchrun
 
 Said = dict[str, Any]
@@ -33,6 +34,28 @@ def run_ranks(
 def ends(said: list[Said], key: str = "losses") -> list[Said]:
     """What the ranks said at the end, which has `key`, in their order."""
     return sorted((each for each in said if key in each), key=lambda each: int(each["rank"]))
+
+
+def check_kills(job: str, folder: Path, option: str, key: str, saved_after: set[int]) -> None:
+    """Kills each of two ranks at calls of the backend in a save, and checks that the resumed job says what an undisturbed one does.
+
+    `key`: under which a rank says number by step at the end; `saved_after`: the first step after each save, of which the job resumes one.
+    """
+    whole = ends(run_ranks(job, folder / "whole", option), key)
+    calls = [each["calls"] for each in whole]
+    assert min(calls) > 3
+    every = [(rank, at, torn) for rank in (0, 1) for at in range(1, calls[rank] + 1) for torn in (0, 1)]
+    seen = set()
+    for rank, at, torn in effort([(0, 1, 0), (1, calls[1] - 1, 1), (0, calls[0], 1)], every):
+        killed = folder / f"killed-{rank}-{at}-{torn}"
+        run_ranks(job, killed, option, str(rank), str(at), str(torn), fails=True)
+        resumed = ends(run_ranks(job, killed, option), key)
+        first = min(int(step) for step in resumed[0][key])
+        expected = [{step: number for step, number in each[key].items() if int(step) >= first} for each in whole]
+        assert [each[key] for each in resumed] == expected, (rank, at, torn)
+        seen.add(first)
+    assert min(saved_after) in seen
+    assert seen <= saved_after
 
 
 def say(**said: object) -> None:

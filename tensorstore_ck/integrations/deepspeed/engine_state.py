@@ -233,7 +233,7 @@ class _Counters:
             setattr(owner, name, state[name])
 
     def _counters(self) -> list[tuple[Any, str]]:
-        """Objects, and their attributes. A pipeline seeds its layers by the micro-batches so far, if it was told to."""
+        """Objects, and their attributes. A pipeline with `seed_layers` seeds them by the number of micro-batches so far."""
         engine = self._engine
         return [(engine, name) for name in COUNTERS] + ([(engine.module, "micro_offset")] if engine.pipeline_parallelism else [])
 

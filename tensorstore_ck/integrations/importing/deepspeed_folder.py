@@ -51,7 +51,7 @@ _OWN_KEYS: Final = frozenset(
         *("num_experts", "ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"),
     }
 )
-"""DeepSpeed's own entries beside the client's state."""
+"""DeepSpeed's own entries, which are not of the client's state."""
 _NOT_SAVED: Final = {"data_sampler": "the position of curriculum learning", "random_ltd": "the schedule of random layer-token drop"}
 
 

@@ -126,7 +126,7 @@ def _in_order(
         if len(names) != count or len(groups_of[shape]) > 1:
             raise UnsupportedValueError(
                 f"{origin} was saved without ZeRO in float32: its optimizer numbers its parameters, and of shape {list(shape)[:8]} it has "
-                f"{count} in {len(groups_of[shape])} groups where the model has {len(names)}, so it cannot be told which is which: load it "
+                f"{count} in {len(groups_of[shape])} groups where the model has {len(names)}, so their names cannot be found: load it "
                 "with DeepSpeed, then save it with tensorstore_ck.deepspeed",
                 object_id="optimizer",
             )

@@ -1,6 +1,6 @@
 """Folders of Megatron-core's `dist_checkpointing` in the format torch_dist, such as Megatron-LM's ``iter_0001000``. Needs no Megatron.
 
-A DCP checkpoint of sharded tensors and objects by their keys, beside ``common.pt`` with everything else. The state is the one that
+A DCP checkpoint of sharded tensors and objects by their keys, and ``common.pt`` with everything else. The state is the one that
 `tensorstore_ck.megatron` saves: a flat dict of these keys, and the rest below "common".
 """
 

@@ -41,7 +41,7 @@ class StoredState:
             raise NotAsStoredError(f"{name} was not saved by tsck.megatron: it has no {COMMON!r}", object_id=name)
 
     def common(self) -> Any:
-        """The common state, anew."""
+        """A new copy of the common state."""
         return self._values([COMMON])[COMMON]
 
     def tensors(self) -> dict[str, ShardedTensor]:

@@ -1,7 +1,7 @@
 """`RankStore`: the local checkpoints that one rank keeps on a disk of its host, its own and replicas of others, in a store of their own.
 
 Each checkpoint is a branch, ``iteration-N/rank-R``, with one snapshot. The store is opened for each call, since NVRx saves in a forked or
-spawned process and deletes in a thread. Its cache and its notes lie beside it, so that they are lost together with it.
+spawned process and deletes in a thread. Its cache and its notes are in the same folder, so that they are lost together with it.
 """
 
 import logging

@@ -20,6 +20,7 @@ from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.store import ReadOnlyStore, Store
 from tests.effort import effort
 from tests.integrations.deepspeed.engines import Net
+from tests.integrations.deepspeed.same_bits import differences
 from tests.integrations.deepspeed.stages_job import SAVED_AFTER, parse
 from tests.integrations.rank_runs import run_ranks
 
@@ -41,18 +42,6 @@ def tensors_and_values(store: ReadOnlyStore, ref: str) -> dict[str, Any]:
         tensors = {name: found[name][...] for name in found}
         values = found.state_values
     return {name: each for name, each in {**values, **tensors}.items() if name not in NOT_IN_A_FOLDER and not name.startswith("rank.")}
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The names of what is not equal bit by bit."""
-
-    def same(name: str) -> bool:
-        a, b = one.get(name), other.get(name)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return a.dtype == b.dtype and torch.equal(a, b)
-        return type(a) is type(b) and bool(a == b)
-
-    return [name for name in one.keys() | other.keys() if not same(name)]
 
 
 @pytest.fixture(scope="module")

@@ -7,30 +7,13 @@ import pytest
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
 
 from tests.effort import effort
-from tests.integrations.rank_runs import Said, ends, run_ranks
+from tests.integrations.rank_runs import check_kills
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 JOB = "tests.integrations.deepspeed.kills_job"
 
 
-def rest_of(losses: dict[str, float], first: int) -> dict[str, float]:
-    return {step: loss for step, loss in losses.items() if int(step) >= first}
-
-
 @pytest.mark.parametrize("kind", effort(["2,bf16"], ["2,bf16", "3,bf16"]))
 def test_a_rank_dies_in_a_save(tmp_path: Path, kind: str) -> None:
-    whole = ends(run_ranks(JOB, tmp_path / "whole", kind))
-    calls = [each["calls"] for each in whole]
-    assert min(calls) > 3
-    every = [(rank, at, torn) for rank in (0, 1) for at in range(1, calls[rank] + 1) for torn in (0, 1)]
-    seen = set()
-    for rank, at, torn in effort([(0, 1, 0), (1, calls[1] - 1, 1), (0, calls[0], 1)], every):
-        folder = tmp_path / f"killed-{rank}-{at}-{torn}"
-        run_ranks(JOB, folder, kind, str(rank), str(at), str(torn), fails=True)
-        resumed: list[Said] = ends(run_ranks(JOB, folder, kind))
-        first = min(int(step) for step in resumed[0]["losses"])
-        assert [each["losses"] for each in resumed] == [rest_of(each["losses"], first) for each in whole], (rank, at, torn)
-        seen.add(first)
-    assert 2 in seen
-    assert seen <= {2, 4}
+    check_kills(JOB, tmp_path, kind, "losses", {2, 4})

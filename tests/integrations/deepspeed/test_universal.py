@@ -17,6 +17,7 @@ from tensorstore_ck.integrations.exporting import export_snapshot
 from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.store import ReadOnlyStore, Store
 from tests.effort import effort
+from tests.integrations.deepspeed.same_bits import differences
 from tests.integrations.deepspeed.stages_job import SAVED_AFTER
 from tests.integrations.rank_runs import run_ranks
 
@@ -53,16 +54,6 @@ def optimizer_and_counters(store: ReadOnlyStore, ref: str) -> dict[str, Any]:
         left = ("model.seen", "extra.deepspeed.micro_steps")  # DeepSpeed loads none of them from a universal checkpoint
         tensors = {name: found[name][...] for name in found if name.startswith(wanted) and name not in left}
         return {**tensors, **{name: each for name, each in found.state_values.items() if name.startswith(wanted) and name not in left}}
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    def same(name: str) -> bool:
-        a, b = one.get(name), other.get(name)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return a.dtype == b.dtype and torch.equal(a, b)
-        return type(a) is type(b) and bool(a == b)
-
-    return [name for name in one.keys() | other.keys() if not same(name)]
 
 
 @pytest.mark.parametrize("case", LOADED)
