@@ -1,6 +1,5 @@
 """A loop with an `Accelerator` under torchrun: ``rank_job FOLDER ddp|fsdp [RESUME]``. Says each step, and at the end what it did."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,11 +8,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tests.integrations.accelerate import runs
-
-
-def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
+from tests.integrations.rank_runs import say
 
 
 def main(folder: Path, kind: str, resume: str | None) -> None:

@@ -18,7 +18,8 @@ from tensorstore_ck.store import Store
 from tests.integrations.accelerate import runs
 from tests.integrations.deepspeed import accelerate_on_cpu  # noqa: F401
 from tests.integrations.deepspeed.engines import Kind, join
-from tests.integrations.deepspeed.stages_job import differing, parse, say
+from tests.integrations.deepspeed.stages_job import differing, parse
+from tests.integrations.rank_runs import say
 
 CUT_AFTER = 7
 """A save comes after each third step; on two ranks an epoch has 5."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import tensorstore_ck as tsck
 from tests.integrations.deepspeed.engines import join, make, train
-from tests.integrations.deepspeed.stages_job import SAVED_AFTER, STEPS, parse, say
+from tests.integrations.deepspeed.stages_job import SAVED_AFTER, STEPS, parse
+from tests.integrations.rank_runs import say
 
 
 def main(folder: Path, what: str, arguments: list[str]) -> None:

@@ -15,8 +15,9 @@ from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.integrations.deepspeed.engines import join, make, train
-from tests.integrations.deepspeed.stages_job import parse, say
+from tests.integrations.deepspeed.stages_job import parse
 from tests.integrations.kill_at import KillAt
+from tests.integrations.rank_runs import say
 
 SAVED_AFTER, STEPS = (2, 4), 6
 

@@ -15,13 +15,9 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, join, make, train
+from tests.integrations.rank_runs import say
 
 SAVED_AFTER, STEPS = 3, 6
-
-
-def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
 
 
 def parse(text: str) -> Kind:

@@ -18,8 +18,9 @@ from tensorstore_ck.integrations import hf
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed import accelerate_on_cpu  # noqa: F401
 from tests.integrations.deepspeed.engines import Kind, join
-from tests.integrations.deepspeed.stages_job import differing, parse, say
+from tests.integrations.deepspeed.stages_job import differing, parse
 from tests.integrations.hf import runs
+from tests.integrations.rank_runs import say
 
 SAVED_AFTER, CUT_AFTER = 4, 6
 

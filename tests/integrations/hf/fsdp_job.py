@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
-from tests.integrations.hf.rank_job import SayStep, say
+from tests.integrations.hf.rank_job import SayStep
+from tests.integrations.rank_runs import say
 
 
 def digest(state: Any) -> str:

@@ -1,6 +1,5 @@
 """A run of transformers' Trainer under torchrun: ``rank_job FOLDER REF [RESUME]``. Says each step, and at the end its losses."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,11 +11,7 @@ from transformers import TrainerCallback
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
-
-
-def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
+from tests.integrations.rank_runs import say
 
 
 class SayStep(TrainerCallback):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
-from tests.integrations.lightning.rank_job import say
+from tests.integrations.rank_runs import say
 
 STEPS = 8
 

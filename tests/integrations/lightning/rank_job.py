@@ -1,6 +1,5 @@
 """A run of Lightning under torchrun: ``rank_job FOLDER STRATEGY [CKPT_PATH]``. Says each step, and at the end what it logged."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,11 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
-
-
-def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
+from tests.integrations.rank_runs import say
 
 
 class SayStep(Callback):  # type: ignore[misc]

@@ -1,11 +1,11 @@
 """torchtitan's Trainer under torchrun: ``rank_job FOLDER LAYOUT``. Says each step, and at the end what it did."""
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.integrations.rank_runs import say
 from tests.integrations.titan import runs
 
 DTENSOR = {"spmd_backend": "partial_dtensor"}  # the default refuses this model on CPUs
@@ -15,11 +15,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": DTENSOR | {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
     "tensor": DTENSOR | {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
 }
-
-
-def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
 
 
 def main(folder: Path, layout: str) -> None:

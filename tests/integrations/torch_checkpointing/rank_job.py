@@ -1,6 +1,5 @@
 """A job with a `CheckpointManager` under torchrun: ``rank_job FOLDER save|load|loop [sync]``. Says what it has at the end."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,13 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tensorstore_ck as tsck
+from tests.integrations.rank_runs import say
 
 REF = "runs/m"
-
-
-def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": dist.get_rank(), **said}) + "\n").encode())
 
 
 def payload(step: int, *, spread: bool = True) -> dict[str, Any]:
