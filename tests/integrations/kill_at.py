@@ -10,7 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from tests.end_to_end.crash.faulty import Faults
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.store import Store
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 
 T = TypeVar("T")
 
@@ -30,6 +34,13 @@ class KillAt(Faults):
                     tear()
                 os.kill(os.getpid(), signal.SIGKILL)
         return effect()
+
+
+def open_killable(path: Path | str, faults: Faults) -> Store:
+    """A store in a folder, made if it is absent, whose calls of the backend `faults` sees."""
+    local = LocalBackend(str(path))
+    config = read_config(local) or init_store(local)
+    return Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable()))
 
 
 def forked(work: Callable[[], T], folder: Path) -> T | None:

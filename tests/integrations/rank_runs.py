@@ -59,7 +59,7 @@ class _Server:
 
     def end(self) -> None:
         """With a job that it may have."""
-        with self._process:
+        with self._errors, self._process:
             self._process.terminate()
 
 

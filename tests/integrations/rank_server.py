@@ -72,7 +72,7 @@ def _forked(asked: Asked, rank: int) -> int:
 
 
 def _be_rank(asked: Asked, rank: int) -> NoReturn:
-    code: Any = 0
+    code: Any = 1
     try:
         os.chdir(asked.folder)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -82,10 +82,11 @@ def _be_rank(asked: Asked, rank: int) -> NoReturn:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*found in sys.modules")
             runpy.run_module(asked.job, run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as exc:
         code = exc.code or 0
     except BaseException:  # noqa: BLE001 - a rank must not go on as its server
-        code = traceback.print_exc() or 1
+        traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined] # as Python ends, but for the seconds that it takes to free all that is imported
     atexit._run_exitfuncs()
     sys.stdout.flush()

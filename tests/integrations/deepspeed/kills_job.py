@@ -9,14 +9,9 @@ import sys
 from pathlib import Path
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.store import Store
-from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.integrations.deepspeed.engines import join, make, train
 from tests.integrations.deepspeed.stages_job import parse
-from tests.integrations.kill_at import KillAt
+from tests.integrations.kill_at import KillAt, open_killable
 from tests.integrations.rank_runs import say
 
 SAVED_AFTER, STEPS = (2, 4), 6
@@ -25,9 +20,7 @@ SAVED_AFTER, STEPS = (2, 4), 6
 def main(folder: Path, kind: str, killed: int, at: int, torn: int) -> None:
     rank = join()
     faults = KillAt(at if rank == killed else 0, torn=bool(torn))
-    local = LocalBackend(str(folder / "store"))
-    config = read_config(local) or init_store(local)
-    with Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable())) as store:
+    with open_killable(folder / "store", faults) as store:
         engine = make(parse(kind))
         tsck.deepspeed.attach(engine, store, ref="runs/a", asynchronous=False)
         engine.load_checkpoint(folder / "out")

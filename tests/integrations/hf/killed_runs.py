@@ -9,13 +9,9 @@ import torch
 from transformers import TrainerCallback
 
 from tensorstore_ck import Store
-from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.integrations import hf
-from tensorstore_ck.log.cache import MemoryTable
-from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.integrations.hf import runs
-from tests.integrations.kill_at import KillAt, forked
+from tests.integrations.kill_at import KillAt, forked, open_killable
 
 STRUCK_STEP = 8
 """Kills strike in the saves of this step and of the last one; that of step 4 is whole."""
@@ -64,10 +60,7 @@ def _digest(value: object) -> str:
 
 
 def _train(folder: Path, faults: KillAt, *, resume: bool, asynchronous: bool) -> Ended:
-    local = LocalBackend(str(folder / "store"))
-    config = read_config(local) or init_store(local)
-    backend = FaultyBackend(local, faults, atomic_put=False)
-    with Store(make_engine(backend, config, MemoryTable())) as store:
+    with open_killable(folder / "store", faults) as store:
         data = _Noted()
         given = runs.parts(folder / "out", save_steps=4, logging_steps=3) | {"train_dataset": data}
         trainer = hf.Trainer(**given, callbacks=[_Count(faults, store)], store=store, ref=runs.REF, asynchronous=asynchronous)

@@ -11,12 +11,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.store import Store
-from tests.end_to_end.crash.faulty import FaultyBackend
-from tests.integrations.kill_at import KillAt
+from tests.integrations.kill_at import KillAt, open_killable
 from tests.integrations.megatron import on_cpu  # noqa: F401 - it replaces what asks CUDA
 from tests.integrations.megatron.gpt import Job, join, leave
 from tests.integrations.rank_runs import say
@@ -27,9 +22,7 @@ SAVED_AFTER, STEPS = (2, 4), 5
 def main(folder: Path, saving: str, killed: int, at: int, torn: int) -> None:
     rank = join(1, 1)
     faults = KillAt(at if rank == killed else 0, torn=bool(torn))
-    local = LocalBackend(str(folder / "store"))
-    config = read_config(local) or init_store(local)
-    with Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable())) as store:
+    with open_killable(folder / "store", faults) as store:
         job, queue = Job(1, 1, "fully_reshardable"), AsyncCallsQueue()
         found = tsck.megatron.register(store, ref="runs/gpt").write_folder(folder / "out")
         if found is not None:

@@ -21,13 +21,9 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.integrations.nvrx import rank_store
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
-from tests.end_to_end.crash.faulty import FaultyBackend
-from tests.integrations.kill_at import KillAt
+from tests.integrations.kill_at import KillAt, open_killable
 from tests.integrations.nvrx.on_cpu import differs, state_dict_of
 
 
@@ -84,9 +80,7 @@ class Rank:
         return self.save(iteration) | {"calls": self.faults.calls}
 
     def _open(self, path: Path, **_: object) -> Store:
-        local = LocalBackend(str(path))
-        config = read_config(local) or init_store(local)
-        return Store(make_engine(FaultyBackend(local, self.faults, atomic_put=False), config, MemoryTable()))
+        return open_killable(path, self.faults)
 
     def load(self) -> dict[str, Any]:
         dist.barrier()

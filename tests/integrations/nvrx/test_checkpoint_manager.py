@@ -21,13 +21,10 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager impor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.integrations.nvrx import rank_store
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.effort import effort
-from tests.end_to_end.crash.faulty import FaultyBackend
-from tests.integrations.kill_at import KillAt, forked
+from tests.integrations.kill_at import KillAt, forked, open_killable
 from tests.integrations.nvrx.on_cpu import differs, state_dict_of
 
 
@@ -122,9 +119,7 @@ def test_every_death_in_a_save_and_its_cleanup(tmp_path: Path, monkeypatch: pyte
         faults = KillAt(at, torn=torn)
 
         def open_faulty(path: Path, **_: object) -> Store:
-            local = LocalBackend(str(path))
-            config = read_config(local) or init_store(local)
-            return Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable()))
+            return open_killable(path, faults)
 
         monkeypatch.setattr(rank_store, "open_store", open_faulty)
         manager = manager_in(folder)

@@ -4,11 +4,7 @@ from pathlib import Path
 from unittest import mock
 
 from tensorstore_ck import Store
-from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.log.cache import MemoryTable
-from tests.end_to_end.crash.faulty import FaultyBackend
-from tests.integrations.kill_at import KillAt, forked
+from tests.integrations.kill_at import KillAt, forked, open_killable
 from tests.integrations.titan import runs
 
 STRUCK_STEP = 6
@@ -17,9 +13,7 @@ STRUCK_STEP = 6
 
 def _train(folder: Path, faults: KillAt, async_mode: str) -> tuple[int, runs.Run]:
     def open_here(url: str, *, create: bool) -> Store:
-        local = LocalBackend(url)
-        config = read_config(local) or init_store(local)
-        return Store(make_engine(FaultyBackend(local, faults, atomic_put=False), config, MemoryTable()))
+        return open_killable(url, faults)
 
     def count(trainer: runs.Noisy) -> None:
         """From the beginning of the struck step on, when the save before it has ended."""

@@ -1,28 +1,28 @@
-"""A loop with an `Accelerator` and DeepSpeed under torchrun: ``accelerator_job FOLDER train|load KIND...``; see trainer_job.
+"""A loop with an `Accelerator` and DeepSpeed on ranks; for trainers_job and trainer_kills_job.
 
 With the option ``dummy=true`` DeepSpeed makes the optimizer and the schedule from its configuration.
 """
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin
 
 import tensorstore_ck as tsck
 from tensorstore_ck.store import Store
 from tests.integrations.accelerate import runs
 from tests.integrations.deepspeed import accelerate_on_cpu  # noqa: F401
-from tests.integrations.deepspeed.engines import Kind, join
-from tests.integrations.deepspeed.stages_job import differing, parse
+from tests.integrations.deepspeed.engines import Kind
+from tests.integrations.deepspeed.stages_job import differing
+from tests.integrations.kill_at import KillAt
 from tests.integrations.rank_runs import say
 
-CUT_AFTER = 7
-"""A save comes after each third step; on two ranks an epoch has 5."""
+BATCHES = 5
+"""Of an epoch, on two ranks. A save comes after each third step."""
+STRUCK, CUT_AFTER = 6, 7
 SAVE = 1
 """The number of the save after step 6."""
 
@@ -42,15 +42,17 @@ def plugin(kind: Kind) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def train(kind: Kind, folder: Path, store: Store) -> None:
-    def run(name: str, ref: str, **options: Any) -> runs.Run:
-        return runs.train(folder / kind.ref / name, store, ref=ref, deepspeed=plugin(kind), attach={"asynchronous": False}, **options)
+def run(kind: Kind, folder: Path, store: Store, ref: str, **options: Any) -> runs.Run:
+    return runs.train(folder, store, ref=ref, deepspeed=plugin(kind), attach={"asynchronous": False}, **options)
 
-    whole = run("whole", f"{kind.ref}/whole", resume=False)
+
+def train(kind: Kind, folder: Path, store: Store) -> None:
+    """The run that is cut ends after 7 steps, of which the first 6 are saved."""
+    whole = run(kind, folder / kind.ref / "whole", store, f"{kind.ref}/whole", resume=False)
     drawn = torch.rand(()).item()
     with suppress(runs.Killed):
-        run("out", kind.ref, resume=False, kill_after=CUT_AFTER)
-    resumed = run("out", kind.ref)
+        run(kind, folder / kind.ref / "out", store, kind.ref, resume=False, kill_after=CUT_AFTER)
+    resumed = run(kind, folder / kind.ref / "out", store, kind.ref)
     is_same = (drawn, whole.average, whole.iteration) == (torch.rand(()).item(), resumed.average, resumed.iteration)
     folders = sorted(each.name for each in (folder / kind.ref / "out" / "checkpoints").iterdir())
     compared = differing(store, f"{kind.ref}/whole", kind.ref)
@@ -65,6 +67,7 @@ def train(kind: Kind, folder: Path, store: Store) -> None:
 
 
 def load(kind: Kind, folder: Path, store: Store, ref: str) -> None:
+    """After step 6, without a step."""
     copy = f"{os.environ['WORLD_SIZE']}-ranks/{kind.ref}/{ref}"
     engines: list[Any] = []
 
@@ -73,25 +76,20 @@ def load(kind: Kind, folder: Path, store: Store, ref: str) -> None:
         raise runs.Killed
 
     with suppress(runs.Killed):
-        runs.train(folder / copy, store, resume=f"{ref}@{SAVE}", ref="runs/other", deepspeed=plugin(kind), on_loaded_model=stop)
+        run(kind, folder / copy, store, "runs/other", resume=f"{ref}@{SAVE}", on_loaded_model=stop)
     (engine,) = engines
     tsck.deepspeed.attach(engine, store, ref=copy, asynchronous=False)
     engine.save_checkpoint(folder / copy / "engine")
     say(kind=kind.ref, ref=ref, step=engine.global_steps, **differing(store, f"{ref}@{SAVE}", copy))
 
 
-def main(folder: Path, what: str, kinds: list[Kind]) -> None:
-    rank = join()
-    PartialState.destroy_process_group = lambda *_: None  # `end_training` calls it, and this process has more runs
-    with tsck.open(folder / "store", create=True, cache_dir=folder / f"cache-{rank}") as store:
-        saved = [name for name in store.branches() if name.startswith("runs/") and not name.endswith("/whole")]
-        for kind in kinds:
-            if what == "train":
-                train(kind, folder, store)
-                continue
-            for ref in (each for each in sorted(saved) if each.startswith(f"runs/{kind.dtype}-")):
-                load(kind, folder, store, ref)
+def train_struck(kind: Kind, folder: Path, store: Store, faults: KillAt) -> dict[int, Any]:
+    """From the newest snapshot on; the calls in the save after step 6 are counted. Returns batches and losses by the number of steps."""
 
+    def strike(step: int) -> None:
+        faults.is_counting = step == STRUCK - 1
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], [parse(each) for each in sys.argv[3:]])
+    resume = None if (folder / "checkpoints").exists() else False
+    found = run(kind, folder, store, "runs/a", resume=resume, on_step=strike)
+    first = runs.EPOCHS * BATCHES - len(found.losses) + 1
+    return dict(enumerate(zip(found.batches, found.losses, strict=True), first))
