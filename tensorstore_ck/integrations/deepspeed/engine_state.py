@@ -6,7 +6,7 @@ one more state of the optimizer, ``master``. So a snapshot fits every stage, and
 
 import copy
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -101,18 +101,19 @@ class EngineState(SharedState):
 
     def _states(self, fragments: list[Fragment]) -> Iterator[tuple[str, State]]:
         state = base_optimizer(self._engine.optimizer).state
+        counters = _counters((tuple(each.flat.shape), state.get(each.flat, {})) for each in fragments if each.flat is not None)
         for each in fragments:
             if each.flat is None:
                 continue
             found: State = {MASTER: each.piece(each.flat)} if each.has_master else {}
             for key, value in state.get(each.flat, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and not each.is_elementwise(value):
+                if key in counters and isinstance(value, torch.Tensor) and value.dim() > 0 and not _is_whole_number(value):
                     raise UnsupportedValueError(
                         f"the optimizer's {key!r} of {each.name} has shape {tuple(value.shape)}, where DeepSpeed's flat tensor has "
-                        f"{tuple(each.flat.shape)}: use an optimizer whose states are one number for each element, such as AdamW",
+                        f"{tuple(each.flat.shape)}: use an optimizer whose states are counters, or one number for each element, such as AdamW",
                         object_id=f"optimizer.state.{each.name}.{key}",
                     )
-                found[key] = each.piece(value) if each.is_elementwise(value) else copy.deepcopy(value)
+                found[key] = copy.deepcopy(value) if key in counters else each.piece(value)
             yield each.name, found
 
     def _groups(self, fragments: list[Fragment]) -> list[State] | State:
@@ -153,28 +154,27 @@ class EngineState(SharedState):
     def _state_targets(self, fragments: list[Fragment], stored: "LazySnapshot") -> Iterator[tuple[str, State]]:
         """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""
         own = base_optimizer(self._engine.optimizer).state
-        keys: dict[str, list[str]] = {}
-        trained = {each.name for each in fragments if each.flat is not None}
+        states: dict[str, State] = {each.name: {} for each in fragments if each.flat is not None}
         for path in (*stored, *stored.state_values):
             name, _, key = path.removeprefix("optimizer.state.").rpartition(".")
-            if path.startswith("optimizer.state.") and name in trained:
-                keys.setdefault(name, []).append(key)
+            if path.startswith("optimizer.state.") and name in states:
+                states[name][key] = stored.get(path)
+        counters = _counters((each.shape, states.get(each.name, {})) for each in fragments)
         for each in fragments:
             if each.flat is None:
                 continue
             target: State = {}
-            for key in keys.get(each.name, ()):
-                tensor = stored.get(f"optimizer.state.{each.name}.{key}")
+            for key, tensor in states[each.name].items():
                 if key == MASTER:
                     target[key] = each.piece(each.flat)
-                elif tensor is not None and tuple(tensor.shape) == each.shape and each.shape:
+                elif key in counters or tensor is None:
+                    target[key] = None
+                else:
                     state = own[each.flat]
                     if not each.is_elementwise(state.get(key)):
                         dtype = tensor.dtype if isinstance(tensor.dtype, torch.dtype) else None
                         state[key] = torch.zeros_like(each.flat, dtype=dtype, requires_grad=False)
                     target[key] = each.piece(state[key])
-                else:
-                    target[key] = None
             yield each.name, target
 
     def load(self, state: Mapping[str, Any], own_gradients: Gradients) -> None:
@@ -200,14 +200,14 @@ class EngineState(SharedState):
     def _load_states(self, stored: Mapping[str, State], fragments: list[Fragment]) -> bool:
         """Returns whether there were masters. Each flat tensor gets counters of its own, though several are stored from one."""
         own = base_optimizer(self._engine.optimizer).state
+        counters = _counters((each.shape, stored.get(each.name, {})) for each in fragments if each.flat is not None)
         taken: dict[torch.Tensor, State] = {}
         masters = []
         for each in fragments:
             if each.flat is None:
                 continue
-            scalars = {key: value for key, value in stored.get(each.name, {}).items() if not isinstance(value, FlatShard)}
             masters.append(MASTER in stored.get(each.name, {}))
-            scalars = {key: value for key, value in scalars.items() if key != MASTER and not each.is_elementwise(own[each.flat].get(key))}
+            scalars = {key: value for key, value in stored.get(each.name, {}).items() if key in counters}
             if not optimizers.is_same(taken.setdefault(each.flat, scalars), scalars):
                 raise MismatchError(
                     f"{each.name} has other counters in the snapshot than the parameters before it, and ZeRO keeps one for all of a group: "
@@ -236,6 +236,19 @@ class _Counters:
         """Objects, and their attributes. A pipeline with `seed_layers` seeds them by the number of micro-batches so far."""
         engine = self._engine
         return [(engine, name) for name in COUNTERS] + ([(engine.module, "micro_offset")] if engine.pipeline_parallelism else [])
+
+
+def _counters(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> set[str]:
+    """The keys of what an optimizer does not keep for each element: somewhere it has another shape than the elements, which come with it.
+
+    One parameter alone does not tell, since it may have the shape of a counter itself.
+    """
+    return {key for shape, state in states for key, value in state.items() if tuple(getattr(value, "shape", ())) != shape}
+
+
+def _is_whole_number(value: torch.Tensor) -> bool:
+    """Whether it may be a counter, and so the same on all ranks; a norm, of which each rank of ZeRO has another, hardly is one."""
+    return value.numel() == 1 and float(value).is_integer()
 
 
 def _own_options(group: State) -> Collection[str]:

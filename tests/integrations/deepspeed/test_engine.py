@@ -10,11 +10,13 @@ import torch
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError, UnsupportedValueError
+from tensorstore_ck.integrations.deepspeed.fragments import base_optimizer
 from tensorstore_ck.integrations.light_folders import write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
+from tests.integrations.deepspeed.on_cpu import deepspeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's warnings of torch
 
@@ -115,6 +117,75 @@ def test_a_script_without_deepspeed_restores_what_it_saved(store: Store, tmp_pat
     steps = [optimizer.state[each]["step"] for each in trained]
     assert {each.item() for each in steps} == {3.0}
     assert len({each.data_ptr() for each in steps}) == len(steps)
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with momentum, which counts its steps in tensors without and with a dimension."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            if each.grad is None:
+                continue
+            state = self.state[each]
+            if not state:
+                state.update(step=torch.zeros(()), one=torch.zeros(1), momentum=torch.zeros_like(each))
+            state["step"] += 1
+            state["one"] += 1
+            state["momentum"].mul_(0.5 + 0.1 * state["one"].item()).add_(each.grad)
+            each.data.add_(state["momentum"], alpha=-0.1)
+
+
+def counting(stage: int) -> Any:
+    torch.manual_seed(stage)
+    line = torch.nn.Linear(5, 1)  # its bias has the shape of a counter
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    config |= {"zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9}
+    return deepspeed.initialize(model=line, optimizer=Counting(line.parameters()), config=config)[0]
+
+
+def count(engine: Any) -> float:
+    loss = engine(torch.arange(10.0).view(2, 5) / 10).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("other", [0, 2, 3])
+def test_counters_of_one_element(store: Store, tmp_path: Path, stage: int, other: int) -> None:
+    engine = counting(stage)
+    tsck.deepspeed.attach(engine, store, ref="runs/a")
+    for _ in range(2):
+        count(engine)
+    engine.save_checkpoint(tmp_path)
+    rest = [count(engine), count(engine)]
+    engine.destroy()
+    for steps in (0, 1):  # without states, and with some
+        resumed = counting(other)
+        tsck.deepspeed.attach(resumed, store, ref=f"runs/{steps}")
+        for _ in range(steps):
+            count(resumed)
+        resumed.load_checkpoint(tmp_path, tag="runs/a")
+        states = base_optimizer(resumed.optimizer).state
+        assert {(float(each["step"]), tuple(each["one"].shape), each["one"].item()) for each in states.values()} == {(2.0, (1,), 2.0)}
+        assert {each["momentum"].shape == flat.shape for flat, each in states.items()} == {True}
+        assert [count(resumed), count(resumed)] == pytest.approx(rest, rel=1e-6)
+        resumed.destroy()
+
+
+def test_an_optimizer_with_other_states_is_refused(store: Store, tmp_path: Path) -> None:
+    engine = counting(0)
+    tsck.deepspeed.attach(engine, store, ref="runs/a", asynchronous=False)
+    count(engine)
+    states = base_optimizer(engine.optimizer).state
+    for wrong in (torch.zeros(5), torch.full((1,), 0.5)):
+        states[engine.module.weight]["one"] = wrong
+        with pytest.raises(UnsupportedValueError, match=r"'one' of weight"):
+            engine.save_checkpoint(tmp_path)
+    engine.destroy()
 
 
 def test_frozen_parameters_may_be_left_out(store: Store, tmp_path: Path) -> None:
