@@ -1,16 +1,22 @@
 """A plugin of pytest for DeepSpeed's own tests, on CPUs: its engines save into a store next to each `save_dir`.
 
-In the folder ``tests`` of DeepSpeed's sources, with this folder and the root of this repository in PYTHONPATH, in the environment of
-`make test-apart`: ``DS_ACCELERATOR=cpu LOCAL_SIZE=4 DEEPSPEED_TIMEOUT=1 python -m pytest -p stored_deepspeed unit/checkpoint/FILE``. The
-first run compiles DeepSpeed's Adam. With `JUDGED_STOCK` in the environment engines stay DeepSpeed's own.
+`make test-trainers TRAINERS=deepspeed` runs them; with `JUDGED_STOCK=1` in the environment engines stay DeepSpeed's own. An engine that
+saves without a load replaces what others saved next to that folder. `ds_to_universal` exports the snapshot in place of DeepSpeed's
+conversion, so that the tests of universal checkpoints judge the export. The first run compiles DeepSpeed's Adam, for some minutes.
 """
 
 import functools
+import importlib
 import multiprocessing
 import os
+import shutil
+import tempfile
 from typing import Any
 
+import torch.distributed as dist
+
 import tensorstore_ck as tsck
+from tensorstore_ck.integrations.exporting import export_snapshot
 from tests.integrations.deepspeed.on_cpu import deepspeed
 
 REF = "runs/judged"
@@ -21,19 +27,41 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(["stored_deepspeed"])
 
 
-def attached_to(engine: Any, folder: object) -> Any:
-    """The engine, with the store of a folder. An engine that saves to several folders gets the store of each in turn."""
-    place = f"{os.path.abspath(str(folder))}.store"
+def place_of(folder: object) -> str:
+    """The store next to a folder."""
+    return f"{os.path.abspath(str(folder))}.store"
+
+
+def attached_to(engine: Any, folder: object, *, empty: bool = False) -> Any:
+    """The engine, with the store of a folder. An engine that saves to several folders gets the store of each in turn.
+
+    `empty`: without what others have saved there.
+    """
+    place = place_of(folder)
     if isinstance(engine, tsck.deepspeed.SnapshotMixin):
         if engine._snapshots._store.url == place:
             return engine
         engine._snapshots.finish()
         engine.__class__ = type(engine).__bases__[1]
+    if empty:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
+        dist.barrier()
     tsck.deepspeed.attach(engine, place, ref=REF, asynchronous=False)
     return engine
 
 
+def _export(args: Any) -> None:
+    """In place of `ds_to_universal`, of a folder that names a snapshot."""
+    folder, tag = os.path.split(args.input_folder)
+    with tempfile.TemporaryDirectory(dir=folder) as made, tsck.open(place_of(folder), read_only=True) as store:
+        export_snapshot(store, REF, f"{made}/out", format="deepspeed-universal")
+        os.rename(f"{made}/out/{tag}_universal", args.output_folder)
+
+
 def _replace() -> None:
+    importlib.import_module("deepspeed.checkpoint.ds_to_universal").main = _export  # type: ignore[attr-defined]
     native = deepspeed.DeepSpeedEngine
     save, load = native.save_checkpoint, native.load_checkpoint
 
@@ -41,7 +69,7 @@ def _replace() -> None:
     def save_checkpoint(self: Any, save_dir: Any, *args: Any, **options: Any) -> Any:
         if isinstance(self, tsck.deepspeed.SnapshotMixin) or not save_dir:  # of the mixin, or an error of DeepSpeed's
             return save(self, save_dir, *args, **options)
-        return attached_to(self, save_dir).save_checkpoint(save_dir, *args, **options)
+        return attached_to(self, save_dir, empty=True).save_checkpoint(save_dir, *args, **options)
 
     @functools.wraps(load)
     def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:

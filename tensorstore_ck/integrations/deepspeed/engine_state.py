@@ -15,7 +15,6 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
 from tensorstore_ck.integrations.deepspeed.global_names import is_copy, with_global_names
 from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, SCALE
-from tensorstore_ck.state import FlatShard
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
@@ -110,7 +109,7 @@ class EngineState(SharedState):
                 if key in counters and isinstance(value, torch.Tensor) and value.dim() > 0 and not _is_whole_number(value):
                     raise UnsupportedValueError(
                         f"the optimizer's {key!r} of {each.name} has shape {tuple(value.shape)}, where DeepSpeed's flat tensor has "
-                        f"{tuple(each.flat.shape)}: use an optimizer whose states are counters, or one number for each element, such as AdamW",
+                        f"{tuple(each.flat.shape)}: use an optimizer that keeps counters and one number for each element, such as AdamW",
                         object_id=f"optimizer.state.{each.name}.{key}",
                     )
                 found[key] = copy.deepcopy(value) if key in counters else each.piece(value)
