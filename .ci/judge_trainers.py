@@ -1,17 +1,19 @@
 """Runs trainers' own checkpoint tests against the adapters here: ``judge_trainers.py [TRAINER[=SOURCES] ...]``, by default all.
 
-Without a folder of sources it downloads those of the installed version: from PyPI where the source package has the tests, else from
-GitHub. judged_trainers.py says for each trainer which tests must fail, and why; stored_trainer.py puts the adapter into the place of the
-trainer. The output has the rows of the table in docs/trainers.md. The exit code is 1 if a test ends otherwise than expected.
+Without a folder of sources it downloads them: from PyPI where the source package has the tests, else from GitHub. judged_trainers.py says
+for each trainer which tests must fail, and why, and which plugin of pytest puts the adapter into the place of the trainer. The output has
+the rows of the table in docs/trainers.md. The exit code is 1 if a test ends otherwise than expected.
+
+With `JUDGED_STOCK=1` in the environment, plugins of trainers in `.venv-apart` leave the trainer as it is: all that fails is shown, then.
 """
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import urllib.request
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -22,6 +24,10 @@ from typing import NamedTuple
 from judged_trainers import JUDGED, Judged
 
 HERE = Path(__file__).resolve().parent
+APART = HERE.parent / ".venv-apart" / "bin" / "python"
+EACH_RANK = 'exec "$0" "$@" --junitxml="$FOLDER/report$RANK.xml" --basetemp="$FOLDER/files$RANK"'
+"""For bash, of which torchrun starts one for each rank."""
+STOCK = "JUDGED_STOCK" in os.environ
 HUB = ("offline", "connect to", "couldn't connect", "Max retries", "LocalEntryNotFound", "ConnectError", "not a valid model identifier")
 """In the errors of tests that could not reach the Hugging Face Hub."""
 
@@ -34,9 +40,21 @@ class Ending(NamedTuple):
     text: str
 
 
-def download(trainer: str, judged: Judged, folder: Path) -> Path:
-    """The tests of the installed version, without the rest of its sources."""
-    version = importlib.metadata.version(trainer)
+def python_of(judged: Judged) -> str:
+    """The interpreter that has the trainer."""
+    if judged.apart and not APART.exists():
+        sys.exit(f"there is no {APART}: run `make test-apart`")
+    return str(APART) if judged.apart else sys.executable
+
+
+def version_of(trainer: str, judged: Judged) -> str:
+    """The installed one."""
+    command = [python_of(judged), "-c", f"import importlib.metadata; print(importlib.metadata.version({judged.package or trainer!r}))"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1]
+
+
+def download(trainer: str, version: str, judged: Judged, folder: Path) -> Path:
+    """The tests of this version, without the rest of its sources."""
     try:
         if judged.archive is None:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", trainer, f"--dest={folder}"]
@@ -68,17 +86,27 @@ def _extract(archive: tarfile.TarFile, judged: Judged, folder: Path) -> None:
 def run(trainer: str, judged: Judged, sources: Path, *options: str) -> dict[str, Ending]:
     """How each test ended."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "stored_trainer"]
-        command += [f"--trainer={trainer}", f"--junitxml={report}", "--rootdir", str(sources), *options, *judged.tests]
+        place = sources / judged.folder
+        arguments = ["-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", judged.plugin]
+        arguments += ["--rootdir", str(place), *options, *judged.tests]
+        if judged.plugin == "stored_trainer":
+            arguments += [f"--trainer={trainer}"]
         if judged.left_out:
-            command += ["-k", " and ".join(f"not {name}" for name in judged.left_out)]
-        env = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
-        done = subprocess.run(command, cwd=sources, env=env, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if not report.exists():
+            arguments += ["-k", " and ".join(f"not {name}" for name in judged.left_out)]
+        python = python_of(judged)
+        command = ["bash", "-c", EACH_RANK, python, *arguments]
+        if judged.ranks > 1:
+            command = [python, "-m", "torch.distributed.run", f"--nproc-per-node={judged.ranks}", "--no-python", *command]
+        path = f"{APART.parent}:{os.environ['PATH']}" if judged.apart else os.environ["PATH"]
+        env = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "FOLDER": folder, "RANK": "0", "PATH": path, **judged.env}
+        done = subprocess.run(command, cwd=place, env=env, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        reports = [*Path(folder).glob("report*.xml")]
+        if len(reports) != judged.ranks:
             sys.exit(f"pytest ended with {done.returncode} and without a report:\n{done.stdout}")
-        cases = ET.parse(report).iter("testcase")
-        endings = {f"{str(case.get('classname')).rpartition('.')[2]}.{case.get('name')}": _ending(case) for case in cases}
+        endings: dict[str, Ending] = {}
+        for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
+            name, ending = f"{str(case.get('classname')).rpartition('.')[2]}.{case.get('name')}", _ending(case)
+            endings[name] = ending if ending.how == "failed" else endings.get(name, ending)
     if done.returncode not in (0, 1) or not endings:
         sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout}")
     return endings
@@ -99,7 +127,8 @@ def judge(judged: Judged, plain: dict[str, Ending], with_files: dict[str, Ending
     for name, ending in plain.items():
         second = with_files.get(name)
         last = ending if second is None else second
-        why = judged.fails.get(name.partition(".")[2].partition("[")[0])
+        test = name.partition(".")[2]
+        why = None if STOCK else judged.fails.get(test, judged.fails.get(test.partition("[")[0]))
         if ending.how == "skipped":
             counts["skipped"] += 1
         elif last.how == "failed" and any(word in last.text for word in HUB):
@@ -127,16 +156,19 @@ def main() -> None:
             sys.exit(f"{trainer} is none of {', '.join(JUDGED)}")
         judged = JUDGED[trainer]
         with tempfile.TemporaryDirectory() as folder:
-            sources = Path(place).resolve() if place else download(trainer, judged, Path(folder))
-            missing = [path for path in judged.tests if not (sources / path).exists()]
+            version = version_of(trainer, judged)
+            sources = Path(place).resolve() if place else download(trainer, version, judged, Path(folder))
+            missing = [path for path in judged.tests if not (sources / judged.folder / path).exists()]
             if missing:
                 sys.exit(f"{sources} has no {missing[0]}: give the folder of the sources of {trainer}")
-            print(f"{trainer} {importlib.metadata.version(trainer)}", flush=True)
+            print(f"{trainer} {version}", flush=True)
+            began = time.monotonic()
             plain = run(trainer, judged, sources)
             with_files = run(trainer, judged, sources, "--with-files") if judged.looks_for_files else {}
             for row in judge(judged, plain, with_files):
                 print(row, flush=True)
                 is_right &= not row.startswith("!")
+            print(f"{(time.monotonic() - began) / 60:.1f} minutes", flush=True)
     sys.exit(not is_right)
 
 

@@ -1,5 +1,7 @@
 """The trainers' own tests that judge_trainers.py runs, and which of them must fail."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -7,17 +9,29 @@ class Judged(NamedTuple):
     """The tests of one trainer."""
 
     tests: tuple[str, ...]
-    """Files and folders of its sources."""
+    """Files and folders of its sources, below `folder`."""
     kept: tuple[str, ...]
     """What they need of the sources: the beginnings of paths."""
     archive: str | None
     """Where the sources are; None: on PyPI."""
     fails: dict[str, str]
-    """Name of a test -> why it fails by design, with all its parameters."""
+    """Name of a test, alone or with parameters in brackets -> why it fails by design."""
     left_out: dict[str, str]
     """Tests that are not run -> what they need."""
     looks_for_files: bool = False
     """Whether the tests are run once more, with the files there that those which fail look for, and must all pass then."""
+    package: str | None = None
+    """Its name on PyPI; None: the trainer's."""
+    plugin: str = "stored_trainer"
+    """A module of this folder that puts the adapter into the place of the trainer."""
+    apart: bool = False
+    """Whether it is in the environment of `make test-apart`."""
+    folder: str = "."
+    """In which pytest is run."""
+    ranks: int = 1
+    """How many processes run all tests together, under torchrun."""
+    env: Mapping[str, str] = MappingProxyType({})
+    """Added to the environment."""
 
 
 TRANSFORMERS = Judged(
@@ -83,4 +97,52 @@ LIGHTNING = Judged(
     left_out={},
 )
 
-JUDGED = {"transformers": TRANSFORMERS, "accelerate": ACCELERATE, "lightning": LIGHTNING}
+FILES = "opens the files of a checkpoint"
+
+DEEPSPEED = Judged(
+    tests=("unit/checkpoint",),
+    kept=("tests/",),
+    archive="https://codeload.github.com/deepspeedai/DeepSpeed/tar.gz/edaa7221267243c7be7fb49c5d5f5c4fb97b4641",
+    fails={
+        "test_checkpoint_shared_weights": FILES,
+        "test_convert_zero_checkpoint_to_fp32_state_dict": FILES,
+        "test_save_exclude_frozen_weights": FILES,
+        "test_save_exclude_custom_frozen_weights": FILES,
+    },
+    left_out={},
+    plugin="stored_deepspeed",
+    apart=True,
+    folder="tests",
+    env={"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "4", "DEEPSPEED_TIMEOUT": "5", "OMP_NUM_THREADS": "1"},
+)
+
+NVRX = Judged(
+    tests=("tests/checkpointing/unit/test_basic_local.py", "tests/checkpointing/unit/test_cleanup.py"),
+    kept=("tests/",),
+    archive="https://codeload.github.com/NVIDIA/nvidia-resiliency-ext/tar.gz/refs/tags/v{version}",
+    fails={},
+    left_out={},
+    package="nvidia-resiliency-ext",
+    plugin="stored_nvrx",
+    apart=True,
+    ranks=2,
+)
+
+TORCHTITAN = Judged(
+    tests=("tests/unit_tests/test_checkpoint.py",),
+    kept=("tests/",),
+    archive="https://codeload.github.com/pytorch/torchtitan/tar.gz/862f966a34c5f78c721ccbb4835bf503d7be63f9",
+    fails={},
+    left_out={},
+    plugin="stored_torchtitan",
+    apart=True,
+)
+
+JUDGED = {
+    "transformers": TRANSFORMERS,
+    "accelerate": ACCELERATE,
+    "lightning": LIGHTNING,
+    "deepspeed": DEEPSPEED,
+    "nvrx": NVRX,
+    "torchtitan": TORCHTITAN,
+}

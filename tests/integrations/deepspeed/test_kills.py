@@ -14,7 +14,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 JOB, TRAINERS_JOB = "tests.integrations.deepspeed.kills_job", "tests.integrations.deepspeed.trainer_kills_job"
 
 
-@pytest.mark.parametrize("kind", effort(["2,bf16"], ["2,bf16", "3,bf16"]))
+WITH_SCALE = ["2,fp16,ep_size=2", "1,fp16,stages=2"]
+"""Experts, and a pipeline, with a loss scale that changes every other step."""
+
+
+@pytest.mark.parametrize("kind", effort(["2,bf16", *WITH_SCALE], ["2,bf16", "3,bf16", *WITH_SCALE]))
 def test_a_rank_dies_in_a_save(tmp_path: Path, kind: str) -> None:
     check_kills(JOB, tmp_path, kind, "losses", {2, 4})
 

@@ -1,22 +1,17 @@
-"""Runs torchtitan's own tests of its checkpoint manager against SnapshotManager: ``judge_torchtitan.py CHECKOUT``.
+"""A plugin of pytest for torchtitan's own tests of its checkpoint manager, with SnapshotManager in its place.
 
-It needs the environment of `make test-apart`. CHECKOUT: torchtitan's sources of August 18, 2026 (862f966a3), whose checkpoint manager is
-that of version 0.3.0: the package has no tests, and the repository no tag. Prints what failed, which docs/trainers.md explains.
+`make test-trainers TRAINERS=torchtitan` runs those of August 18, 2026, whose checkpoint manager is that of version 0.3.0: its package has
+no tests, and its repository no tag. With `JUDGED_STOCK=1` in the environment the manager stays torchtitan's own.
 """
 
 import copy
 import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pytest
 from torchtitan.components.checkpointer import dcp
 
 import tensorstore_ck as tsck
-
-TESTS = "tests/unit_tests/test_checkpoint.py"
 
 
 class Stored(tsck.titan.SnapshotManager):
@@ -32,8 +27,5 @@ class Stored(tsck.titan.SnapshotManager):
         super().__init__(config, base_folder=base_folder, **given)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+if "JUDGED_STOCK" not in os.environ:
     dcp.CheckpointManager = Stored
-    sys.exit(pytest.main([str(Path(sys.argv[1]) / TESTS), "-q", "-rf", "--tb=line", "-c", os.devnull]))
