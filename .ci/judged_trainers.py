@@ -109,7 +109,7 @@ DEEPSPEED = Judged(
         "test_save_exclude_frozen_weights": FILES,
         "test_save_exclude_custom_frozen_weights": FILES,
     },
-    left_out={},
+    left_out={"test_non_strict_load_sparse": "a DeepSpeed before 0.19.8, which refuses `sparse_gradients`"},
     plugin="stored_deepspeed",
     apart=True,
     folder="tests",

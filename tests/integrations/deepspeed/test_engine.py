@@ -125,7 +125,7 @@ class Counting(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
             if each.grad is None:
                 continue
