@@ -25,8 +25,8 @@ from judged_trainers import JUDGED, Judged
 
 HERE = Path(__file__).resolve().parent
 APART = HERE.parent / ".venv-apart" / "bin" / "python"
-EACH_RANK = 'exec "$0" "$@" --junitxml="$FOLDER/report$RANK.xml" --basetemp="$FOLDER/files$RANK"'
-"""For bash, of which torchrun starts one for each rank."""
+EACH_RANK = '"$0" "$@" --junitxml="$FOLDER/report$RANK.xml" --basetemp="$FOLDER/files$RANK" || { code=$?; [ $code = 1 ] || exit $code; }'
+"""For bash, of which torchrun starts one for each rank, and ends all if one fails: that tests failed is in the report."""
 STOCK = "JUDGED_STOCK" in os.environ
 HUB = ("offline", "connect to", "couldn't connect", "Max retries", "LocalEntryNotFound", "ConnectError", "not a valid model identifier")
 """In the errors of tests that could not reach the Hugging Face Hub."""
@@ -105,9 +105,9 @@ def run(trainer: str, judged: Judged, sources: Path, *options: str) -> dict[str,
             sys.exit(f"pytest ended with {done.returncode} and without a report:\n{done.stdout}")
         endings: dict[str, Ending] = {}
         for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
-            name, ending = f"{str(case.get('classname')).rpartition('.')[2]}.{case.get('name')}", _ending(case)
+            name, ending = f"{case.get('classname')}::{case.get('name')}", _ending(case)
             endings[name] = ending if ending.how == "failed" else endings.get(name, ending)
-    if done.returncode not in (0, 1) or not endings:
+    if done.returncode or not endings:
         sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout}")
     return endings
 
@@ -127,7 +127,8 @@ def judge(judged: Judged, plain: dict[str, Ending], with_files: dict[str, Ending
     for name, ending in plain.items():
         second = with_files.get(name)
         last = ending if second is None else second
-        test = name.partition(".")[2]
+        place, _, test = name.partition("::")
+        name = f"{place.rpartition('.')[2]}.{test}"
         why = None if STOCK else judged.fails.get(test, judged.fails.get(test.partition("[")[0]))
         if ending.how == "skipped":
             counts["skipped"] += 1

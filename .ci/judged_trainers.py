@@ -117,10 +117,10 @@ DEEPSPEED = Judged(
 )
 
 NVRX = Judged(
-    tests=("tests/checkpointing/unit/test_basic_local.py", "tests/checkpointing/unit/test_cleanup.py"),
+    tests=("tests/checkpointing/unit/test_basic_local.py",),
     kept=("tests/",),
     archive="https://codeload.github.com/NVIDIA/nvidia-resiliency-ext/tar.gz/refs/tags/v{version}",
-    fails={},
+    fails={"test_find_latest_repl_disable": "makes files with names of NVRx's"},
     left_out={},
     package="nvidia-resiliency-ext",
     plugin="stored_nvrx",
@@ -128,11 +128,26 @@ NVRX = Judged(
     ranks=2,
 )
 
+DCP = "looks for calls of dcp.save and dcp.async_save, for what they return, or for the files that they write"
+
 TORCHTITAN = Judged(
     tests=("tests/unit_tests/test_checkpoint.py",),
     kept=("tests/",),
     archive="https://codeload.github.com/pytorch/torchtitan/tar.gz/862f966a34c5f78c721ccbb4835bf503d7be63f9",
-    fails={},
+    fails={
+        "test_async_save_calls_maybe_wait_for_saving": DCP,
+        "test_async_save_with_pinned_mem_assigns_staging_future": DCP,
+        "test_enable_first_step_checkpoint": DCP,
+        "test_interval_respects_interval": DCP,
+        "test_last_save_model_only_and_initial_load_model_only": DCP,
+        "test_load_only_prevents_saving": DCP,
+        "test_non_persist_buffer_not_saved": DCP,
+        "test_nonzero_rank_does_not_purge_or_save": DCP,
+        "test_save_and_purge_keeps_last_k_checkpoints": DCP,
+        "test_checkpointer_package_import_path": "compares the class or its options with torchtitan's own",
+        "test_trainer_uses_checkpoint_interface_with_concrete_default": "compares the class or its options with torchtitan's own",
+        "test_legacy_config_only_adds_dcp_specific_fields": "compares the class or its options with torchtitan's own",
+    },
     left_out={},
     plugin="stored_torchtitan",
     apart=True,

@@ -10,9 +10,11 @@ import importlib
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
@@ -25,6 +27,17 @@ REF = "runs/judged"
 def pytest_configure() -> None:
     """The processes that run the tests are forked from one that has imported this module."""
     multiprocessing.set_forkserver_preload(["stored_deepspeed"])
+    importlib.import_module("unit.common").DistributedFixture.__init_subclass__ = classmethod(_make_fixture)
+
+
+def _make_fixture(cls: Any) -> None:
+    """A fixture of a class that DeepSpeed marks as one with private names, which pytest has no longer since 8.4."""
+
+    @pytest.fixture(name=cls.__name__)
+    def made(request: Any) -> None:
+        cls()(request)
+
+    setattr(sys.modules[cls.__module__], f"made_{cls.__name__}", made)
 
 
 def place_of(folder: object) -> str:
