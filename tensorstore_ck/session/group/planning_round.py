@@ -1,7 +1,8 @@
 """One rank's side of planning a save, within the save's round: see `put_plan`.
 
-Each rank proposes a hash of its layout. If all have the same one, or know the plan from an earlier save, only the values of a merged state
-are exchanged. Otherwise the first rank of each kind reports its layout and values to rank 0, which answers all with the plan.
+Each rank proposes hashes of its layout and its regions. If all have the same layout and no regions, or know the plan from an earlier save,
+only the values of a merged state are exchanged. Otherwise all ranks report their regions, and the first rank of each kind its layout and
+values, to rank 0, which answers all with the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,15 +43,17 @@ class Planning:
         self._known: Memory = {}
         self._used = PlanMemory(PutPlan())
         self._key = b""
-        self._regions: Sequence[bytes] = ()
+        self._regions = b""
+        """This rank's, encoded."""
         self._own: CapturedState
 
     def propose(self, shared: CapturedState) -> Body:
         """What this rank proposes of its state."""
         self._known = dict(self._memory)  # a copy: concurrent saves may remove plans
+        self._regions = encode_regions(shared.explicit)
         return {
             "layout": layout_id(shared.layout.encode()),
-            "regions": encode_regions(shared.explicit),
+            "regions": _hash_of(self._regions),
             "values": derived_hash("values of a put", pack_body([list(shared.values), list(shared.blobs)])),
             "plans": b"".join(self._known),
         }
@@ -65,8 +68,11 @@ class Planning:
         self._key, is_known, reporters = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "reporters", list)))
         self.turn, self.layout_of = take_count(go, "turn"), take(go, "layout_of", bytes)
         there = take(go, "blobs", bytes)
+        asked = range(self._ranks) if take(go, "ask_regions", bool) else ()
+        regions = self._attempt.ask("regions", asked, lambda: self._regions)
         reported = self._attempt.ask("kinds", reporters, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
-        values, blobs = self._lead(reported, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
+        differ = take(go, "differ", bool)
+        values, blobs = self._lead(reported, regions, shared, is_known=is_known, differ=differ) if self._rank == 0 else ([], [])
         known = self._known.get(self._key, PlanMemory(PutPlan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
@@ -95,8 +101,9 @@ class Planning:
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
-        self._regions = [take(proposal, "regions", bytes) for proposal in proposals]
-        key = derived_hash("layouts of a put", *numbers, self.layout_of, *self._regions)
+        regions = [take_digest(proposal, "regions") for proposal in proposals]
+        has_regions = any(each != _hash_of(b"") for each in regions)
+        key = derived_hash("layouts of a put", *numbers, self.layout_of, *regions)
         known = self._known.get(key)
         is_known = known is not None and all(_has(take(proposal, "plans", bytes), key) for proposal in proposals)
         first: dict[int, int] = {}
@@ -106,7 +113,7 @@ class Planning:
         if odd is not None:
             reporters, is_known = [first[layout_of[odd]], odd], False
         elif len(numbers) == 1:
-            reporters, is_known = [], is_known or not any(self._regions)
+            reporters, is_known = [], is_known or not has_regions
         else:
             reporters = [*first.values()]
         return {
@@ -115,6 +122,7 @@ class Planning:
             "layout_of": self.layout_of,
             "is_known": is_known,
             "reporters": reporters,
+            "ask_regions": not is_known and odd is None and has_regions,
             "differ": odd is not None,
             "blobs": b"".join(map(block_id, shared.blobs)) if reporters else b"",
         }
@@ -124,7 +132,9 @@ class Planning:
         self._used.turn += 1
         remember(self._memory, self._key, self._used)
 
-    def _lead(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
+    def _lead(
+        self, reported: Mapping[int, bytes], regions: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool
+    ) -> tuple[list[Any], list[bytes]]:
         """Makes a plan if none is known; returns the values of the merged state, if there is one, and the large ones."""
         known = self._known.get(self._key)
         kinds = self._kinds(reported, shared, is_known=is_known)
@@ -132,7 +142,10 @@ class Planning:
             if differ:
                 raise difference(*kinds)
             if not is_known:
-                explicit = {rank: decode_regions(kind.layout, self._regions[rank], f"rank {rank}") for kind in kinds for rank in kind.ranks}
+                regions = {**regions, 0: self._regions}
+                explicit = {
+                    rank: decode_regions(kind.layout, regions.get(rank, b""), f"rank {rank}") for kind in kinds for rank in kind.ranks
+                }
                 turn, known = self.turn, plan_of(kinds, explicit)
                 known.turn = turn
             merged_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
@@ -155,6 +168,10 @@ class Planning:
             else:
                 found.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
         return found
+
+
+def _hash_of(regions: bytes) -> bytes:
+    return derived_hash("regions of a put", regions)
 
 
 def _has(keys: bytes, key: bytes) -> bool:
