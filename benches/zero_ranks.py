@@ -8,6 +8,8 @@ are the real code; faked are the contents of blocks, and the transport of the me
 import argparse
 import gc
 import tracemalloc
+from collections.abc import Sequence
+from itertools import islice
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -19,26 +21,30 @@ from benches._model import _FakedSource, faked_contents
 from benches._scalejob import timed
 from benches._simulated import CountingBackend, Traffic
 from benches._zero_ranks import MODELS, Rank, given_ranks, zero_engine
+from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import encode_metadata
-from tensorstore_ck.format.sealed import Body, pack_body
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, Body, pack_body
 from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
-from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.restore import SHARED_PARTS, Restoring
 from tensorstore_ck.state import restore
 from tensorstore_ck.state.capture import capture
+from tensorstore_ck.state.shared_parts import PartSharingContent, SharedParts
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.rank_own_state import RankOwnState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
+HOST_RANKS: Final = 8
 MODEL: Final = MODELS["Llama 3.2 1B"]
 
 
@@ -89,7 +95,11 @@ class Job:
             plans.extend([] if plan is None else [plan])
             return plans[0]
 
-        attempt = SimpleNamespace(txn=new_ulid(), ask=lambda *_: {}, answer=answer)
+        def ask(name: str, asked: Any, _: Any) -> dict[int, bytes]:
+            """What `Round.ask` returns on rank 0, which is the first that works here."""
+            return {rank: puts[rank]._planning._regions for rank in asked} if name == "regions" else {}
+
+        attempt = SimpleNamespace(txn=new_ulid(), ask=ask, answer=answer)
         puts, costs, proposals, results = [], [], list[Body](), list[Body]()
         for rank in range(self.ranks):
             training = self.training(rank, self.ranks, self.stage)
@@ -102,12 +112,14 @@ class Job:
             costs.append(cost._replace(message_bytes=len(pack_body(proposal))))
         go, compared = self._watched(lambda: puts[0].compare(proposals))
         assert isinstance(go, dict)
+        regions = [len(put._planning._regions) if go["ask_regions"] else 0 for put in puts]
         for rank, put in enumerate(puts):
             result, cost = self._watched(lambda put=put: put.execute(go))
             results.append(result)
-            costs[rank] = _sum(costs[rank], cost, len(pack_body(go)) + len(pack_body(result)) + sum(map(len, plans)))
+            costs[rank] = _sum(costs[rank], cost, len(pack_body(go)) + len(pack_body(result)) + sum(map(len, plans)) + regions[rank])
         outcome, committed = self._watched(lambda: puts[0].commit(results))
-        costs[0] = _sum(_sum(costs[0], compared, 0), committed, sum(len(pack_body(each)) for each in (*proposals, *results)))
+        received = sum(len(pack_body(each)) for each in (*proposals, *results)) + sum(regions)
+        costs[0] = _sum(_sum(costs[0], compared, 0), committed, received)
         info = puts[0].published(outcome)
         for put in puts:
             put.keep(info, outcome)
@@ -119,18 +131,20 @@ class Job:
         training = self.training(rank, ranks, stage)
         group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
-        def read() -> None:
+        def read() -> int:
             engine = self._open()
             engine.log.sync()
-            training._read("run", ranks, False, _Restoring(engine, info, group))  # type: ignore[arg-type]
+            restoring = _Restoring(engine, info, group)  # type: ignore[arg-type]
+            training._read("run", ranks, False, restoring)
+            return restoring.gathered_bytes
 
         gc.collect()
         if traced:
             tracemalloc.start()
-        cost = self._watched(read)[1]
+        gathered_bytes, cost = self._watched(read)
         peak = tracemalloc.get_traced_memory()[1] if traced else 0
         tracemalloc.stop()
-        return cost, peak
+        return cost._replace(message_bytes=gathered_bytes), peak
 
     def _watched(self, work: Any) -> tuple[Any, Cost]:
         self.backend.take_traffic()
@@ -139,14 +153,33 @@ class Job:
 
 
 class _Restoring(Restoring):
-    """Reads as a rank of a group does, each rank by itself."""
+    """Reads as a rank of a group does, each rank by itself. All of them want as many parts as this one."""
+
+    gathered_bytes = 0
+    """Of the parts that all ranks share."""
 
     def checkout(self, *, broadcast: bool = False, **options: Any) -> Any:
         group: Any = self.group
-        content = open_snapshot(self.engine, self.info, place=(group.rank() + 0.5) / group.size())
+        place = (group.rank() + 0.5) / group.size()
         describer = SpreadDescriber({each: each for each in range(group.size())}, group.rank())
-        with patch("tensorstore_ck.state.restore.describer_of", lambda _: describer):
-            return restore(content, **options, group=group)
+        parts = SharedParts(self.engine, self.info, group, lambda bits, do: do(bits))
+        is_shared = len(self.engine.recent_record(self.info).parts) >= SHARED_PARTS
+        content: Any = open_snapshot(self.engine, self.info, place=place, read_part=parts.read if is_shared else None)
+        with (
+            patch("tensorstore_ck.state.restore.describer_of", lambda _: describer),
+            patch("tensorstore_ck.state.shared_parts.gather_bytes", self._gather),
+        ):
+            return restore(PartSharingContent(content, parts) if is_shared else content, **options, group=group)
+
+    def _gather(self, own: Sequence[bytes], counts: Sequence[int], _: object) -> list[list[memoryview]]:
+        """What the other ranks have read, which is not counted."""
+        record = self.engine.recent_record(self.info)
+        backend: Any = self.engine.backend
+        stored = iter([MemoryBackend.get(backend, part_name(each), max_bytes=MAX_OBJECT_BYTES) for each in record.parts])
+        found = [[memoryview(each) for each in islice(stored, count)] for count in counts]
+        assert own == found[self.group.rank()]  # type: ignore[union-attr]
+        self.gathered_bytes += sum(len(each) for share in found for each in share)
+        return found
 
 
 def _faked(state: CapturedState, step: int, rank: int) -> CapturedState:
@@ -177,6 +210,20 @@ def _row(title: str, ranks: int, costs: list[Cost], peak: int | None = None) -> 
     print("|", " | ".join([title, *cells]), "|", flush=True)
 
 
+def _bytes_of_any(several: Sequence[Traffic]) -> int:
+    """Bytes of packs that one of them read."""
+    spans: dict[str, set[tuple[int, int]]] = {}
+    for request in (request for traffic in several for request in traffic if request.kind == "read"):
+        spans.setdefault(request.name, set()).add((request.offset, request.offset + request.size_bytes))
+    total = 0
+    for found in spans.values():
+        end = 0
+        for start, stop in sorted(found):
+            total += max(0, stop - max(start, end))
+            end = max(end, stop)
+    return total
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--stages", type=int, nargs="*", default=[2, 3])
@@ -203,6 +250,12 @@ def main() -> None:
                     found = [job.restore(second, min(rank, other_ranks - 1), other_ranks, other)[0] for rank in sample]
                     _, peak = job.restore(second, other_ranks - 1, other_ranks, other, traced=True)
                     _row(f"ZeRO {stage}: {title}", ranks, found, peak)
+                if ranks >= HOST_RANKS:
+                    of_host = [job.restore(second, rank, ranks, 5 - stage)[0].traffic for rank in range(HOST_RANKS)]
+                    each_mb = _bytes_of_any(of_host) / HOST_RANKS / 1e6
+                    print(
+                        f"{HOST_RANKS} ranks of a host, which share their reads from a remote store: {each_mb:.1f} MB for each", flush=True
+                    )
 
 
 if __name__ == "__main__":

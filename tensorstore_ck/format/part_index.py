@@ -1,12 +1,13 @@
 """Finds the blocks of each tensor region in a part. Pure: computed from the layout (`block_assignment`), and checked against the part."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, assign_blocks, bytes_of_replicas, decode_regions, regions_of_rank
-from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Layout
+from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout
 from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part
 
@@ -32,14 +33,23 @@ class RegionBytes(NamedTuple):
 class PartIndex:
     """The tensor blocks of one part, by region."""
 
-    def __init__(self, layout: Layout, part: Part, layout_ranks: tuple[int, ...], block_bytes: int, name: str) -> None:
-        """`layout_ranks` are the ranks with this layout; `block_bytes` is the store's target size.
+    def __init__(
+        self,
+        layout: Layout,
+        part: Part,
+        layout_ranks: tuple[int, ...],
+        block_bytes: int,
+        name: str,
+        *,
+        explicit: Sequence[ExplicitRegions] | None = None,
+    ) -> None:
+        """`layout_ranks`: the ranks with this layout; `block_bytes`: the store's target size; `explicit`: the part's, if decoded already.
 
         Raises:
             CorruptObjectError: the part does not fit its layout.
         """
         self._held: dict[int, list[RegionBytes]] = {}
-        explicit = decode_regions(layout, part.regions, name)
+        explicit = decode_regions(layout, part.regions, name) if explicit is None else explicit
         known = set(layout_ranks)
         if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
             raise CorruptObjectError(f"{name}: a mesh of its layout has ranks outside its group", object_id=name)

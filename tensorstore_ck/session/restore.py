@@ -7,8 +7,8 @@ torch is imported only by what takes or returns tensors.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tensorstore_ck.state import LazySnapshot
 
 T = TypeVar("T")
+
+SHARED_PARTS: Final = 32
+"""How many parts a snapshot has at least, if the ranks that restore it agree on sharing them: reading fewer costs less than to agree."""
 
 
 @dataclass
@@ -58,13 +61,25 @@ class Restoring:
         group, reading = self.group, self.reading
         if group is None or reading is None:
             return restore(self._content, **options)
-        place = (group.rank() + 0.5) / group.size()
-        content: SnapshotContent = open_snapshot(self.engine, self.info, reading.read_blocks, place=place)
+        options |= {"group": group, "unclaimed": reading.unclaimed}
+        open_content = partial(open_snapshot, self.engine, self.info, reading.read_blocks, place=(group.rank() + 0.5) / group.size())
         if broadcast:
             from tensorstore_ck.state.broadcast_reads import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
 
-            content = BroadcastContent(content, group, reading.agree)
-        return restore(content, **options, group=group, unclaimed=reading.unclaimed)
+            return restore(BroadcastContent(open_content(), group, reading.agree), **options)
+        if not reading.must_agree:
+            return restore(open_content(), **options)
+        from tensorstore_ck.state.shared_parts import PartSharingContent, SharedParts  # noqa: PLC0415 - loads torch.distributed
+
+        parts = SharedParts(self.engine, self.info, group, reading.agree)
+        return restore(PartSharingContent(open_content(read_part=parts.read), parts), **options)
+
+    def finish(self) -> None:
+        """Takes part in what all ranks do before the restore ends, where this one has read nothing together with the others."""
+        if self.group is not None and self.reading is not None and self.reading.must_agree:
+            from tensorstore_ck.state.shared_parts import SharedParts  # noqa: PLC0415 - loads torch.distributed
+
+            SharedParts(self.engine, self.info, self.group, self.reading.agree).take_part()
 
     def selected(self, *globs: str) -> Any:
         """What fits the globs, read by this rank alone."""
@@ -131,7 +146,10 @@ def restoring(
             refuse_marked(Snapshot.from_info(found.info), address, "pass allow_marked=True")
         return found
 
-    result, found = _read_together(session, address, find, read, ranks, must_agree=broadcast, timeout_seconds=timeout_seconds)
+    def must_agree(info: SnapshotInfo) -> bool:
+        return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
+
+    result, found = _read_together(session, address, find, read, ranks, must_agree=must_agree, timeout_seconds=timeout_seconds)
     session.fence.note_restored(found)
     return result, Snapshot.from_info(found.info)
 
@@ -178,20 +196,30 @@ def _read_together(
     read: Callable[[Restoring], T],
     group: "ProcessGroup | None",
     *,
-    must_agree: bool = False,
+    must_agree: Callable[[SnapshotInfo], bool] = lambda _: False,
     timeout_seconds: float,
 ) -> tuple[T, Resolved]:
-    """What `read` makes of the snapshot at `address`, and that: with `group` of the same one on all ranks, and on all or on none."""
+    """What `read` makes of the snapshot at `address`, and that: with `group` of the same one on all ranks, and on all or on none.
+
+    `must_agree`: see `GroupRestore`.
+    """
     engine = session.engine
     if group is None:
         found = find(address)
         return read(Restoring(engine, found.info)), found
+
+    def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
+        restoring = Restoring(engine, info, group, reading)
+        result = read(restoring)
+        restoring.finish()
+        return result
+
     return GroupRestore(
         engine,
         session.groups.of(group)[0],
         address,
         find,
-        lambda info, reading: read(Restoring(engine, info, group, reading)),
+        read_as_rank,
         must_agree=must_agree,
         timeout_seconds=timeout_seconds,
     ).run()

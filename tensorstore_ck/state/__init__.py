@@ -35,6 +35,7 @@ lazy.py                 tensors of a snapshot, read when they are used
 read_pieces.py          reads tensors piece by piece, as float64
 statistics.py           statistics of tensors and of their changes
 broadcast_reads.py      one rank reads, the group's broadcast distributes
+shared_parts.py         each part of a snapshot read once for all ranks of a group
 """
 
 from tensorstore_ck.state.boxes import Box, Boxes

@@ -65,7 +65,7 @@ class BroadcastContent:
     def _pass_on(self, tensor: int, owner: int, data: bytearray | None, targets: Sequence[ByteTarget]) -> None:
         """Broadcasts a tensor in pieces of whole elements."""
         spec = self.layout.tensors[tensor]
-        device = _device(self._group)
+        device = device_of(self._group)
         step = max(1, PIECE_BYTES // spec.item_bytes) * spec.item_bytes
         for start in range(0, spec.size_bytes, step):
             size = min(step, spec.size_bytes - start)
@@ -90,6 +90,6 @@ def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
     return owners
 
 
-def _device(group: "dist.ProcessGroup") -> torch.device:
+def device_of(group: "dist.ProcessGroup") -> torch.device:
     """The device of the group's collectives: this process's GPU with nccl, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")

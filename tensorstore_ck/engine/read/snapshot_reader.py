@@ -5,7 +5,7 @@ and a part is opened only when something of it is wanted. A snapshot whose ranks
 is read as one (see `layout_merge`); that a tensor of several layouts is one and the same was checked when it was saved.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, Read
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
 from tensorstore_ck.format.block_assignment import decode_regions, first_ranks, ranks_with_layout, regions_of_tensor, row_boxes
-from tensorstore_ck.format.layout import Layout, decode_layout
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
 from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name
 from tensorstore_ck.format.part_index import PartIndex, RegionBytes
@@ -31,17 +31,19 @@ from tensorstore_ck.format.tree import expand
 from tensorstore_ck.format.values import msgpack_blobs
 from tensorstore_ck.log import SnapshotInfo
 
+ReadPart = Callable[[Record, int], Part]
+"""See `Engine.read_part`."""
+
 
 def open_snapshot(
-    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, place: float = 0.0
+    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, place: float = 0.0, read_part: ReadPart | None = None
 ) -> "SnapshotReader | MergedSnapshot":
-    """The snapshot, whatever layouts its ranks had. `read`, `place`: see `SnapshotReader`."""
-    first = SnapshotReader(engine, info, 0, read, place=place)
+    """The snapshot, whatever layouts its ranks had. For the other parameters see `SnapshotReader`."""
+    first = SnapshotReader(engine, info, 0, read, place=place, read_part=read_part)
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
         return first
-    more = (SnapshotReader(engine, info, rank, read, place=place, record=first.record, budget=first.budget) for rank in others)
-    return MergedSnapshot([first, *more])
+    return MergedSnapshot([first, *(first.beside(rank) for rank in others)])
 
 
 def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
@@ -88,6 +90,7 @@ class SnapshotReader:
         read: ReadBlocks = read_blocks,
         *,
         place: float = 0.0,
+        read_part: ReadPart | None = None,
         record: Record | None = None,
         budget: ParseBudget | None = None,
     ) -> None:
@@ -99,15 +102,19 @@ class SnapshotReader:
             rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
             read: Reads tensors.
             place: Position of this reader among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
+            read_part: Reads parts; None: the engine does.
             record: The snapshot's, if it was read already.
             budget: Of another reader of the snapshot, whose results are kept as well.
         """
         self.info = info
         self._engine = engine
         self._read_blocks = read
+        self._place = place
+        self._read_part = engine.read_part if read_part is None else read_part
         self._parts: dict[int, OpenPart] = {}
         self._plans: dict[int, PartIndex] = {}
-        self._regions: dict[int, dict[int, tuple[BoxBounds, ...]]] = {}
+        self._explicit: dict[int, list[ExplicitRegions]] = {}
+        self._boxes: dict[int, dict[int, tuple[BoxBounds, ...]]] = {}
         try:
             self.record: Record = record if record is not None else engine.read_record(info)
         except DamageError as exc:
@@ -138,12 +145,17 @@ class SnapshotReader:
         self.layout: Layout = replace(layout, tree=tree)
         self._plan(rank)
 
+    def beside(self, rank: int) -> "SnapshotReader":
+        """The reader of another layout of the snapshot, whose first rank is `rank`."""
+        options: Any = {"place": self._place, "read_part": self._read_part, "record": self.record, "budget": self.budget}
+        return SnapshotReader(self._engine, self.info, rank, self._read_blocks, **options)
+
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _open(self, rank: int) -> OpenPart:
         if rank not in self._parts:
             try:
-                part = self._engine.read_part(self.record, rank)
+                part = self._read_part(self.record, rank)
                 places = locate_blocks(self._engine, self._engine.log.view(), part)
             except DamageError as exc:
                 raise_if_expired(self._engine, self.info, exc)
@@ -154,18 +166,24 @@ class SnapshotReader:
     def _plan(self, rank: int) -> PartIndex:
         if rank not in self._plans:
             opened = self._open(rank)
-            self._plans[rank] = self.plan_of(opened.part, opened.name)
+            self._plans[rank] = self.plan_of(opened.part, opened.name, self._explicit_of(rank))
         return self._plans[rank]
 
-    def plan_of(self, part: Part, name: str) -> PartIndex:
-        """Where the blocks of each tensor lie in one of the ranks' parts.
+    def _explicit_of(self, rank: int) -> list[ExplicitRegions]:
+        if rank not in self._explicit:
+            opened = self._open(rank)
+            self._explicit[rank] = decode_regions(self.layout, opened.part.regions, opened.name)
+        return self._explicit[rank]
+
+    def plan_of(self, part: Part, name: str, explicit: Sequence[ExplicitRegions] | None = None) -> PartIndex:
+        """Where the blocks of each tensor lie in one of the ranks' parts. `explicit`: its regions, if decoded already.
 
         Raises:
             CorruptObjectError: the part does not fit the layout.
         """
         if part.layout_id != self.part.layout_id or part.world_size != self.world_size or part.layout_of != self.part.layout_of:
             raise CorruptObjectError(f"{name} does not belong to the parts beside it", object_id=name)
-        return PartIndex(self.layout, part, self._alike, self._engine.config.block_bytes, name)
+        return PartIndex(self.layout, part, self._alike, self._engine.config.block_bytes, name, explicit=explicit)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -271,10 +289,9 @@ class SnapshotReader:
             raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
 
     def _reported_boxes(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
-        if rank not in self._regions:
-            opened = self._open(rank)
-            self._regions[rank] = {each.tensor: each.boxes for each in decode_regions(self.layout, opened.part.regions, opened.name)}
-        return self._regions[rank].get(tensor, ())
+        if rank not in self._boxes:
+            self._boxes[rank] = {each.tensor: each.boxes for each in self._explicit_of(rank)}
+        return self._boxes[rank].get(tensor, ())
 
     def _wanted(self, rank: int, held: RegionBytes, wanted: WantedBox) -> Iterator[WantedBlock]:
         opened, region, spec = self._open(rank), held.region, self.layout.tensors[wanted.tensor]
@@ -333,11 +350,19 @@ class MergedSnapshot:
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors."""
+        self.fetch(self.blocks_of(wanted))
+
+    def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
+        """As `SnapshotReader.blocks_of`."""
         of_reader: dict[int, list[WantedBox]] = {}
         for each in wanted:
             reader, tensor = self._places[each.tensor]
             of_reader.setdefault(reader, []).append(each._replace(tensor=tensor))
-        self.readers[0].fetch([block for reader, boxes in of_reader.items() for block in self.readers[reader].blocks_of(boxes)])
+        return [block for reader, boxes in of_reader.items() for block in self.readers[reader].blocks_of(boxes)]
+
+    def fetch(self, blocks: Sequence[WantedBlock]) -> None:
+        """As `SnapshotReader.fetch`."""
+        self.readers[0].fetch(blocks)
 
     def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
         """Verified bytes [start, stop) of a tensor."""

@@ -25,8 +25,7 @@ T = TypeVar("T")
 class GroupReading:
     """How one rank of a group reads."""
 
-    def __init__(self, own: Group, host: HostSharedReads, title: str, timeout_seconds: float, *, must_agree: bool) -> None:
-        """`must_agree`: the restore calls `agree` once."""
+    def __init__(self, own: Group, host: HostSharedReads, title: str, timeout_seconds: float) -> None:
         from tensorstore_ck.state import UnclaimedNames  # noqa: PLC0415 - loads torch
 
         self.read_blocks = host.read
@@ -34,11 +33,12 @@ class GroupReading:
         self._own = own
         self._title = title
         self._timeout_seconds = timeout_seconds
-        self._must_agree = must_agree
+        self.must_agree = False
+        """Whether this rank must still call `agree`, as all do once before the restore ends."""
 
     def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
         """Calls `do` on all ranks, with the bits that all of them have; or on none, if one fails. See `state.broadcast_reads`."""
-        self._must_agree = False
+        self.must_agree = False
 
         def execute(go: Body) -> Body:
             do(take(go, "bits", bytes))
@@ -48,7 +48,7 @@ class GroupReading:
 
     def fail(self, problem: Exception) -> None:
         """This rank failed before its `agree`: lets that of the others fail, which wait for it and would be one round ahead."""
-        if not self._must_agree:
+        if not self.must_agree:
             return
 
         def propose() -> Body:
@@ -80,10 +80,10 @@ class GroupRestore(Generic[T]):
         find: Callable[[str], Resolved],
         read: "Callable[[SnapshotInfo, GroupReading], T]",
         *,
-        must_agree: bool,
+        must_agree: "Callable[[SnapshotInfo], bool]",
         timeout_seconds: float,
     ) -> None:
-        """`find` is called by rank 0, `read` by all; `must_agree`: `read` calls `GroupReading.agree` once."""
+        """`find` and `must_agree` are called by rank 0, `read` by all; `must_agree`: whether `read` calls `GroupReading.agree`."""
         self._engine = engine
         self._own = own
         self._address = address
@@ -93,15 +93,13 @@ class GroupRestore(Generic[T]):
         title = f"the checkout of {address!r}"
         self._attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
         self._host = HostSharedReads(self._attempt.txn.hex(), own.rank, timeout=timeout_seconds)
-        self._reading = GroupReading(own, self._host, title, timeout_seconds, must_agree=must_agree)
+        self._reading = GroupReading(own, self._host, title, timeout_seconds)
         self._done: list[tuple[T, Resolved]] = []
 
     def run(self) -> tuple[T, Resolved]:
         """What `read` returned, and the snapshot."""
         try:
-            self._attempt.run(
-                Participant(self._propose, self._execute, None, self._compare, self._require_claimed, begins_rounds=self._must_agree)
-            )
+            self._attempt.run(Participant(self._propose, self._execute, None, self._compare, self._require_claimed, begins_rounds=True))
         finally:
             self._host.close()
         return self._done[0]
@@ -121,9 +119,11 @@ class GroupRestore(Generic[T]):
             "branch": found.branch,
             "branch_root": found.branch_root,
             "hosts": np.array(hosts, "<u4").tobytes(),
+            "must_agree": self._must_agree(found.info),
         }
 
     def _execute(self, go: Body) -> Body:
+        self._reading.must_agree = take(go, "must_agree", bool)
         try:
             found = self._found(go)
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
