@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.training import buffers, extras, rng
 from tensorstore_ck.training.rank_agreement import Agreement
@@ -171,6 +172,22 @@ class RankOwnState:
             yield _Module("model", key, buffers.plain_buffers(model, of_model=True))
         for key, module in self._part("extra").matching(lambda each: isinstance(each, nn.Module)).objects.items():
             yield _Module("extra", key, buffers.plain_buffers(module, of_model=False))
+
+
+def own_states(held: State, ranks: int) -> list[State]:
+    """The own states of the ranks that saved a snapshot, from what is in its tree beside the shared state.
+
+    That is the state of one process; or, in an import of what several ranks saved, each rank's under its number.
+
+    Raises:
+        MismatchError: a rank's is not there.
+    """
+    if ranks == 1:
+        return [held]
+    missing = next((rank for rank in range(ranks) if not isinstance(held.get(str(rank)), dict)), None)
+    if missing is not None:
+        raise MismatchError(f"the snapshot of {ranks} ranks lacks rank {missing}'s own state", object_id=f"rank.{missing}")
+    return [held[str(rank)] for rank in range(ranks)]
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:

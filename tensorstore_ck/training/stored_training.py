@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.restore import Restoring
-from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.rank_own_state import VALUES, own_states
 from tensorstore_ck.training.training_state import OWN
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def read_training(
             raise MismatchError(f"{address!r} was not saved by a trainer or a TrainingState", object_id=address)
         there = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
         shared = found.checkout(select=[name for name in (*PLAIN, *parts) if name in there])
-        own = shared.pop(OWN, None) or found.rank_state(rank if put_by == ranks else 0)
+        held, whose = shared.pop(OWN, None), rank if put_by == ranks else 0
+        own = own_states(held, put_by)[whose] if held else found.rank_state(whose)
         return put_by, shared, own
 
     (put_by, shared, own), snapshot = store.restoring(address, read, group=group)

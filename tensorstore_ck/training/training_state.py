@@ -31,7 +31,7 @@ from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState
+from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState, own_states
 from tensorstore_ck.training.sample_cursor import SampleCursor
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
@@ -269,12 +269,11 @@ class TrainingState:
                 object_id=address,
             )
         self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
-        if any(name.startswith(f"{OWN}.") for name in names):
-            olds = [found.selected(OWN)[OWN]]
-        elif put_by == ranks:
-            olds = [found.rank_state(0 if found.group is None else found.group.rank())]
-        else:
-            olds = [found.rank_state(rank) for rank in range(put_by if self._own.merge is not None else 1)]
+        whose = range(put_by if self._own.merge is not None else 1)
+        if put_by == ranks:
+            whose = range(rank := 0 if found.group is None else found.group.rank(), rank + 1)
+        held = own_states(found.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
+        olds = [found.rank_state(rank) if held is None else held[rank] for rank in whose]
         kept = {*self._parts, "environment"}
         olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
         own = olds[0]

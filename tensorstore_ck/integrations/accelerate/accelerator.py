@@ -22,6 +22,7 @@ from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -37,9 +38,6 @@ REFUSED: Final = {
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
-_STEP: Final = "accelerator_step"
-_ITERATION: Final = "save_iteration"
-_LOADERS: Final = "loaders"
 
 
 class SnapshotMixin:
@@ -222,13 +220,13 @@ class SnapshotMixin:
         models = _one_or_all(native._models) if engine is None else None
         names = ParameterNames(StatefulPart.of("model", models).objects)
         optimizers = [getattr(each, "optimizer", each) for each in native._optimizers] if engine is None else []
-        custom = {f"custom_{number}": each for number, each in enumerate(native._custom_objects)}
+        custom = {f"{CUSTOM}{number}": each for number, each in enumerate(native._custom_objects)}
         modules = {name: each for name, each in custom.items() if isinstance(each, nn.Module)}
         # accelerate also saves optimizers of models that were not prepared: their gradients may differ between processes
         alone = {f"optimizer_{number}": each for number, each in enumerate(optimizers) if _trains_none_of(names, each)}
         # other objects are each process's own as well: nothing says that their values are equal, or become tensors later
         own = {name: each for name, each in custom.items() if name not in modules}
-        self._values = {_STEP: 0, _ITERATION: 0, _LOADERS: [], **alone, **own}
+        self._values = {ACCELERATOR_STEP: 0, SAVE_ITERATION: 0, LOADERS: [], **alone, **own}
         schedulers = _one_or_all(native._schedulers)
         if engine is not None:
             return held_engine.training_of(engine, self._values, schedulers=schedulers, extra=modules)
@@ -249,7 +247,7 @@ class SnapshotMixin:
             sampler = data_order.sampler_of(loader)
             same = (each for each in active if each is loader or (sampler is not None and data_order.sampler_of(each) is sampler))
             loaders.append(data_order.capture(loader, next(same, None)))
-        self._values.update({_STEP: native.step, _ITERATION: native.project_configuration.iteration, _LOADERS: loaders})
+        self._values.update({ACCELERATOR_STEP: native.step, SAVE_ITERATION: native.project_configuration.iteration, LOADERS: loaders})
 
     def end_training(self) -> None:
         """Waits for the saves, then see accelerate.
@@ -338,7 +336,7 @@ class SnapshotMixin:
         """With the folder that the hooks of the save wrote to, if it is there."""
         hooks = self._native._load_model_state_pre_hook
         if hooks and given is None and self._native.project_configuration.automatic_checkpoint_naming:
-            given = str(self._automatic_folders() / f"checkpoint_{self._values[_ITERATION]}")
+            given = str(self._automatic_folders() / f"checkpoint_{self._values[SAVE_ITERATION]}")
         if given is not None and os.path.isdir(given):
             for hook in hooks.values():
                 hook([] if self._is_deepspeed else [*self._native._models], given)  # as accelerate
@@ -355,9 +353,9 @@ class SnapshotMixin:
         if found is None:
             raise NotFoundError(unknown, object_id=address)
         self._call_load_hooks(given)
-        native.step = self._values[_STEP]
-        native.project_configuration.iteration = self._values[_ITERATION] + 1
-        found_loaders = [*zip(native._dataloaders, self._values[_LOADERS], strict=False)]
+        native.step = self._values[ACCELERATOR_STEP]
+        native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
+        found_loaders = [*zip(native._dataloaders, self._values[LOADERS], strict=False)]
         self._interrupted = [loader for loader, state in found_loaders if data_order.restore(loader, state)]
 
 

@@ -27,7 +27,7 @@ from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
 from tensorstore_ck.state.select import listed
-from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.rank_own_state import VALUES, own_states
 from tensorstore_ck.training.training_state import OWN
 
 LATEST: Final = "latest_universal"
@@ -64,7 +64,7 @@ def write_universal(job: ExportJob) -> WrittenExport:
     os.makedirs(os.path.join(folder, "zero"))
     output = _Output(job, meta, folder)
     output.require_space(parameters, state["model"])
-    own = state[OWN] if OWN in state else job.rank_state()
+    own = own_states(state[OWN], state["ranks"])[0] if OWN in state else job.rank_state()
     common = _model_states(state, groups, counters, own.get(VALUES, {}).get(CLIENT_STATE, {}))
     output.write({"mp_rank_00_model_states.pt": {**common, "module": dict(state["model"])}})
     output.write({"zero_pp_rank_0_mp_rank_00_model_states.pt": {**common, "module": {}}})

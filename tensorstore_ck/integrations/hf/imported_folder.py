@@ -14,13 +14,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.exporting import export_snapshot
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES, is_model_file
+from tensorstore_ck.integrations.trainer_names import TRAINER_STATE
 from tensorstore_ck.session.restore import Restoring
 from tensorstore_ck.store import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-STATE: Final = "trainer_state"
 _FOLDER: Final = "imported-checkpoint"
 _WEIGHTS: Final = ("model", "adapter_model")
 _TORCH_FILES: Final = {"optimizer": ".pt", "scheduler": ".pt", "scaler": ".pt", "rng_state": ".pth"}
@@ -47,7 +47,7 @@ def remove_imported(output_dir: str) -> None:
 def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> bool:
     stored = found.lazy()
     values = stored.state_values
-    if f"{STATE}.global_step" not in values:
+    if f"{TRAINER_STATE}.global_step" not in values:
         return False
     if not writes:
         return True
@@ -70,8 +70,8 @@ def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> boo
         for start, suffix in _TORCH_FILES.items():
             if part == start or part.startswith(f"{start}_"):
                 _export(store, root, part, folder / f"{part}{suffix}", "torch")
-    others: dict[str, Any] = found.selected(f"{STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
-    (folder / TRAINER_STATE_NAME).write_text(json.dumps(others[STATE], indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    others: dict[str, Any] = found.selected(f"{TRAINER_STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps(others[TRAINER_STATE], indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name, data in others.get(MODEL_FILES, {}).items():
         if not is_model_file(name):
             raise UnsupportedValueError(f"{root[:12]} has {name!r} among the files of the model, which is none", object_id=name)

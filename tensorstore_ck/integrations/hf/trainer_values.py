@@ -11,15 +11,14 @@ from transformers import Trainer as NativeTrainer
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
+from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LOSS, TRAINER_STATE
 from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.store import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-STATE: Final = "trainer_state"
-_TR_LOSS: Final = "loss_since_log"
-_LOGGED: Final = "logged_step"
+STATE: Final = TRAINER_STATE
 
 
 def capture(trainer: NativeTrainer) -> dict[str, Any]:
@@ -27,24 +26,24 @@ def capture(trainer: NativeTrainer) -> dict[str, Any]:
     native: Any = trainer
     return {
         STATE: json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n",  # as TrainerState.save_to_json
-        _TR_LOSS: native._tr_loss,
-        _LOGGED: native._globalstep_last_logged,
+        TRAINER_LOSS: native._tr_loss,
+        TRAINER_LOGGED: native._globalstep_last_logged,
     }
 
 
 def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
     """Restores the losses since the last log. transformers has restored the `TrainerState` from the light folder."""
     native: Any = trainer
-    loss = values[_TR_LOSS].to(native._tr_loss.device)
+    loss = values[TRAINER_LOSS].to(native._tr_loss.device)
     native._tr_loss.copy_(loss)
-    native._globalstep_last_logged = values[_LOGGED]
+    native._globalstep_last_logged = values[TRAINER_LOGGED]
     # `train_loss` is the mean over the steps of this call of train(): it must not count losses of steps before the resume
     native._total_loss_scalar = -loss.item()
 
 
 def target() -> dict[str, Any]:
     """What `capture` returned is restored into a dict with these keys."""
-    return dict.fromkeys((STATE, _TR_LOSS, _LOGGED))
+    return dict.fromkeys((STATE, TRAINER_LOSS, TRAINER_LOGGED))
 
 
 def note_callbacks(trainer: NativeTrainer) -> None:

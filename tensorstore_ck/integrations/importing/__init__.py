@@ -27,6 +27,8 @@ deepspeed_universal.py    a parameter's files in its universal checkpoints
 deepspeed_weights.py      whether weights are those of masters
 deepspeed_unnamed.py      names for the optimizer of a checkpoint without ZeRO
 deepspeed_classes.py      DeepSpeed's classes as plain values
+deepspeed_trainers.py     folders of transformers' Trainer and accelerate that trained with DeepSpeed
+rank_generators.py        the generators that these save for each rank
 trainer_folder.py         checkpoint folders of transformers' Trainer
 mapped_files.py           foreign files, opened with care and mapped
 crc_check.py              checks CRC-32s while a save reads the bytes

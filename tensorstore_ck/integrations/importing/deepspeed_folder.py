@@ -64,6 +64,10 @@ class DeepSpeedContent(NamedTuple):
     unknown: dict[str, str]
     """Names in its pickles that are not allowed -> the file."""
     skipped: tuple[tuple[str, str], ...]
+    ranks: int
+    """How many ranks had a part of it."""
+    config: dict[Any, Any]
+    """DeepSpeed's configuration."""
 
 
 def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
@@ -118,7 +122,16 @@ def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> Dee
         del known.converted[name]  # they are not in the state
     skipped = [(name, f"{what}, which is not imported") for name, what in _NOT_SAVED.items() if found.model.get(name) is not None]
     note = {"tag": os.path.basename(tag_folder), "version": found.version}
-    return DeepSpeedContent(state, {NOTE: note}, step, found.unknown, (*found.skipped, *skipped))
+    config = found.model.get("ds_config")
+    return DeepSpeedContent(
+        state,
+        {NOTE: note},
+        step,
+        found.unknown,
+        (*found.skipped, *skipped),
+        found.model["dp_world_size"],
+        config if isinstance(config, dict) else {},
+    )
 
 
 class _State:

@@ -100,7 +100,7 @@ class _Resolver:
         begun: set[int] = set()
 
         def measure(value: Any, depth: int) -> tuple[int, int]:
-            value = _finished(value)
+            value = finished(value)
             if type(value) not in _CONTAINERS:
                 return 1 + (len(value) // BYTES_PER_ITEM if type(value) in _BYTES else len(value) if type(value) in _SETS else 0), 0
             key = id(value)
@@ -148,8 +148,8 @@ class _Resolver:
             return kind(None if item is _GONE else item for item in items)
         if isinstance(value, Deferred):
             self._note_names(value)
-            finished = _finished(value)
-            return self._note(value, "an unfinished object", path) if isinstance(finished, Deferred) else self.visit(finished, path)
+            made = finished(value)
+            return self._note(value, "an unfinished object", path) if isinstance(made, Deferred) else self.visit(made, path)
         if kind is NamedState:
             state = self.visit(value.state, path)
             return value if state is value.state else NamedState(value.name, state)
@@ -230,7 +230,7 @@ def _items(container: Any) -> Iterable[Any]:
     return items
 
 
-def _finished(value: Any) -> Any:
+def finished(value: Any) -> Any:
     """The value of a `Deferred`; itself, if it has none."""
     for _ in range(MAX_NESTING):
         if not isinstance(value, Deferred):

@@ -23,6 +23,7 @@ from tests.integrations.rank_runs import say
 BATCHES = 5
 """Of an epoch, on two ranks. A save comes after each third step."""
 STRUCK, CUT_AFTER = 6, 7
+SAVED_NAME = "checkpoint_1"
 SAVE = 1
 """The number of the save after step 6."""
 
@@ -42,7 +43,7 @@ def plugin(kind: Kind) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def run(kind: Kind, folder: Path, store: Store, ref: str, **options: Any) -> runs.Run:
+def run(kind: Kind, folder: Path, store: Store | None, ref: str, **options: Any) -> runs.Run:
     return runs.train(folder, store, ref=ref, deepspeed=plugin(kind), attach={"asynchronous": False}, **options)
 
 
@@ -81,6 +82,30 @@ def load(kind: Kind, folder: Path, store: Store, ref: str) -> None:
     tsck.deepspeed.attach(engine, store, ref=copy, asynchronous=False)
     engine.save_checkpoint(folder / copy / "engine")
     say(kind=kind.ref, ref=ref, step=engine.global_steps, **differing(store, f"{ref}@{SAVE}", copy))
+
+
+def save_natively(kind: Kind, folder: Path, store: Store) -> Path:
+    """A run of accelerate's own Accelerator, and one over the store; returns the folder that the first wrote after 6 steps."""
+    for place, used in (("native", None), ("light", store)):
+        with suppress(runs.Killed):
+            run(kind, folder / kind.ref / place, used, kind.ref, resume=False, kill_after=CUT_AFTER)
+    return folder / kind.ref / "native" / "checkpoints" / f"checkpoint_{SAVE}"
+
+
+def resume_natively(kind: Kind, folder: Path, native: Path) -> tuple[Any, Any]:
+    """From a folder of accelerate; returns the engine, and what the run did."""
+    return _resume(kind, folder, None, "", str(native))
+
+
+def resume_imported(kind: Kind, folder: Path, store: Store, ref: str) -> tuple[Any, Any]:
+    """From an imported snapshot; as `resume_natively`."""
+    return _resume(kind, folder, store, f"{ref}/on", f"{ref}@{SAVE}")
+
+
+def _resume(kind: Kind, folder: Path, store: Store | None, ref: str, resume: str) -> tuple[Any, Any]:
+    engines: list[Any] = []
+    found = run(kind, folder, store, ref, resume=resume, on_loaded_model=engines.append)
+    return engines[0], [found.batches, found.losses, found.average]
 
 
 def train_struck(kind: Kind, folder: Path, store: Store, faults: KillAt) -> dict[int, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.state import AcceleratorState, GradientState
 from transformers import TrainerCallback
 
@@ -21,9 +22,13 @@ from tests.integrations.rank_runs import say
 
 SAVED_AFTER, CUT_AFTER = 4, 6
 STRUCK, STEPS = 8, 10
+SAVED_NAME = "checkpoint-4"
+LONG = 8
+"""Steps of a run of transformers' own Trainer."""
 
 
-def make(kind: Kind, folder: Path, store: Store, ref: str, *callbacks: TrainerCallback, **options: Any) -> hf.Trainer:
+def given(kind: Kind, folder: Path, **options: Any) -> dict[str, Any]:
+    """The arguments of a Trainer."""
     for each in (AcceleratorState, GradientState):
         each._reset_state()
     config = {
@@ -34,8 +39,11 @@ def make(kind: Kind, folder: Path, store: Store, ref: str, *callbacks: TrainerCa
         "gradient_clipping": 1.0,
         "zero_force_ds_cpu_optimizer": False,
     }
-    given = runs.parts(folder, use_cpu=False, bf16=kind.dtype == "bf16", deepspeed=config, logging_steps=1, **options)
-    return hf.Trainer(**given, callbacks=[*callbacks], store=store, ref=ref, asynchronous=False)
+    return runs.parts(folder, use_cpu=False, bf16=kind.dtype == "bf16", deepspeed=config, logging_steps=1, **options)
+
+
+def make(kind: Kind, folder: Path, store: Store, ref: str, *callbacks: TrainerCallback, **options: Any) -> hf.Trainer:
+    return hf.Trainer(**given(kind, folder, **options), callbacks=[*callbacks], store=store, ref=ref, asynchronous=False)
 
 
 def train(kind: Kind, folder: Path, store: Store) -> None:
@@ -68,6 +76,27 @@ def load(kind: Kind, folder: Path, store: Store, ref: str) -> None:
     tsck.deepspeed.attach(engine, store, ref=copy, asynchronous=False)
     engine.save_checkpoint(folder / copy / "engine")
     say(kind=kind.ref, ref=ref, step=trainer.state.global_step, **differing(store, f"{ref}@{SAVED_AFTER}", copy))
+
+
+def save_natively(kind: Kind, folder: Path, store: Store) -> Path:
+    """A run of transformers' own Trainer, and one over the store; returns the folder that the first wrote after 4 steps."""
+    transformers.Trainer(**given(kind, folder / kind.ref / "native", max_steps=LONG)).train()
+    make(kind, folder / kind.ref / "light", store, kind.ref, max_steps=LONG).train()
+    return folder / kind.ref / "native" / f"checkpoint-{SAVED_AFTER}"
+
+
+def resume_natively(kind: Kind, folder: Path, native: Path) -> tuple[Any, Any]:
+    """From a folder of transformers; returns the engine, and what was logged."""
+    trainer = transformers.Trainer(**given(kind, folder, max_steps=LONG))
+    trainer.train(resume_from_checkpoint=str(native))
+    return trainer.deepspeed, runs.losses(trainer)
+
+
+def resume_imported(kind: Kind, folder: Path, store: Store, ref: str) -> tuple[Any, Any]:
+    """From an imported snapshot; as `resume_natively`."""
+    trainer = make(kind, folder, store, f"{ref}/on", max_steps=LONG)
+    trainer.train(resume_from_checkpoint=f"{ref}@{SAVED_AFTER}")
+    return trainer.deepspeed, runs.losses(trainer)
 
 
 class _Struck(TrainerCallback):  # type: ignore[misc]
