@@ -93,7 +93,8 @@ def _groups(state: Any, shown: str) -> list[dict[str, Any]]:
         )
     if not isinstance(groups, list) or any(group.get("moe") for group in groups):
         raise UnsupportedValueError(
-            "the optimizer has groups of MoE experts, which DeepSpeed's universal checkpoints hold in another way: this is not supported",
+            "the optimizer has groups of MoE experts or of the stages of a pipeline, which DeepSpeed's universal checkpoints hold in "
+            "another way: this is not supported",
             object_id="optimizer.param_groups",
         )
     for name in (name for group in groups for name in group["params"]):

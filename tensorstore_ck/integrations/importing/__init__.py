@@ -23,6 +23,8 @@ megatron_types.py         the types that it pickles
 deepspeed_folder.py       folders of DeepSpeed
 deepspeed_files.py        the files in them
 deepspeed_partitions.py   where each parameter's elements lie in DeepSpeed's flat tensors
+deepspeed_experts.py      MoE experts in its files
+deepspeed_pipeline.py     layers of pipelines in its files
 deepspeed_universal.py    a parameter's files in its universal checkpoints
 deepspeed_weights.py      whether weights are those of masters
 deepspeed_unnamed.py      names for the optimizer of a checkpoint without ZeRO

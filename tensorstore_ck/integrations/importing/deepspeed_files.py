@@ -1,13 +1,14 @@
 """The files of one tag of a DeepSpeed checkpoint: which there are, which must be there, and what they say.
 
 ``mp_rank_00_model_states.pt`` (with ZeRO 3 one for each rank) has weights, counters, schedule and the client's state, and
-``[bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt`` rank N's part of masters and moments. Names and sizes in them are checked here.
+``[bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt`` rank N's part of masters and moments. Pipelines have one ``mp_rank_NN`` for each stage,
+and weights in ``layer_NN-model_states.pt``. Names and sizes in them are checked here.
 """
 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, NoReturn
 
@@ -15,6 +16,8 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.integrations.importing.deepspeed_experts import OPTIMIZER_FILE as EXPERT_OPTIMIZER
+from tensorstore_ck.integrations.importing.deepspeed_experts import Experts, read_experts
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -26,8 +29,11 @@ ZERO: Final = "zero"
 OPTIMIZER_STATE: Final = "optimizer_state.pt"
 MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
-_OF_PIPELINES: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+-model_states\.pt")
-_OF_EXPERTS: Final = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+LAYER: Final = re.compile(r"layer_(\d{2,6})-model_states\.pt")
+_OF_SLICES: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+"""Of a pipeline with tensor parallelism."""
+_OF_OLD_EXPERTS: Final = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
+"""Of versions of DeepSpeed that knew one layer of experts."""
 _EQUAL: Final = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
 """What the files of all ranks must say alike."""
 
@@ -44,6 +50,13 @@ class DeepSpeedFiles:
     optimizers: list[dict[str, Any]]
     """Of each rank; none without ZeRO, and in a universal checkpoint."""
     is_universal: bool
+    experts: Experts = field(default_factory=Experts)
+    expert_optimizers: list[dict[str, Any]] = field(default_factory=list)
+    """Without ZeRO: of each rank that has other experts."""
+    layers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of a pipeline: by number, and the names in them."""
+    stages: "list[DeepSpeedFiles]" = field(default_factory=list)
+    """Of a pipeline: each with its own model and optimizers."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Names in the pickles that are not allowed -> the file."""
     skipped: tuple[tuple[str, str], ...] = ()
@@ -81,34 +94,72 @@ def read_files(files: Files, folder: Folder, known: PickleAllowlist) -> DeepSpee
     _refuse_kinds(folder, names)
     reader = _Reader(files, folder, known)
     with naming_file(folder.path, KIND):
-        of_ranks = {int(match[1]): name for name in names if (match := MODEL.fullmatch(name)) and match[1] is not None}
-        shared = [name for name in names if (match := MODEL.fullmatch(name)) and match[1] is None]
-        optimizer_names = {int(match[1]): name for name in names if (match := OPTIMIZER.fullmatch(name))}
-        is_universal = folder.has(os.path.join(ZERO, OPTIMIZER_STATE))
-        if of_ranks and shared and not is_universal:
-            raise MalformedError(f"it has {shared[0]} of ZeRO 0 to 2 and {of_ranks[min(of_ranks)]} of ZeRO 3: two saves are mixed")
-        if not of_ranks and not shared:
-            raise MalformedError("it lacks mp_rank_00_model_states.pt, which has the weights and counters")
-        first = reader.read(shared[0] if shared else of_ranks[min(of_ranks)])
-        world = first.get("dp_world_size")
-        if type(world) is not int or not 0 < world <= 1_000_000:
-            raise MalformedError("it has no dp_world_size")
-        if shown(first.get("mp_world_size", 1)) != "1":
-            _unsupported(folder, "tensor parallelism")
-        if shared:
-            models = [first]
-        else:
-            models = [reader.read(each) for each in _of_all_ranks(of_ranks, world, "zero_pp_rank_{}_mp_rank_00_model_states.pt")]
-        optimizers = []
-        if optimizer_names or (first.get("param_shapes") is not None and not is_universal):
-            prefix = next(iter(optimizer_names.values()), ZERO).partition(ZERO)[0]
-            form = f"{prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt"
-            optimizers = [reader.read(each) for each in _of_all_ranks(optimizer_names, world, form)]
-        _require_alike(models)
-        extra = {rank: name for found in (of_ranks, optimizer_names) for rank, name in found.items() if rank >= world}
+        first = _read_stage(reader, names, 0)
+        layers = {int(match[1]): reader.read(name) for name in names if (match := LAYER.fullmatch(name))}
+        if layers and first.experts.weights:
+            unsupported(folder, "experts in a pipeline")
+        count = shown(first.model.get("mp_world_size", 1))
+        if not layers and count != "1":
+            unsupported(folder, f"tensor parallelism over {count} ranks")
+        if not layers:
+            return replace(first, unknown=reader.unknown)
+        dimensions = first.model.get("checkpoint_parallel_dimensions")
+        if isinstance(dimensions, dict) and shown(dimensions.get("tp_degree", 1)) != "1":
+            unsupported(folder, "a pipeline with tensor parallelism")
+        if not count.isdecimal() or not 0 < int(count) <= 10_000:
+            raise MalformedError("it has no mp_world_size")
+        stages = [first, *(_read_stage(reader, names, stage) for stage in range(1, int(count)))]
+        _require_alike([each.model for each in stages], "stages", with_shapes=False)
+        skipped = [each for stage in stages for each in stage.skipped]
+        left = [name for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)) and int(match[2]) >= int(count)]
+        skipped += [(name, f"the checkpoint is of {count} stages, so this is left over from a save of more") for name in left]
+    return replace(first, unknown=reader.unknown, layers=layers, stages=stages, skipped=tuple(skipped))
+
+
+def _read_stage(reader: "_Reader", names: Sequence[str], stage: int) -> DeepSpeedFiles:
+    """The files of one stage of a pipeline; of the first one all files, if there are no stages."""
+    folder = reader.folder
+    models_found = [match for name in names if (match := MODEL.fullmatch(name)) and int(match[2]) == stage]
+    of_ranks = {int(match[1]): match[0] for match in models_found if match[1] is not None}
+    shared = [match[0] for match in models_found if match[1] is None]
+    optimizer_names = {int(match[1]): name for name in names if (match := OPTIMIZER.fullmatch(name)) and int(match[2]) == stage}
+    is_universal = folder.has(os.path.join(ZERO, OPTIMIZER_STATE))
+    if of_ranks and shared and not is_universal:
+        raise MalformedError(f"it has {shared[0]} of ZeRO 0 to 2 and {of_ranks[min(of_ranks)]} of ZeRO 3: two saves are mixed")
+    if not of_ranks and not shared:
+        raise MalformedError(f"it lacks mp_rank_{stage:02}_model_states.pt, which has the weights and counters")
+    first = reader.read(shared[0] if shared else of_ranks[min(of_ranks)])
+    world = first.get("dp_world_size")
+    if type(world) is not int or not 0 < world <= 1_000_000:
+        raise MalformedError("it has no dp_world_size")
+    if shared:
+        models = [first]
+    else:
+        models = [reader.read(each) for each in _of_all_ranks(of_ranks, world, f"zero_pp_rank_{{}}_mp_rank_{stage:02}_model_states.pt")]
+    experts = read_experts(names, first.get("num_experts"), reader.read)
+    if experts.weights and first.get("ds_autoep_layers") is not None:
+        unsupported(folder, "experts of AutoEP")
+    expert_optimizers = [reader.read(name) for name in _of_ep_ranks(names)] if experts.weights else []
+    if experts.weights and first.get("optimizer") is not None and not expert_optimizers:
+        raise MalformedError("it lacks expp_rank_0_mp_rank_00_optim_states.pt, which has the optimizer")
+    optimizers = []
+    if optimizer_names or (first.get("param_shapes") is not None and not is_universal):
+        prefix = next(iter(optimizer_names.values()), ZERO).partition(ZERO)[0]
+        form = f"{prefix}zero_pp_rank_{{}}_mp_rank_{stage:02}_optim_states.pt"
+        optimizers = [reader.read(each) for each in _of_all_ranks(optimizer_names, world, form)]
+    _require_alike(models, "ranks")
+    extra = {rank: name for found in (of_ranks, optimizer_names) for rank, name in found.items() if rank >= world}
     why = f"the checkpoint is of {world} ranks, so this is left over from a save of more"
-    skipped = [(name, why) for name in extra.values()]
-    return DeepSpeedFiles(folder, models, optimizers, is_universal, reader.unknown, tuple(skipped))
+    skipped = tuple((name, why) for name in extra.values())
+    return DeepSpeedFiles(folder, models, optimizers, is_universal, experts, expert_optimizers, skipped=skipped)
+
+
+def _of_ep_ranks(names: Sequence[str]) -> list[str]:
+    found = {int(match[1]): name for name in names if (match := EXPERT_OPTIMIZER.fullmatch(name))}
+    missing = [rank for rank in range(len(found)) if rank not in found]
+    if missing:
+        raise MalformedError(f"it lacks expp_rank_{missing[0]}_mp_rank_00_optim_states.pt")
+    return [found[rank] for rank in range(len(found))]
 
 
 def _of_all_ranks(found: Mapping[int, str], world: int, form: str) -> list[str]:
@@ -119,15 +170,15 @@ def _of_all_ranks(found: Mapping[int, str], world: int, form: str) -> list[str]:
     return [found[rank] for rank in range(world)]
 
 
-def _require_alike(models: Sequence[Mapping[str, Any]]) -> None:
+def _require_alike(models: Sequence[Mapping[str, Any]], whose: str, *, with_shapes: bool = True) -> None:
     for rank, model in enumerate(models):
         for key in _EQUAL:
             one, other = models[0].get(key), model.get(key)
             if type(one) not in (int, str, type(None)) or type(one) is not type(other) or one != other:
                 raise MalformedError(
-                    f"the files of ranks 0 and {rank} are of different saves: their {key} are {shown(one)} and {shown(other)}"
+                    f"the files of {whose} 0 and {rank} are of different saves: their {key} are {shown(one)} and {shown(other)}"
                 )
-        if _shapes(model) != _shapes(models[0]):
+        if with_shapes and _shapes(model) != _shapes(models[0]):
             raise MalformedError(f"the files of ranks 0 and {rank} are of different saves: they have parameters of other shapes")
 
 
@@ -138,16 +189,21 @@ def _shapes(model: Mapping[str, Any]) -> tuple[list[Shapes], Shapes]:
 
 def _refuse_kinds(folder: Folder, names: Sequence[str]) -> None:
     for name in names:
-        if _OF_PIPELINES.fullmatch(name):
-            _unsupported(folder, f"pipeline parallelism ({name})")
-        if _OF_EXPERTS.fullmatch(name):
-            _unsupported(folder, f"MoE experts ({name})")
+        if _OF_SLICES.fullmatch(name):
+            unsupported(folder, f"a pipeline with tensor parallelism ({name})")
+        if _OF_OLD_EXPERTS.fullmatch(name):
+            unsupported(folder, f"MoE experts of an old version ({name})")
         match = MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)
-        if match is not None and int(match[2]):
-            _unsupported(folder, f"tensor or pipeline parallelism ({name})")
+        if match is not None and int(match[2]) and not any(LAYER.fullmatch(each) for each in names):
+            unsupported(folder, f"tensor parallelism ({name})")
 
 
-def _unsupported(folder: Folder, what: str) -> NoReturn:
+def unsupported(folder: Folder, what: str) -> NoReturn:
+    """Raises that a folder of this kind is not imported.
+
+    Raises:
+        UnsupportedValueError: always.
+    """
     raise UnsupportedValueError(
         f"{folder.path} is a DeepSpeed checkpoint with {what}, which is not imported: load it with DeepSpeed, then save it with "
         "tensorstore_ck.deepspeed, or as a state dict with torch.save",
@@ -157,11 +213,11 @@ def _unsupported(folder: Folder, what: str) -> NoReturn:
 
 class _Reader:
     def __init__(self, files: Files, folder: Folder, known: PickleAllowlist) -> None:
-        self._files, self._folder, self._known = files, folder, known
+        self._files, self.folder, self._known = files, folder, known
         self.unknown: dict[str, str] = {}
 
     def read(self, name: str) -> dict[str, Any]:
-        found = load_file(self._files, self._folder, name, self._known, self.unknown)
+        found = load_file(self._files, self.folder, name, self._known, self.unknown)
         if not isinstance(found, dict):
             raise MalformedError(f"{name} has no dict")
         return found

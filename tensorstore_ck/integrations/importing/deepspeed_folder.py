@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.errors import NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, LATEST, MASTER, NOTE, SCALE
 from tensorstore_ck.integrations.importing.deepspeed_classes import PACKAGE
+from tensorstore_ck.integrations.importing.deepspeed_experts import ep_size_of, is_expert
 from tensorstore_ck.integrations.importing.deepspeed_files import (
     KIND,
     DeepSpeedFiles,
@@ -29,7 +30,9 @@ from tensorstore_ck.integrations.importing.deepspeed_partitions import (
     FoundOptimizer,
     FoundParameter,
     optimizer_of_ranks,
+    united,
 )
+from tensorstore_ck.integrations.importing.deepspeed_pipeline import model_of_layers, with_shapes
 from tensorstore_ck.integrations.importing.deepspeed_universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed_unnamed import IN_ORDER, optimizer_without_names
 from tensorstore_ck.integrations.importing.deepspeed_weights import same_elements
@@ -129,7 +132,7 @@ def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> Dee
         step,
         found.unknown,
         (*found.skipped, *skipped),
-        found.model["dp_world_size"],
+        found.model["dp_world_size"] * max(len(found.stages), 1),
         config if isinstance(config, dict) else {},
     )
 
@@ -138,10 +141,15 @@ class _State:
     def __init__(self, files: Files, found: DeepSpeedFiles, known: PickleAllowlist) -> None:
         self._files, self._found, self._known = files, found, known
         model = found.model
-        if model.get("module") is None:
-            raise MalformedError("it has no module: with pipeline parallelism, DeepSpeed saves it in another way, which is not imported")
-        self._module = dict_of(model["module"], "module")
-        self._buffers = {name for name in list_of(model.get("buffer_names") or [], "buffer_names") if type(name) is str}
+        models = [each.model for each in found.stages] or [model]
+        buffers = {name for each in models for name in list_of(each.get("buffer_names") or [], "buffer_names") if type(name) is str}
+        self._optimizers = [self._of_stage(each) for each in found.stages]
+        if found.stages:
+            trained = [parameter for each in self._optimizers if each is not None for parameter in each.parameters]
+            self._module: dict[Any, Any] = model_of_layers(found.layers, trained, buffers)
+        else:
+            self._module = {**dict_of(model.get("module"), "module"), **found.experts.weights}
+        self._buffers = {name for name in buffers if not is_expert(name)} | found.experts.buffers(buffers)
         self._shared = dict_of(model.get("shared_params") or {}, "shared_params")
 
     def build(self) -> tuple[dict[str, Any], int]:
@@ -163,15 +171,41 @@ class _State:
 
     def _optimizer(self) -> FoundOptimizer | None:
         found = self._found
+        if found.stages:
+            of_stages = [each for each in self._optimizers if each is not None]
+            return united(of_stages) if of_stages else None
         if found.is_universal:
             return UniversalReader(self._files, found, self._known).read()
         if found.optimizers:
-            return optimizer_of_ranks(found)
-        saved = found.model.get("optimizer")
-        if saved is None:
+            optimizer = optimizer_of_ranks(found)
+            return united([optimizer]) if found.experts.weights else optimizer
+        if found.model.get("optimizer") is None:
             return None
-        weights = dict(self._parameters_once())
-        named = optimizer_without_names(dict_of(saved, "optimizer"), weights, found.folder.path)
+        weights, ep_size = dict(self._parameters_once()), len(found.expert_optimizers)
+        if not ep_size:
+            return self._named(found.model["optimizer"], weights)
+        shared = {name: each for name, each in weights.items() if not is_expert(name)}
+        of_ranks = []
+        for ep_rank, each in enumerate(found.expert_optimizers):
+            own = {**shared, **{name: weights[name] for name in found.experts.of_rank(ep_size, ep_rank) if name in weights}}
+            of_ranks.append(self._named(each.get("optimizer"), own))
+        spread = max(ep_size_of(group, found.model["dp_world_size"]) for group in of_ranks[0].groups)
+        if spread != ep_size:
+            raise MalformedError(f"it lacks expp_rank_{ep_size}_mp_rank_00_optim_states.pt; its experts are spread over {spread} ranks")
+        return united(of_ranks)
+
+    def _of_stage(self, stage: DeepSpeedFiles) -> FoundOptimizer | None:
+        """The optimizer of a stage of a pipeline."""
+        if stage.model.get("optimizer") is not None and not stage.optimizers:
+            raise UnsupportedValueError(
+                f"{stage.folder.path} is of a pipeline without ZeRO: its optimizers number the parameters of their stages, and nothing "
+                "names these: load it with DeepSpeed, then save it with tensorstore_ck.deepspeed",
+                object_id="optimizer",
+            )
+        return optimizer_of_ranks(with_shapes(stage, self._found.layers)) if stage.optimizers else None
+
+    def _named(self, saved: object, weights: dict[str, torch.Tensor]) -> FoundOptimizer:
+        named = optimizer_without_names(dict_of(saved, "optimizer"), weights, self._found.folder.path)
         if MASTER not in {key for each in named.parameters for key in each.runs}:
             self._known.converted[IN_ORDER] += len(named.parameters)
         return named
@@ -196,6 +230,8 @@ class _State:
             counters["micro_steps"] = counters["global_steps"] * each  # DeepSpeed does not save it
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counters.values()) or counters["global_steps"] > MAX_STEP:
             raise MalformedError("it has no valid global_steps, global_samples or skipped_steps")
+        if self._found.stages:  # they count micro-batches in another place
+            counters.update(micro_steps=0, micro_offset=counters["micro_steps"])
         return counters
 
     # --- weights and optimizer ----------------------------------------------------------------------------------------

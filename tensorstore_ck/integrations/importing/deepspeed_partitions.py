@@ -7,14 +7,15 @@ parts of several parameters are one flat tensor.
 ``param_slice_mappings`` is not needed for that, and is wrong with ``round_robin_gradients`` (DeepSpeed 0.19.8); else it must agree.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from tensorstore_ck.integrations.deepspeed_names import MASTER
+from tensorstore_ck.integrations.importing.deepspeed_experts import ep_size_of, is_expert
 from tensorstore_ck.integrations.importing.deepspeed_files import (
     DeepSpeedFiles,
     Shapes,
@@ -23,11 +24,14 @@ from tensorstore_ck.integrations.importing.deepspeed_files import (
     list_of,
     shapes_of,
     shown,
+    unsupported,
 )
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.state.sourced_tensor import ElementRun
-from tensorstore_ck.training.optimizers import is_same
+from tensorstore_ck.training.optimizers import is_same, named_groups
 
+_STAGE_3: Final = "fp32_flat_groups"
+"""The key of masters in files of ZeRO 3."""
 _MAX_DEPTH: Final = 3
 """Of an optimizer's options: groups, options, pairs such as ``betas``."""
 
@@ -43,13 +47,17 @@ class FoundParameter:
     scalars: dict[str, Any] = field(default_factory=dict)
     """The other states."""
 
+    def masters(self) -> list[ElementRun]:
+        """Its master weights."""
+        return self.runs.get(MASTER, [])
+
 
 class FoundOptimizer(NamedTuple):
     """An optimizer by the names of its parameters."""
 
     parameters: list[FoundParameter]
-    groups: list[dict[str, Any]]
-    """The options of each group; ``params`` are names."""
+    groups: Any
+    """The options of each group, in a list, whose ``params`` are names; or what `united` makes."""
     scaler: object
     """A loss scaler, as a dict; None: there is none."""
 
@@ -63,6 +71,7 @@ class _Rank(NamedTuple):
     """The state dict of the optimizer that DeepSpeed's wraps."""
     mappings: list[Any] | None
     saved: dict[str, Any]
+    number: int
 
 
 def optimizer_of_ranks(found: DeepSpeedFiles) -> FoundOptimizer:
@@ -73,42 +82,85 @@ def optimizer_of_ranks(found: DeepSpeedFiles) -> FoundOptimizer:
     """
     saved = [dict_of(each.get("optimizer_state_dict"), "optimizer_state_dict") for each in found.optimizers]
     shapes = [shapes_of(each, "param_shapes") for each in list_of(found.model.get("param_shapes"), "param_shapes")]
-    is_stage_3 = "fp32_flat_groups" in saved[0]
     flats_key, base_key = (
-        ("fp32_flat_groups", "optimizer_state_dict") if is_stage_3 else ("single_partition_of_fp32_groups", "base_optimizer_state")
+        (_STAGE_3, "optimizer_state_dict") if _STAGE_3 in saved[0] else ("single_partition_of_fp32_groups", "base_optimizer_state")
     )
     ranks = []
     for number, each in enumerate(saved):
+        if isinstance(each.get(base_key), list):
+            unsupported(found.folder, "elastic_checkpoint (its optimizer does not say where parameters lie)")
         if flats_key not in each or not isinstance(each.get(base_key), dict):
-            what = "elastic_checkpoint is on" if isinstance(each.get(base_key), list) else f"it lacks {flats_key} or {base_key}"
+            what = f"it lacks {flats_key} or {base_key}"
             raise MalformedError(f"DeepSpeed {found.version} laid out the optimizer of rank {number} in a way that is not known ({what})")
-        counts = each.get("partition_count")
-        for count in counts if isinstance(counts, list | tuple) else [counts]:
-            if count is not None and shown(count) != str(len(saved)):
-                raise MalformedError(f"rank {number} has one of {shown(count)} parts, where there are {len(saved)} ranks")
         flats = [flat_of(flat, f"{flats_key} of rank {number}") for flat in list_of(each[flats_key], flats_key, len(shapes))]
         mappings = each.get("param_slice_mappings")
         ranks.append(
-            _Rank(flats, each[base_key], None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)), each)
+            _Rank(flats, each[base_key], None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)), each, number)
         )
     for number, rank in enumerate(ranks):
         if not is_same(_plain(rank.base.get("param_groups")), _plain(ranks[0].base.get("param_groups"))):
             raise MalformedError(f"the optimizers of ranks 0 and {number} have other options: their files are of different saves")
         if not is_same(_plain(rank.saved.get("loss_scaler")), _plain(ranks[0].saved.get("loss_scaler"))):
             raise MalformedError(f"the loss scalers of ranks 0 and {number} differ: their files are of different saves")
-    parameters: list[list[FoundParameter]] = []
-    for index, group in enumerate(shapes):
-        if is_stage_3:
-            places = list(_cut_each(group, index, ranks))
-            sizes = [flat.numel() for flat in (rank.flats[index] for rank in ranks)]
-        else:
-            places, part = _cut_together(group, index, ranks, _alignments(ranks[0].saved, index, len(group)))
-            sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
-            if not _has_round_robin(found.model):
-                _require_mapped(places, index, ranks)
-        parameters.append(_with_states(group, index, ranks, places, sizes))
-    groups = groups_of(ranks[0].base.get("param_groups"), parameters)
-    return FoundOptimizer([each for group in parameters for each in group], groups, ranks[0].saved.get("loss_scaler"))
+    options = list_of(ranks[0].base.get("param_groups"), "param_groups")
+    parameters = [list(_spread(found, group, index, ranks, _ep_size(options, index, len(ranks)))) for index, group in enumerate(shapes)]
+    groups = groups_of(options, parameters)
+    return FoundOptimizer([each for spread in parameters for part in spread for each in part], groups, ranks[0].saved.get("loss_scaler"))
+
+
+def _ep_size(groups: Sequence[Any], index: int, ranks: int) -> int:
+    """Over how many ranks the experts in a flat tensor are spread; 1: it has none."""
+    for group in groups:
+        if isinstance(group, dict) and isinstance(group.get("params"), list) and index in group["params"]:
+            return ep_size_of(group, ranks)
+    return 1
+
+
+def _spread(found: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank], ep_size: int) -> Iterator[list[FoundParameter]]:
+    """The parameters of a group; of one with experts those of each rank that has other experts, by their global names."""
+    for ep_rank in range(ep_size):
+        holders = ranks[ep_rank::ep_size]
+        _require_parts(holders, index)
+        parameters = _of_group(found, group, index, holders)
+        if ep_size > 1 or found.experts.weights:
+            names = {name: found.experts.global_name(name, ep_size, ep_rank) if is_expert(name) else name for name in group}
+            parameters = [replace(each, name=names[each.name]) for each in parameters]
+        yield parameters
+
+
+def _of_group(found: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank]) -> list[FoundParameter]:
+    if _STAGE_3 in ranks[0].saved:
+        places = list(_cut_each(group, index, ranks))
+        sizes = [flat.numel() for flat in (rank.flats[index] for rank in ranks)]
+    else:
+        places, part = _cut_together(group, index, ranks, _alignments(ranks[0].saved, index, len(group)))
+        sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
+        if not _has_round_robin(found.model):
+            _require_mapped(places, index, ranks)
+    return _with_states(group, index, ranks, places, sizes)
+
+
+def _require_parts(ranks: Sequence[_Rank], index: int) -> None:
+    for rank in ranks:
+        counts = rank.saved.get("partition_count")
+        count = counts[index] if isinstance(counts, list | tuple) and index < len(counts) else None if isinstance(counts, list) else counts
+        if count is not None and shown(count) != str(len(ranks)):
+            raise MalformedError(f"rank {rank.number} has one of {shown(count)} parts, where there are {len(ranks)} ranks")
+
+
+def united(found: Sequence[FoundOptimizer]) -> FoundOptimizer:
+    """The optimizers of ranks with different parameters as one: each parameter once, and groups as `named_groups` makes them."""
+    parameters: dict[str, FoundParameter] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for each in found:
+        for parameter in each.parameters:
+            parameters.setdefault(parameter.name, parameter)
+        own: list[dict[str, Any]] = [
+            {key: value for key, value in group.items() if key != "name" or not group.get("moe")} for group in each.groups
+        ]
+        for key, group in named_groups(own).items():
+            groups.setdefault(key, {**group, "params": {}})["params"].update(group["params"])
+    return FoundOptimizer(list(parameters.values()), groups, found[0].scaler)
 
 
 # --- positions ------------------------------------------------------------------------------------------------------------
@@ -158,7 +210,7 @@ def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> Iterable[_P
             if held := min(part, size - start):
                 places.append(_Place(name, rank, start, offset, held))
         offset += part
-    for number, flat in enumerate(each.flats[index] for each in ranks):
+    for number, flat in ((each.number, each.flats[index]) for each in ranks):
         if flat.numel() != offset:
             raise MalformedError(f"rank {number} holds {flat.numel()} elements of group {index}, whose parameters need {offset}")
     return places
@@ -186,7 +238,7 @@ def _require_mapped(places: Iterable[_Place], index: int, ranks: Sequence[_Rank]
         if listed != computed[number]:
             name = next((name for name in computed[number] if listed.get(name) != computed[number][name]), next(iter(listed), ""))
             raise MalformedError(
-                f"param_slice_mappings of rank {number} places {printable(name, 80)} elsewhere than its shapes do: these files are of "
+                f"param_slice_mappings of rank {rank.number} places {printable(name, 80)} elsewhere than its shapes do: these files are of "
                 "different saves, or of a version of DeepSpeed that is not known"
             )
 
@@ -261,8 +313,11 @@ def _with_states(
     return list(parameters.values())
 
 
-def groups_of(found: object, parameters: Sequence[Sequence[FoundParameter]]) -> list[dict[str, Any]]:
-    """The groups of the optimizer, of which each has some of DeepSpeed's flat tensors."""
+def groups_of(found: object, parameters: Sequence[Sequence[Sequence[FoundParameter]]]) -> list[dict[str, Any]]:
+    """The groups of the optimizer, of which each has some of DeepSpeed's flat tensors.
+
+    `parameters`: in each flat tensor; of experts for each of the ranks that have others, which have groups of their own.
+    """
     groups = []
     numbers: list[int] = []
     for group in list_of(found, "param_groups"):
@@ -271,7 +326,9 @@ def groups_of(found: object, parameters: Sequence[Sequence[FoundParameter]]) -> 
         if any(type(each) is not int or not 0 <= each < len(parameters) for each in indexes):
             raise MalformedError("a group of parameters names flat tensors that it does not have")
         numbers += indexes
-        groups.append({**options, "params": [each.name for number in indexes for each in parameters[number]]})
+        for part in range(max((len(parameters[number]) for number in indexes), default=1)):
+            names = [each.name for number in indexes for each in parameters[number][part]]
+            groups.append({**options, "params": names})
     if sorted(numbers) != list(range(len(parameters))):
         raise MalformedError("its groups of parameters do not have each flat tensor once")
     return groups

@@ -55,7 +55,7 @@ class UniversalReader:
         steps = {shown(each.scalars.get(_STEP)) for group in parameters for each in group}
         if len(steps) > 1:
             raise MalformedError(f"its parameters are of different steps ({', '.join(sorted(steps)[:4])}): two saves are mixed")
-        groups = groups_of(inner.get("param_groups") or saved.get("param_groups"), parameters)
+        groups = groups_of(inner.get("param_groups") or saved.get("param_groups"), [[each] for each in parameters])
         return FoundOptimizer([each for group in parameters for each in group], groups, saved.get("loss_scaler"))
 
     def _load(self, name: str) -> Any:

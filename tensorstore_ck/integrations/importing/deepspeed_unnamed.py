@@ -13,6 +13,7 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import MASTER
+from tensorstore_ck.integrations.importing.deepspeed_experts import is_expert
 from tensorstore_ck.integrations.importing.deepspeed_files import dict_of, flat_of, list_of
 from tensorstore_ck.integrations.importing.deepspeed_partitions import FoundOptimizer, FoundParameter
 from tensorstore_ck.integrations.importing.deepspeed_weights import same_elements
@@ -54,7 +55,7 @@ def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torc
             for flat, own in zip(flats, indexes, strict=True)
         ]
     else:
-        names = _in_order(indexes, states, weights, origin)
+        names = _in_order(indexes, [group.get("moe") is True for group in groups], states, weights, origin)
         parameters = [
             [_of_one(name, tuple(weights[name].shape), None, states.get(index, {})) for name, index in zip(group, own, strict=True)]
             for group, own in zip(names, indexes, strict=True)
@@ -106,32 +107,37 @@ def _of_flat(left: dict[str, torch.Tensor], flat: torch.Tensor, state: object) -
 
 
 def _in_order(
-    indexes: Sequence[Sequence[Any]], states: Mapping[Any, Any], weights: Mapping[str, torch.Tensor], origin: str
+    indexes: Sequence[Sequence[Any]],
+    of_experts: Sequence[bool],
+    states: Mapping[Any, Any],
+    weights: Mapping[str, torch.Tensor],
+    origin: str,
 ) -> list[list[str]]:
-    shape_of: dict[Any, tuple[int, ...]] = {}
-    for index in (each for own in indexes for each in own):
-        state = dict_of(states.get(index, {}), "state of a parameter")
-        shapes = {tuple(each.shape) for each in state.values() if isinstance(each, torch.Tensor) and each.dim()}
-        shape_of[index] = shapes.pop() if len(shapes) == 1 else ()
-    by_shape: dict[tuple[int, ...], list[str]] = {}
+    """`of_experts`: whether a group has experts, and nothing else."""
+    kind_of: dict[Any, tuple[bool, tuple[int, ...]]] = {}
+    for own, has_experts in zip(indexes, of_experts, strict=True):
+        for index in own:
+            state = dict_of(states.get(index, {}), "state of a parameter")
+            shapes = {tuple(each.shape) for each in state.values() if isinstance(each, torch.Tensor) and each.dim()}
+            kind_of[index] = has_experts, shapes.pop() if len(shapes) == 1 else ()
+    by_kind: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
     for name, each in weights.items():
-        by_shape.setdefault(tuple(each.shape), []).append(name)
-    groups_of: dict[tuple[int, ...], set[int]] = {}
+        by_kind.setdefault((is_expert(name), tuple(each.shape)), []).append(name)
+    groups_of: dict[tuple[bool, tuple[int, ...]], set[int]] = {}
     for number, own in enumerate(indexes):
         for index in own:
-            groups_of.setdefault(shape_of[index], set()).add(number)
-    counts = Counter(shape_of.values())
-    for shape, count in counts.items():
-        names = by_shape.get(shape, [])
-        if len(names) != count or len(groups_of[shape]) > 1:
+            groups_of.setdefault(kind_of[index], set()).add(number)
+    for kind, count in Counter(kind_of.values()).items():
+        names = by_kind.get(kind, [])
+        if len(names) != count or len(groups_of[kind]) > 1:
             raise UnsupportedValueError(
-                f"{origin} was saved without ZeRO in float32: its optimizer numbers its parameters, and of shape {list(shape)[:8]} it has "
-                f"{count} in {len(groups_of[shape])} groups where the model has {len(names)}, so their names cannot be found: load it "
-                "with DeepSpeed, then save it with tensorstore_ck.deepspeed",
+                f"{origin} was saved without ZeRO in float32: its optimizer numbers its parameters, and of shape {list(kind[1])[:8]} "
+                f"it has {count} in {len(groups_of[kind])} groups where the model has {len(names)}, so their names cannot be found: load "
+                "it with DeepSpeed, then save it with tensorstore_ck.deepspeed",
                 object_id="optimizer",
             )
-    taken = {shape: iter(names) for shape, names in by_shape.items()}
-    return [[next(taken[shape_of[index]]) for index in own] for own in indexes]
+    taken = {kind: iter(names) for kind, names in by_kind.items()}
+    return [[next(taken[kind_of[index]]) for index in own] for own in indexes]
 
 
 def _same_length(own: list[Any], group: Sequence[Any]) -> list[Any]:

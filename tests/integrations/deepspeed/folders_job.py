@@ -21,6 +21,8 @@ def main(folder: Path, what: str, arguments: list[str]) -> None:
             kind = parse(text)
             engine = make(kind)
             train(engine, rank, range(SAVED_AFTER))
+            if kind.ep_size:
+                engine.module.write_numbers()
             engine.save_checkpoint(folder / kind.ref, client_state={"epoch": 7, "rank": rank})
             tsck.deepspeed.attach(engine, store, ref=kind.ref, asynchronous=False)
             assert engine.save_checkpoint(folder / "light", client_state={"epoch": 7, "rank": rank})
