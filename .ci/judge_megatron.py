@@ -1,18 +1,25 @@
-"""Runs Megatron's own tests of dist_checkpointing on CPUs: ``torchrun --nproc-per-node N judge_megatron.py CHECKOUT stock|stored FILE...``.
+"""Runs Megatron's own tests of dist_checkpointing on CPUs: ``judge_megatron.py CHECKOUT stock|stored RANKS FILE...``.
 
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1, since the package has no tests. ``stored``
-puts the strategies of tensorstore_ck in place of torch_dist's, with a ref for each folder. The first rank prints how each test ended, and
-the error of those that failed; docs/trainers.md has the table.
+puts the strategies of tensorstore_ck in place of torch_dist's, with a ref for each folder. RANKS: most tests need 8. They are forked from
+one process that has imported Megatron, since 8 imports take a minute on two cores; anew after a test that failed on a rank, for which the
+others might wait, and after every few tests, whose groups stay open. It prints how each test ended, with the error of the first rank that
+failed; docs/trainers.md has the table.
 
-What Megatron asks of CUDA is done on the CPU over gloo (tests/integrations/megatron/on_cpu.py).
 """
 
 import hashlib
 import importlib.util
+import json
 import os
+import shutil
+import signal
+import socket
 import sys
 import tempfile
+import time
 import types
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +28,12 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-RANK = int(os.environ["RANK"])
+SECONDS = 120
+"""After which a test has failed."""
+GRACE_SECONDS = 15
+"""That the other ranks have for a test that has failed on one."""
+TESTS_OF_RANKS = 12
+"""After which the ranks are forked anew."""
 
 
 def on_cpu() -> None:
@@ -38,20 +50,24 @@ def on_cpu() -> None:
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda *_, **__: None
     original = dist.init_process_group
-    dist.init_process_group = lambda backend=None, **options: original(backend="gloo", **options)
+
+    def init(backend: object = None, **options: Any) -> None:
+        original(backend="gloo", **{**options, "timeout": timedelta(seconds=SECONDS)})
+
+    dist.init_process_group = init
     dataset: Any = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     dataset.download_and_extract_asset = lambda **_: None  # nothing is downloaded
     sys.modules[dataset.__name__] = dataset
 
 
-def stored() -> None:
+def stored(folder: Path) -> None:
     """The strategies of tensorstore_ck in place of torch_dist's."""
     from megatron.core.dist_checkpointing.strategies import torch as native  # noqa: PLC0415 - after `on_cpu`
     from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy  # noqa: PLC0415
 
     import tensorstore_ck as tsck  # noqa: PLC0415
 
-    registered = tsck.megatron.register(Path(tempfile.gettempdir()) / f"judged-{os.environ['MASTER_PORT']}", ref="runs/judged")
+    registered = tsck.megatron.register(folder / "store", ref="runs/judged")
 
     class Save(tsck.megatron.SaveStrategy):  # type: ignore[misc]
         def __init__(self, *_: object, **__: object) -> None:
@@ -75,12 +91,27 @@ def stored() -> None:
 
 
 class Report:
-    """Prints the ending of each test, on the first rank."""
+    """Appends the ending of each test to a file of this rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Called by pytest."""
         if report.when == "call" or report.outcome != "passed":
-            print(f"\n[{RANK}] {report.outcome} {report.nodeid}: {_last_line(report)}", flush=True)
+            with self.path.open("a") as file:
+                print(json.dumps([report.nodeid, report.outcome, _last_line(report)]), file=file)
+
+
+class Collect:
+    """Writes the ids of the tests to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Called by pytest."""
+        self.path.write_text(json.dumps([each.nodeid for each in session.items]))
 
 
 def _last_line(report: Any) -> str:
@@ -90,24 +121,120 @@ def _last_line(report: Any) -> str:
     return str(report.longrepr[-1] if crash is None else crash.message).strip().replace("\n", " ")[:300]
 
 
+def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[str], *more: str, plugin: Any) -> int:
+    """The id of a process that runs tests as one of the ranks."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if which == "stored":
+            stored(folder)
+        options = ["-q", "--tb=long", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), f"--timeout={SECONDS}"]
+        code = int(pytest.main([*options, f"--basetemp={folder / str(rank)}", *more, *tests], plugins=[plugin]))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+Endings = dict[str, dict[int, tuple[str, str]]]
+"""Test -> rank -> how it ended, and its error."""
+
+
+def read_endings(folder: Path, ranks: int) -> Endings:
+    """What the ranks have reported so far."""
+    found: Endings = {}
+    for rank in range(ranks):
+        path = folder / f"rank-{rank}.json"
+        for name, outcome, said in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            if found.setdefault(name, {}).get(rank, ("", ""))[0] != "failed":
+                found[name][rank] = outcome, said
+    return found
+
+
+def run(folder: Path, checkout: Path, which: str, ranks: int, tests: list[str]) -> Endings:
+    """Runs tests up to the first that fails; returns how they ended."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    running = [fork_rank(rank, folder, checkout, which, tests, plugin=Report(folder / f"rank-{rank}.json")) for rank in range(ranks)]
+    kill_at = None
+    while running:
+        running = [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        time.sleep(0.2)
+        found = read_endings(folder, ranks)
+        failed = [name for name, by_rank in found.items() if any(outcome == "failed" for outcome, _ in by_rank.values())]
+        if failed and kill_at is None:
+            kill_at = time.monotonic() + GRACE_SECONDS
+        if kill_at is not None and (time.monotonic() > kill_at or len(found[failed[0]]) == ranks):
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            running = []
+    found = read_endings(folder, ranks)
+    ended = {}
+    for name in tests:
+        ended[name] = found.get(name, {})
+        if len(ended[name]) < ranks or any(outcome == "failed" for outcome, _ in ended[name].values()):
+            break
+    return ended
+
+
+def ending(by_rank: dict[int, tuple[str, str]], ranks: int) -> tuple[str, str]:
+    """How a test ended on all ranks, and why."""
+    failed = [f"rank {rank}: {said}" for rank, (outcome, said) in by_rank.items() if outcome == "failed"]
+    skipped = [said for outcome, said in by_rank.values() if outcome == "skipped"]
+    missing = [str(rank) for rank in range(ranks) if rank not in by_rank]
+    if failed or missing:
+        where = f"(on {len(failed)} ranks) " if len(failed) < ranks else ""
+        return "failed", where + (failed or [f"it did not end on the ranks {', '.join(missing)}"])[0]
+    return ("skipped", skipped[0]) if skipped else ("passed", "")
+
+
 def main() -> int:
     """See the module."""
-    if len(sys.argv) < 4 or sys.argv[2] not in ("stock", "stored"):
+    if len(sys.argv) < 5 or sys.argv[2] not in ("stock", "stored"):
         sys.exit(__doc__)
-    checkout = Path(sys.argv[1]).resolve()
+    checkout, which, ranks, files = Path(sys.argv[1]).resolve(), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+    os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(OMP_NUM_THREADS="1", RES_OPTIONS="timeout:1 attempts:1")
+    torch.set_num_threads(1)
     on_cpu()
-    if sys.argv[2] == "stored":
-        stored()
     sys.path[:0] = [str(checkout)]
     os.chdir(checkout)
     import megatron  # noqa: PLC0415 - after `on_cpu`
     import megatron.core.utils  # noqa: PLC0415
 
     megatron.core.utils.is_te_min_version = lambda *_, **__: False  # it fails where there is no Transformer Engine
-
     megatron.__path__ = [*megatron.__path__, str(checkout / "megatron")]  # for megatron.training, which the package lacks
-    options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), "--timeout=120"]
-    return pytest.main([*options, f"--basetemp={tempfile.mkdtemp()}", *sys.argv[3:]], plugins=[Report()])
+    import megatron.training.checkpointing  # noqa: PLC0415 - once for all ranks
+
+    import tensorstore_ck.integrations.megatron  # noqa: F401, PLC0415
+
+    folder = Path(tempfile.mkdtemp(prefix="judged-"))
+    os.waitpid(fork_rank(0, folder, checkout, "stock", files, "--collect-only", plugin=Collect(folder / "tests.json")), 0)
+    left: list[str] = json.loads((folder / "tests.json").read_text())
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for turn in range(len(left)):
+        if not left:
+            break
+        begun = time.monotonic()
+        found = run(folder / str(turn), checkout, which, ranks, left[:TESTS_OF_RANKS])
+        for name, by_rank in found.items():
+            outcome, said = ending(by_rank, ranks)
+            counts[outcome] += 1
+            print(outcome, name, said, flush=True)
+        print(f"({time.monotonic() - begun:.0f} s; logs in {folder / str(turn)})", flush=True)
+        shutil.rmtree(folder / str(turn) / "store", ignore_errors=True)
+        left = left[len(found) :]
+    print(counts)
+    return int(bool(counts["failed"]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,210 @@
+"""Runs Megatron-LM's pretrain_gpt.py on CPUs: ``run_megatron_lm.py CHECKOUT FOLDER stock|stored RANKS ARGUMENTS...``.
+
+It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1. FOLDER: for the store, and what the ranks
+say. ARGUMENTS: more than those below, of Megatron-LM's own. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers.md says.
+Prints what the first rank said; each rank ends with a hash of its weights, moments and generators.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import random
+import runpy
+import socket
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+HERE = Path(__file__).resolve().parent
+ARGUMENTS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
+    " --global-batch-size 4 --lr 0.01 --min-lr 0.001 --lr-decay-style cosine --lr-warmup-iters 2 --train-iters 8 --weight-decay 0.1"
+    " --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,5,5 --eval-iters 0 --eval-interval 1000"
+    " --transformer-impl local --use-cpu-initialization --distributed-backend gloo --bf16 --use-distributed-optimizer"
+    " --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
+    " --no-rope-fusion --attention-backend unfused --log-interval 1 --num-workers 0 --ckpt-format torch_dist --save-interval 4"
+    " --no-create-attention-mask-in-dataloader"
+).split()
+
+
+class Stream:
+    """In place of a CUDA stream."""
+
+    def wait_stream(self, other: object) -> None:
+        """Nothing runs at the same time."""
+
+
+def on_cpu() -> None:
+    """Before Megatron is imported."""
+    place = HERE.parent / "tests" / "integrations" / "megatron" / "on_cpu.py"
+    spec = importlib.util.spec_from_file_location("on_cpu", place)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    cuda: Any = torch.cuda
+    cuda.device_count = lambda: 8
+    cuda.set_device = lambda device: None
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.Stream, cuda.current_stream, cuda.stream = Stream, Stream, lambda _: contextlib.nullcontext()
+    cuda.empty_cache = lambda: None
+    cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = cuda.max_memory_reserved = lambda device=None: 0
+    cuda.memory_stats = lambda device=None: {}
+    cuda.get_device_capability = lambda device=None: (8, 0)
+    original = dist.init_process_group
+
+    def init(backend: object = None, **options: Any) -> None:
+        options.pop("device_id", None)
+        original(backend="gloo", **{**options, "timeout": timedelta(seconds=300)})
+
+    dist.init_process_group = init
+
+
+def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list[str]) -> NoReturn:
+    """Runs the script in this process."""
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        import megatron.core.tensor_parallel.random  # noqa: PLC0415
+        from megatron.training import initialize, training  # noqa: PLC0415
+
+        initialize._compile_dependencies = lambda: None  # the package has the helpers, and kernels need CUDA
+        megatron.core.tensor_parallel.random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        held: dict[str, Any] = {}
+        if which == "stored":
+            replace_save(training, folder)
+        training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+        original = training.setup_model_and_optimizer
+
+        def setup(*args: Any, **options: Any) -> Any:
+            held["model"], held["optimizer"], scheduler = original(*args, **options)
+            return held["model"], held["optimizer"], scheduler
+
+        training.setup_model_and_optimizer = setup
+        training.build_train_valid_test_data_iterators = without_draws(training.build_train_valid_test_data_iterators)
+        sys.argv = ["pretrain_gpt.py", *ARGUMENTS, *arguments]
+        runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="__main__")
+        print(f"\nrank {rank} ends with {digest(held['model'], held['optimizer'])}")
+        code = 0
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        raise
+    except BaseException:
+        import traceback  # noqa: PLC0415
+
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def without_draws(make: Any) -> Any:
+    """A function that makes data loaders, which draw from the CPU's generator. Here that is CUDA's, too, which they do not touch."""
+
+    def made(*args: Any, **options: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return make(*args, **options)
+
+    return made
+
+
+def replace_save(training: Any, folder: Path) -> None:
+    """What docs/trainers.md says that a training script does."""
+    import tensorstore_ck as tsck  # noqa: PLC0415
+
+    registered = tsck.megatron.register(folder / "store", ref=os.environ.get("REF", "runs/gpt"))
+    original = training.save_checkpoint
+
+    def save_checkpoint(
+        iteration: int, model: Any, optimizer: Any, scheduler: Any, done: Any, context: dict[str, Any], *args: Any, **options: Any
+    ) -> None:
+        strategy = registered.save
+        if os.environ.get("FULLY_PARALLEL"):
+            from megatron.core import parallel_state as mpu  # noqa: PLC0415
+            from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: PLC0415
+
+            strategy = FullyParallelSaveStrategyWrapper(strategy, mpu.get_data_parallel_group(with_context_parallel=True))
+        context["save_strategy"] = strategy
+        original(iteration, model, optimizer, scheduler, done, context, *args, **options)
+
+    training.save_checkpoint = save_checkpoint
+
+
+def digest(model: list[Any], optimizer: Any) -> str:
+    """Of the weights, of what the optimizer has, and of the generators."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        else:
+            found.update(repr(value).encode())
+
+    for each in model:
+        add(dict(each.named_parameters()))
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        add([list(held.values()) for held in each.optimizer.state.values()])
+        add([group["params"] for group in each.optimizer.param_groups])
+    from megatron.core import tensor_parallel  # noqa: PLC0415
+
+    add([random.getstate(), np.random.get_state(), torch.get_rng_state(), tensor_parallel.get_cuda_rng_tracker().get_states()])
+    return found.hexdigest()
+
+
+def main() -> int:
+    """See the module."""
+    if len(sys.argv) < 5 or sys.argv[3] not in ("stock", "stored"):
+        sys.exit(__doc__)
+    checkout, folder, which, ranks = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3], int(sys.argv[4])
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(OMP_NUM_THREADS="1", RES_OPTIONS="timeout:1 attempts:1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True  # type: ignore[attr-defined]
+    warnings.simplefilter("ignore")
+    on_cpu()
+    sys.path[:0] = [str(checkout)]
+    import megatron  # noqa: PLC0415
+
+    megatron.__path__ = [*megatron.__path__, str(checkout / "megatron")]  # for megatron.training, which the package lacks
+    import megatron.training.training  # noqa: F401, PLC0415 - once for all ranks
+
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            be_rank(checkout, folder, which, rank, sys.argv[5:])
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print((folder / "rank-0.log").read_text())
+    for rank in range(1, ranks):
+        print((folder / f"rank-{rank}.log").read_text().rstrip().rpartition("\n")[2])
+    return max(codes, key=abs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
