@@ -11,6 +11,7 @@ failed; docs/trainers.md has the table.
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import signal
@@ -38,6 +39,8 @@ TESTS_OF_RANKS = 12
 
 def on_cpu() -> None:
     """Before the tests import anything."""
+    for name in ("c10d-NullHandler-dcp_logger", "tensorstore_ck"):  # the tests want empty logs
+        logging.getLogger(name).setLevel(logging.WARNING)
     place = HERE.parent / "tests" / "integrations" / "megatron" / "on_cpu.py"
     spec = importlib.util.spec_from_file_location("on_cpu", place)
     assert spec is not None
@@ -55,9 +58,30 @@ def on_cpu() -> None:
         original(backend="gloo", **{**options, "timeout": timedelta(seconds=SECONDS)})
 
     dist.init_process_group = init
+    keep_groups()
     dataset: Any = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     dataset.download_and_extract_asset = lambda **_: None  # nothing is downloaded
     sys.modules[dataset.__name__] = dataset
+
+
+def keep_groups() -> None:
+    """Each set of ranks has one group, for all tests: they make some dozens of groups for each test, and close none."""
+    new, destroy = dist.new_group, dist.destroy_process_group
+    groups: dict[tuple[int, ...] | None, Any] = {}
+
+    def new_group(ranks: Any = None, *args: Any, **options: Any) -> Any:
+        key = None if ranks is None else tuple(ranks)
+        if key not in groups:
+            groups[key] = new(ranks, backend="gloo")
+        return groups[key]
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group in (None, dist.group.WORLD):
+            groups.clear()
+            destroy(group)
+
+    dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
+    torch.distributed.distributed_c10d.new_group = new_group
 
 
 def stored(folder: Path) -> None:

@@ -25,7 +25,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-ARGUMENTS = (
+ARGUMENTS = (  # noqa: SIM905 - as a command line
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
     " --global-batch-size 4 --lr 0.01 --min-lr 0.001 --lr-decay-style cosine --lr-warmup-iters 2 --train-iters 8 --weight-decay 0.1"
     " --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,5,5 --eval-iters 0 --eval-interval 1000"
@@ -53,7 +53,7 @@ def on_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.device_count = lambda: 8
     cuda.set_device = lambda device: None
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.Stream, cuda.current_stream, cuda.stream = Stream, Stream, lambda _: contextlib.nullcontext()
@@ -130,17 +130,15 @@ def replace_save(training: Any, folder: Path) -> None:
     registered = tsck.megatron.register(folder / "store", ref=os.environ.get("REF", "runs/gpt"))
     original = training.save_checkpoint
 
-    def save_checkpoint(
-        iteration: int, model: Any, optimizer: Any, scheduler: Any, done: Any, context: dict[str, Any], *args: Any, **options: Any
-    ) -> None:
+    def save_checkpoint(*args: Any, **options: Any) -> None:
         strategy = registered.save
         if os.environ.get("FULLY_PARALLEL"):
             from megatron.core import parallel_state as mpu  # noqa: PLC0415
             from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: PLC0415
 
             strategy = FullyParallelSaveStrategyWrapper(strategy, mpu.get_data_parallel_group(with_context_parallel=True))
-        context["save_strategy"] = strategy
-        original(iteration, model, optimizer, scheduler, done, context, *args, **options)
+        args[5]["save_strategy"] = strategy
+        original(*args, **options)
 
     training.save_checkpoint = save_checkpoint
 
@@ -191,7 +189,7 @@ def main() -> int:
     import megatron  # noqa: PLC0415
 
     megatron.__path__ = [*megatron.__path__, str(checkout / "megatron")]  # for megatron.training, which the package lacks
-    import megatron.training.training  # noqa: F401, PLC0415 - once for all ranks
+    import megatron.training.training  # noqa: PLC0415 - once for all ranks
 
     pids = []
     for rank in range(ranks):

@@ -109,23 +109,23 @@ class Job:
             "checkpoint_version": 3.0,
         }
 
-    def save(self, folder: Path, **options: Any) -> Any:
+    def save(self, folder: Path, strategy: Any = ("tsck", 1), **options: Any) -> Any:
         """To ``iter_N`` in a folder; returns its request, if it is asynchronous."""
         checkpoint = folder / f"iter_{self.step:07d}"
         if dist.get_rank() == 0:
             checkpoint.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         return dist_checkpointing.save(
-            self.sharded_state_dict(), str(checkpoint), ("tsck", 1), content_metadata=dict(self.metadata), **options
+            self.sharded_state_dict(), str(checkpoint), strategy, content_metadata=dict(self.metadata), **options
         )
 
-    def load(self, checkpoint: Path, *, with_generators: bool = True) -> dict[str, Any]:
+    def load(self, checkpoint: Path, strategy: Any = None, *, with_generators: bool = True) -> dict[str, Any]:
         """From a checkpoint's folder; returns what was loaded."""
         self.metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
         wanted = self.sharded_state_dict(is_loading=True)
         if not with_generators:  # on another number of ranks there are none
             del wanted["rng_state"], wanted["rerun_state_machine_state"]
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint))
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint), strategy)
         self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.step = loaded["iteration"]

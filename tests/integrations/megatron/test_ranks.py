@@ -55,3 +55,14 @@ def test_a_resume_is_exact_and_other_ranks_load_the_same_tensors(
         branch = f"{ranks}-{tensor}-{pipeline}"
         run_ranks(JOB, tmp_path, "load", str(tensor), str(pipeline), layout, "sync", branch, "a", ranks=ranks)
         assert differing(tensors(tmp_path, branch), again) == []
+
+
+@pytest.mark.parametrize("saving", ["sync", "async"])
+def test_wrappers_of_megatron_share_the_work_among_the_ranks(tmp_path: Path, saving: str) -> None:
+    said = ends(run_ranks("tests.integrations.megatron.parallel_job", tmp_path, saving), "numbers")
+    assert [each["again"] for each in said] == [each["numbers"][2:] for each in said]
+    (first, shared), (none, other) = (each["stored"] for each in said)
+    assert none == 0  # replicas are stored by one rank, without the wrapper
+    assert min(shared, other) > 0
+    assert shared + other == first
+    assert differing(tensors(tmp_path, "plain"), tensors(tmp_path, "shared")) == []
