@@ -1,8 +1,9 @@
 """Runs Megatron-LM's pretrain_gpt.py on CPUs: ``run_megatron_lm.py CHECKOUT FOLDER stock|stored RANKS ARGUMENTS...``.
 
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1. FOLDER: for the store, and what the ranks
-say. ARGUMENTS: more than those below, of Megatron-LM's own. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers.md says.
-Prints what the first rank said; each rank ends with a hash of its weights, moments and generators.
+say. ARGUMENTS: Megatron-LM's own, after those below. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers.md says, in
+Megatron's wrapper for parallel saves if FULLY_PARALLEL=1, and saves to the ref REF. It prints what the first rank says; each rank ends with a
+hash of its weights, moments and generators, which a resumed job must have, too.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import random
 import runpy
 import socket
 import sys
+import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +63,7 @@ def on_cpu() -> None:
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = cuda.max_memory_reserved = lambda device=None: 0
     cuda.memory_stats = lambda device=None: {}
     cuda.get_device_capability = lambda device=None: (8, 0)
+    cuda.get_device_properties = lambda device=None: types.SimpleNamespace(major=8, minor=0)
     original = dist.init_process_group
 
     def init(backend: object = None, **options: Any) -> None:

@@ -7,7 +7,8 @@ snapshot_folder.py the folder that names a snapshot
 sharded_state.py   a sharded state dict as a state of the store: boxes of named tensors
 stored_state.py    an opened snapshot by Megatron's keys
 safe_types.py      the types that Megatron's ``safe_globals`` lists
-compatibility.py   versions of Megatron-core, and the names that are used
+version.py         the versions of Megatron-core that are supported
+compatibility.py   the names of Megatron-core that are used
 """
 
 from tensorstore_ck.common.extras import missing_extra
@@ -16,6 +17,10 @@ try:
     import megatron.core  # noqa: F401
 except ImportError as exc:
     raise missing_extra("megatron", "Megatron-core's dist_checkpointing over a store") from exc
+else:  # before the imports below, which fail with other versions
+    from tensorstore_ck.integrations.megatron.version import require_supported_version
+
+    require_supported_version()
 
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.register import Strategies, register

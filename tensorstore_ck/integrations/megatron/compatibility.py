@@ -1,4 +1,4 @@
-"""The versions of Megatron-core that are supported, and the names that are replaced or used."""
+"""The names of Megatron-core that are replaced or used."""
 
 import inspect
 from collections.abc import Callable
@@ -12,10 +12,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 
 from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.integrations.megatron.version import require_supported_version
 
-SUPPORTED: Final = ((0, 16), (0, 17))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "megatron-core>=0.16,<0.17"
 TESTED_PACKAGE: Final = "megatron-core==0.16.1"
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (
@@ -54,13 +52,7 @@ def require_supported() -> None:
     Raises:
         MissingExtraError: its version is not supported, or a name that is used has changed.
     """
-    lowest, above = SUPPORTED
-    numbers = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
-    if not lowest <= numbers < above:
-        raise MissingExtraError(
-            f"Megatron-core {megatron.core.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`",
-            object_id="megatron-core",
-        )
+    require_supported_version()
     changed = [used.__qualname__ for used, parameters in USED if tuple(inspect.signature(used).parameters) != parameters]
     if changed:
         raise MissingExtraError(

@@ -1,9 +1,11 @@
 """The strategies on one rank, with Megatron's own mapping classes: what is stored, `strict=`, errors."""
 
+import importlib
 import io
 import json
 import logging
 import random
+import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Iterator
@@ -361,6 +363,14 @@ def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         MissingExtraError, match=r"Megatron-core 0\.17\.0 is not supported: run `pip install 'megatron-core>=0\.16,<0\.17'`"
     ):
         tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
+
+
+def test_a_newer_megatron_is_refused_before_what_it_lacks_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "0.17.1")
+    monkeypatch.delattr("megatron.core.dist_checkpointing.strategies.base.LoadCommonStrategy")  # as in 0.17
+    monkeypatch.delitem(sys.modules, "tensorstore_ck.integrations.megatron.load_strategy")
+    with pytest.raises(MissingExtraError, match=r"Megatron-core 0\.17\.1 is not supported"):
+        importlib.reload(sys.modules["tensorstore_ck.integrations.megatron"])
 
 
 def test_a_changed_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
