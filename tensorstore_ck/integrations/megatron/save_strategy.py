@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveCommonStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from tensorstore_ck.errors import StoreError, UnsupportedValueError
+from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, name_snapshot, other_backend
 from tensorstore_ck.integrations.megatron_layout import COMMON
@@ -74,7 +74,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             state = state_of(sharded_state_dict)
             if dist.get_rank() == 0:
                 state[COMMON] = _common_state(Path(checkpoint_dir) / COMMON_STATE_FNAME)
-        except StoreError as exc:  # on all ranks, which else would wait for this one
+        except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
         number = _NUMBER.search(str(checkpoint_dir))
         return {"state": state, "ref": self._ref, "step": None if number is None else int(number[1]), "group": dist.group.WORLD}

@@ -1,11 +1,9 @@
 """The strategies on one rank, with Megatron's own mapping classes: what is stored, `strict=`, errors."""
 
-import importlib
 import io
 import json
 import logging
 import random
-import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Iterator
@@ -29,7 +27,13 @@ from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunS
 from megatron.core.transformer.enums import AttnBackend
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import ConflictError, InvalidNameError, MismatchError, MissingExtraError, NotFoundError, UnsupportedValueError
+from tensorstore_ck.errors import (
+    ConflictError,
+    MismatchError,
+    NotFoundError,
+    SnapshotAbortedError,
+    UnsupportedValueError,
+)
 from tests.servers import KEY, SECRET, S3Server
 
 pytestmark = pytest.mark.timeout(300)
@@ -274,6 +278,17 @@ def test_a_save_that_fails_leaves_the_snapshot_of_its_folder(tmp_path: Path, sto
     assert (loaded["iteration"], "iteration_2" in loaded) == (7, False)
 
 
+def test_a_common_state_that_cannot_be_read_fails_the_save_of_all_ranks(
+    tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, met = store.put_snapshot, []
+    monkeypatch.setattr(store, "put_snapshot", lambda **options: (met.append(options["group"]), original(**options)))
+    with pytest.raises(SnapshotAbortedError, match=r"rank 0: FileNotFoundError: .*common\.pt"):
+        tsck.megatron.SaveStrategy(store, "runs/gpt").save({"w": weight()}, folder(tmp_path))
+    assert set(met) == {dist.group.WORLD}  # else the others wait there for this rank
+    assert store.branches() == {}
+
+
 def test_lost_folders_are_written_again(tmp_path: Path, store: tsck.Store) -> None:
     registered = tsck.megatron.register(store, ref="runs/gpt")
     assert registered.write_folder(tmp_path / "out") is None
@@ -351,35 +366,6 @@ def test_a_job_on_s3_goes_on_from_its_folder(tmp_path: Path, moto_server: S3Serv
         assert (loaded["rng"], loaded["iteration_2"]) == ({"seed": 3}, True)
         dist_checkpointing.save(state(), folder(tmp_path, 3), TSCK)
         assert [each.step for each in again.store.log("runs/gpt")] == [3, 2, 1]
-
-
-def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match="ref"):
-        tsck.megatron.register(tmp_path / "store")  # type: ignore[call-arg]
-    with pytest.raises(InvalidNameError):
-        tsck.megatron.register(tmp_path / "store", ref="no name")
-    monkeypatch.setattr("megatron.core.__version__", "0.17.0")
-    with pytest.raises(
-        MissingExtraError, match=r"Megatron-core 0\.17\.0 is not supported: run `pip install 'megatron-core>=0\.16,<0\.17'`"
-    ):
-        tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
-
-
-def test_a_newer_megatron_is_refused_before_what_it_lacks_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.__version__", "0.17.1")
-    monkeypatch.delattr("megatron.core.dist_checkpointing.strategies.base.LoadCommonStrategy")  # as in 0.17
-    monkeypatch.delitem(sys.modules, "tensorstore_ck.integrations.megatron.load_strategy")
-    with pytest.raises(MissingExtraError, match=r"Megatron-core 0\.17\.1 is not supported"):
-        importlib.reload(sys.modules["tensorstore_ck.integrations.megatron"])
-
-
-def test_a_changed_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_common(self: object, checkpoint_dir: str, extra: int) -> None: ...
-
-    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.common.TorchCommonLoadStrategy.load_common", load_common)
-    monkeypatch.setattr("tensorstore_ck.integrations.megatron.compatibility.USED", [(load_common, ("self", "checkpoint_dir"))])
-    with pytest.raises(MissingExtraError, match=r"has another .*load_common than the one that is used here"):
-        tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
 
 
 @pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")  # Megatron's, of its own layers
