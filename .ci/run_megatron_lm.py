@@ -2,8 +2,8 @@
 
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1. FOLDER: for the store, and what the ranks
 say. ARGUMENTS: Megatron-LM's own, after those below. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers.md says, in
-Megatron's wrapper for parallel saves if FULLY_PARALLEL=1, and saves to the ref REF. It prints what the first rank says; each rank ends with a
-hash of its weights, moments and generators, which a resumed job must have, too.
+Megatron's wrapper for parallel saves if FULLY_PARALLEL=1, and saves to the ref REF. It prints what the first rank says; each rank ends with
+a hash of its weights, moments and generators, which a resumed job must have, too.
 """
 
 import contextlib

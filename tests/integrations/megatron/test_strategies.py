@@ -282,7 +282,12 @@ def test_a_common_state_that_cannot_be_read_fails_the_save_of_all_ranks(
     tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, met = store.put_snapshot, []
-    monkeypatch.setattr(store, "put_snapshot", lambda **options: (met.append(options["group"]), original(**options)))
+
+    def put(**options: Any) -> Any:
+        met.append(options["group"])
+        return original(**options)
+
+    monkeypatch.setattr(store, "put_snapshot", put)
     with pytest.raises(SnapshotAbortedError, match=r"rank 0: FileNotFoundError: .*common\.pt"):
         tsck.megatron.SaveStrategy(store, "runs/gpt").save({"w": weight()}, folder(tmp_path))
     assert set(met) == {dist.group.WORLD}  # else the others wait there for this rank
