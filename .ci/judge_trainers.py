@@ -132,7 +132,7 @@ def judge(judged: Judged, plain: dict[str, Ending], with_files: dict[str, Ending
         why = None if STOCK else judged.fails.get(test, judged.fails.get(test.partition("[")[0]))
         if ending.how == "skipped":
             counts["skipped"] += 1
-        elif last.how == "failed" and any(word in last.text for word in HUB):
+        elif last.how == "failed" and not judged.apart and any(word in last.text for word in HUB):
             counts["without the Hub not run"] += 1
         elif ending.how == "failed" and why is None:
             yield f"! {name} failed:\n{ending.text}"
@@ -159,7 +159,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             version = version_of(trainer, judged)
             sources = Path(place).resolve() if place else download(trainer, version, judged, Path(folder))
-            missing = [path for path in judged.tests if not (sources / judged.folder / path).exists()]
+            missing = [path for path in judged.tests if not (sources / judged.folder / path.partition("::")[0]).exists()]
             if missing:
                 sys.exit(f"{sources} has no {missing[0]}: give the folder of the sources of {trainer}")
             print(f"{trainer} {version}", flush=True)

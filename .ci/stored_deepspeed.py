@@ -22,12 +22,13 @@ from tensorstore_ck.integrations.exporting import export_snapshot
 from tests.integrations.deepspeed.on_cpu import deepspeed
 
 REF = "runs/judged"
+common: Any = importlib.import_module("unit.common")  # of DeepSpeed's tests
 
 
 def pytest_configure() -> None:
     """The processes that run the tests are forked from one that has imported this module."""
     multiprocessing.set_forkserver_preload(["stored_deepspeed"])
-    importlib.import_module("unit.common").DistributedFixture.__init_subclass__ = classmethod(_make_fixture)
+    common.DistributedFixture.__init_subclass__ = classmethod(_make_fixture)
 
 
 def _make_fixture(cls: Any) -> None:
@@ -38,6 +39,19 @@ def _make_fixture(cls: Any) -> None:
         cls()(request)
 
     setattr(sys.modules[cls.__module__], f"made_{cls.__name__}", made)
+
+
+def _fail_as_error(run: Any) -> Any:
+    """A rank whose `pytest.raises` fails raises what its pool of processes hands back; it would wait for ever for another thing."""
+
+    @functools.wraps(run)
+    def dist_run(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return run(self, *args, **options)
+        except pytest.fail.Exception as exc:
+            raise AssertionError(str(exc)) from None
+
+    return dist_run
 
 
 def place_of(folder: object) -> str:
@@ -96,5 +110,6 @@ def _replace() -> None:
 # DeepSpeed's tests of August 2026 compare it, and version 0.19.8 has it no longer
 if not hasattr(deepspeed.DeepSpeedEngine, "sparse_tensor_module_names"):
     deepspeed.DeepSpeedEngine.sparse_tensor_module_names = frozenset()
+common.DistributedExec._dist_run = _fail_as_error(common.DistributedExec._dist_run)
 if "JUDGED_STOCK" not in os.environ:
     _replace()
