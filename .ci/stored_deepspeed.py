@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,10 +82,11 @@ def attached_to(engine: Any, folder: object, *, empty: bool = False) -> Any:
 
 def _export(args: Any) -> None:
     """In place of `ds_to_universal`, of a folder that names a snapshot."""
-    folder, tag = os.path.split(args.input_folder)
+    folder = os.path.dirname(args.input_folder)
     with tempfile.TemporaryDirectory(dir=folder) as made, tsck.open(place_of(folder), read_only=True) as store:
         export_snapshot(store, REF, f"{made}/out", format="deepspeed-universal")
-        os.rename(f"{made}/out/{tag}_universal", args.output_folder)
+        (made_folder,) = Path(made, "out").glob("*_universal")  # named by the step
+        made_folder.rename(args.output_folder)
 
 
 def _replace() -> None:
