@@ -85,7 +85,7 @@ def _export(args: Any) -> None:
     folder = os.path.dirname(args.input_folder)
     with tempfile.TemporaryDirectory(dir=folder) as made, tsck.open(place_of(folder), read_only=True) as store:
         export_snapshot(store, REF, f"{made}/out", format="deepspeed-universal")
-        (made_folder,) = Path(made, "out").glob("*_universal")  # named by the step
+        (made_folder,) = Path(made, "out").glob("global_step*_universal")
         made_folder.rename(args.output_folder)
 
 
