@@ -269,11 +269,10 @@ class TrainingState:
                 object_id=address,
             )
         self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
-        whose = range(put_by if self._own.merge is not None else 1)
-        if put_by == ranks:
-            whose = range(rank := 0 if found.group is None else found.group.rank(), rank + 1)
+        rank = 0 if found.group is None else found.group.rank()
+        whose = [rank] if put_by == ranks else range(put_by if self._own.merge is not None else 1)
         held = own_states(found.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
-        olds = [found.rank_state(rank) if held is None else held[rank] for rank in whose]
+        olds = [found.rank_state(each) if held is None else held[each] for each in whose]
         kept = {*self._parts, "environment"}
         olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
         own = olds[0]
