@@ -103,7 +103,7 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
             LOADERS: [_loader(each) for each in own.numbered("dl_state_dict", ".bin")],
             **{name: each for name, each in customs.items() if name not in modules},
         }
-        ranks = [(name, each) for name, each in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more={"step"})]
+        ranks = [(name, each) for name, each in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
         steps = {_count(each.get("step", 0), name) for name, each in ranks} or {0}
         if len(steps) > 1:
             raise MalformedError(f"its random_states are of different steps ({', '.join(map(str, sorted(steps)))}): two saves are mixed")
@@ -135,7 +135,7 @@ class _Folder:
             found.append(self.load(name))
         return found
 
-    def of_ranks(self, pattern: str, keys: GeneratorKeys, more: set[str] = frozenset()) -> list[tuple[str, dict[Any, Any]]]:  # type: ignore[assignment]
+    def of_ranks(self, pattern: str, keys: GeneratorKeys, more: Sequence[str] = ()) -> list[tuple[str, dict[Any, Any]]]:
         """File and content of each rank; none if there is no file of any rank."""
         wanted = [pattern.format(rank) for rank in range(self.content.ranks)]
         missing = [name for name in wanted if name not in self._names]
