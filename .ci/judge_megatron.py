@@ -1,11 +1,10 @@
 """Runs Megatron's own tests of dist_checkpointing on CPUs: ``judge_megatron.py CHECKOUT stock|stored RANKS FILE...``.
 
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1, since the package has no tests. ``stored``
-puts the strategies of tensorstore_ck in place of torch_dist's, with a ref for each folder. RANKS: most tests need 8. They are forked from
-one process that has imported Megatron, since 8 imports take a minute on two cores; anew after a test that failed on a rank, for which the
-others might wait, and after every few tests, whose groups stay open. It prints how each test ended, with the error of the first rank that
-failed; docs/trainers.md has the table.
-
+puts the strategies of tensorstore_ck in place of torch_dist's, with a ref for each folder. RANKS: most tests need 8. The ranks are forked
+from one process that has imported Megatron, since 8 imports take a minute on two cores. New ranks are forked after a test that failed on
+one of them, for which the others might wait, and after every few tests, since the tests leave their process groups open. The script prints
+how each test ended, with the error of the first rank that failed; docs/trainers.md has the table.
 """
 
 import hashlib
@@ -30,11 +29,11 @@ import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 120
-"""After which a test has failed."""
+"""A test that takes longer has failed."""
 GRACE_SECONDS = 15
-"""That the other ranks have for a test that has failed on one."""
+"""How long the other ranks may go on with a test that has failed on one."""
 TESTS_OF_RANKS = 12
-"""After which the ranks are forked anew."""
+"""So many tests run in the same ranks; then new ones are forked."""
 
 
 def on_cpu() -> None:

@@ -15,6 +15,7 @@ import random
 import runpy
 import socket
 import sys
+import traceback
 import types
 import warnings
 from datetime import timedelta
@@ -104,12 +105,8 @@ def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list
         code = 0
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
-        raise
-    except BaseException:
-        import traceback  # noqa: PLC0415
-
+    except Exception:  # noqa: BLE001 - the process ends below, without a traceback of Python's
         traceback.print_exc()
-        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -94,7 +94,7 @@ class SharedParts:
         return range(rank * parts // ranks, (rank + 1) * parts // ranks)
 
     def _read_stored(self, rank: int) -> bytes:
-        """The bytes of a part; none if it cannot be read: whoever needs it tries again, and says why."""
+        """The bytes of a part; none if this rank cannot read it. A rank that needs the part then reads it itself, and raises the error."""
         try:
             return self._engine.backend.get(part_name(self._record.parts[rank]), max_bytes=MAX_OBJECT_BYTES)
         except StoreError:

@@ -43,7 +43,7 @@ def open_snapshot(
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
         return first
-    return MergedSnapshot([first, *(first.beside(rank) for rank in others)])
+    return MergedSnapshot([first, *(first.reader_of(rank) for rank in others)])
 
 
 def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
@@ -145,10 +145,18 @@ class SnapshotReader:
         self.layout: Layout = replace(layout, tree=tree)
         self._plan(rank)
 
-    def beside(self, rank: int) -> "SnapshotReader":
-        """The reader of another layout of the snapshot, whose first rank is `rank`."""
-        options: Any = {"place": self._place, "read_part": self._read_part, "record": self.record, "budget": self.budget}
-        return SnapshotReader(self._engine, self.info, rank, self._read_blocks, **options)
+    def reader_of(self, rank: int) -> "SnapshotReader":
+        """A reader of another layout of the snapshot, whose first rank is `rank`."""
+        return SnapshotReader(
+            self._engine,
+            self.info,
+            rank,
+            self._read_blocks,
+            place=self._place,
+            read_part=self._read_part,
+            record=self.record,
+            budget=self.budget,
+        )
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Folders of transformers' Trainer and of accelerate that trained with DeepSpeed: a folder of DeepSpeed, and the trainer's files beside it.
+"""Imports folders that transformers' Trainer or accelerate wrote with DeepSpeed: each holds a folder of DeepSpeed, and the trainer's files.
 
 They become the snapshots that `tensorstore_ck.hf` and `tensorstore_ck.accelerate` save with DeepSpeed, with the generators of all ranks.
 The weights are DeepSpeed's. What neither trainer reads when it resumes is skipped, with the reason.
@@ -50,7 +50,7 @@ _WEIGHTS: Final = re.compile(r"(adapter_)?(pytorch_)?model([-_].*)?\.(safetensor
 
 
 def is_accelerate(names: Sequence[str]) -> bool:
-    """Whether accelerate wrote files beside the tags of DeepSpeed."""
+    """Whether the folder has files of accelerate's, too."""
     return any(_OF_ACCELERATE.fullmatch(name) for name in names)
 
 

@@ -102,7 +102,7 @@ class Planning:
         layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
         regions = [take_digest(proposal, "regions") for proposal in proposals]
-        has_regions = any(each != _hash_of(b"") for each in regions)
+        has_regions = {*regions} != {_hash_of(b"")}
         key = derived_hash("layouts of a put", *numbers, self.layout_of, *regions)
         known = self._known.get(key)
         is_known = known is not None and all(_has(take(proposal, "plans", bytes), key) for proposal in proposals)
