@@ -40,12 +40,6 @@ def rank() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
-
-
 def attached(store: Store, kind: Kind = BF16, ref: str = "runs/a", **options: Any) -> Any:
     engine = make(kind)
     tsck.deepspeed.attach(engine, store, ref=ref, **options)

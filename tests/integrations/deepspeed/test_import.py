@@ -5,7 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kinds in (BELOW, STAGE_3):
         run_ranks(JOB, folder, "save", *kinds, ranks=RANKS)
     return folder
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 def universal(folder: Path, target: Path) -> Path:

@@ -1,7 +1,7 @@
 """DeepSpeed's own folders of models with experts, and of pipelines, become the snapshots that `tensorstore_ck.deepspeed` saves."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kinds in ([*EXPERTS, *PIPELINES, UNNAMED], [ELASTIC]):  # DeepSpeed makes no other engine after pipelines
         run_ranks(JOB, folder, "save", *kinds, ranks=RANKS)
     return folder
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("kind", [*EXPERTS, *PIPELINES])

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if kinds:
                 run_ranks(JOB, folder / trainer, trainer, "save", *kinds)
     return folder
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 def native_folder(saved: Path, trainer: str, kind: str) -> Path:
