@@ -18,7 +18,7 @@ def text(page: Path) -> str:
 
 def python_blocks(page: Path) -> Iterator[tuple[int, str]]:
     """The line on which each block of Python begins, and its text; but for those after a line ``<!-- not run: why -->``."""
-    for found in re.finditer(r"(^<!-- not run: .+ -->\n+)?^```python\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL):
+    for found in re.finditer(r"(^<!-- not run: [^\n]+ -->\n+)?^```python\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL):
         if not found[1]:
             yield text(page).count("\n", 0, found.start(2)) + 1, found[2]
 

@@ -90,6 +90,13 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: servers.
         torch.distributed.destroy_process_group()
 
 
+def test_a_block_is_passed_over_only_where_a_line_says_why() -> None:
+    for page in documents.PAGES:
+        text = documents.text(page)
+        passed_over = text.count("\n```python\n") - len(list(documents.python_blocks(page)))
+        assert passed_over == len(re.findall(r"^<!-- not run: .+ -->$", text, re.MULTILINE)), page
+
+
 def test_few_blocks_do_not_run() -> None:
     assert len(MAYBE) >= 15
     reasons = [reason for page in documents.PAGES for reason in re.findall(r"<!-- not run: (.*?) -->", documents.text(page))]
