@@ -45,6 +45,7 @@ from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.training.rank_group import place_among_ranks
 
 _CPU: Final = torch.device("cpu")
 
@@ -192,7 +193,7 @@ class Reader(StorageReader):
         snapshot = Snapshot.from_info(found.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
-        self._content = open_snapshot(store.engine, found.info)
+        self._content = open_snapshot(store.engine, found.info, place=place_among_ranks())
         metadata = self._describe(address)
         self.snapshot = snapshot
         store.session.fence.note_restored(found)

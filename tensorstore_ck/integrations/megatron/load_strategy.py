@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
@@ -15,6 +14,7 @@ from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSIO
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
+from tensorstore_ck.training.rank_group import place_among_ranks
 
 
 class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
@@ -101,15 +101,10 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         refuse_marked(Snapshot.from_info(found.info), path, "resume from an earlier one")
         root = found.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_snapshot(self._store.engine, found.info, place=_place())
+            content = open_snapshot(self._store.engine, found.info, place=place_among_ranks())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
         self._store.session.fence.note_restored(found)
         return self._opened[1]
-
-
-def _place() -> float:
-    """See `SnapshotReader`: without it the last rank would look through the parts of all others for its pieces."""
-    return (dist.get_rank() + 0.5) / dist.get_world_size() if dist.is_initialized() else 0.0
 
 
 class CommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]

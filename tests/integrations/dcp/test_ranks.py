@@ -1,13 +1,19 @@
 """DCP's ranks over a store, and over files, on the same states: what comes back on any other ranks is the same, bit for bit."""
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp.dcp_states import difference
 from tests.session.group.boxed import Boxed
@@ -69,3 +75,39 @@ def test_saved_by_some_ranks_loaded_by_others(pool: Pool, folder: Path, name: st
         assert store.fsck(read_data=True).ok
     turn = list(WAYS_OF_DCP).index(name) % 2
     pool.run(load_both, str(folder), name, root, LOADED[turn::2])
+
+
+# --- what a rank reads ------------------------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 16, 2000
+
+
+def rows_of_each(ranks: int, fill: float) -> dict[str, torch.Tensor]:
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    return {"weight": DTensor.from_local(torch.full((ROWS, COLUMNS), fill), mesh, [Shard(0)], run_check=False)}
+
+
+def save_rows(folder: str, ranks: int) -> None:
+    writer = Writer(f"{folder}/store", "run", cache_dir=f"{folder}/cache-{dist.get_rank()}")
+    dcp.save(rows_of_each(ranks, float(dist.get_rank())), storage_writer=writer, process_group=GROUPS[ranks], checkpoint_id="step-1")
+
+
+def parts_read(folder: str, ranks: int) -> int:
+    read, target = set[str](), rows_of_each(ranks, -1.0)
+
+    def get(self: LocalBackend, name: str, *, max_bytes: int, original: Any = LocalBackend.get) -> bytes:
+        read.update([name] if name.startswith("parts/") else [])
+        data: bytes = original(self, name, max_bytes=max_bytes)
+        return data
+
+    reader = Reader(f"{folder}/store", "run", cache_dir=f"{folder}/cache-{dist.get_rank()}")
+    with patch.object(LocalBackend, "get", get):
+        dcp.load(target, storage_reader=reader, process_group=GROUPS[ranks])
+    assert isinstance(target["weight"], DTensor)
+    assert bool((target["weight"].to_local() == dist.get_rank()).all())
+    return len(read)
+
+
+def test_each_rank_reads_the_first_part_and_its_own(pool: Pool, folder: Path) -> None:
+    pool.run(save_rows, str(folder), 8, ranks=8)
+    assert pool.run(parts_read, str(folder), 8, ranks=8) == [1, 2, 2, 2, 2, 2, 2, 2]
