@@ -56,12 +56,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> "Iterator[Pool]":
-    """Eight processes that are the ranks of a group, for all tests."""
+def pool_of_all_tests() -> "Iterator[Pool]":
     from tests.session.group.pool import Pool
 
     with Pool() as started:
         yield started
+
+
+@pytest.fixture
+def pool(pool_of_all_tests: "Pool") -> "Iterator[Pool]":
+    """Eight processes that are the ranks of a group; they are suspended between tests."""
+    pool_of_all_tests.resume()
+    yield pool_of_all_tests
+    pool_of_all_tests.suspend()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """How far tests go that could go on for ever, how long they wait for what must come, and what each suite may take."""
 
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +29,13 @@ _SLOW_SUITES: Final = {
 def effort(usual: T, soak: T) -> T:
     """One or, in `make soak`, the other."""
     return soak if SOAK else usual
+
+
+def in_turns(cases: Iterable[int], variants: Sequence[T]) -> Iterator[tuple[int, T]]:
+    """Each case of an enumeration with one of the variants, which take turns; with all of them in `make soak`."""
+    for case in cases:
+        for variant in effort([variants[case % len(variants)]], variants):
+            yield case, variant
 
 
 def suite_of(nodeid: str, *, is_slow: bool) -> str:

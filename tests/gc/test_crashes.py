@@ -11,6 +11,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import StoreError
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import (
     AT_ONCE,
@@ -28,6 +29,8 @@ from tests.gc.stores import (
 )
 
 MODES = ("die-before", "die-after", "tear", "lost-reply", "unknown", "unknown-lands-later", "unavailable")
+FAULTS = [*((mode, False, False) for mode in MODES), ("lost-reply", False, True), ("unavailable", False, True), ("tear", True, False)]
+"""And whether it is on local files, and whether all later calls fail, too."""
 SETTLED = replace(AT_ONCE, tombstone_seconds=0)
 HELD: dict[str, State] = {
     "job": state(1, 6),
@@ -62,22 +65,13 @@ def build(backend: Backend, clock: Clock) -> None:
     clock.advance(50)
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_local", "persistent"),
-    [
-        *((mode, False, False) for mode in MODES),
-        ("lost-reply", False, True),
-        ("unavailable", False, True),
-        ("tear", True, False),
-    ],
-)
-def test_every_call(tmp_path: Path, mode: str, is_local: bool, persistent: bool) -> None:
+def test_every_call(tmp_path: Path) -> None:
     clock, template = Clock(time.time_ns()), MemoryBackend()  # the clock of the objects, since a pin runs out
     build(template, clock)
     objects = contents(template)
     garbage_bytes = needed_bytes = 0
     struck: set[str] = set()
-    for at in range(1000):
+    for at, (mode, is_local, persistent) in in_turns(range(1000), FAULTS):
         backend = LocalBackend(str(tmp_path / str(at)), sync=False) if is_local else MemoryBackend()
         for name, data in objects.items():
             backend.put(name, data)

@@ -155,7 +155,7 @@ def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not play(tmp_path / "counted", scene, faults, range(0), is_busy=is_busy)
         calls = faults.calls
         assert calls
-        for at in range(0, calls, effort(max(1, calls // 25), 1)):
+        for at in range(0, calls, effort(max(1, calls // 10), 1)):
             folder = tmp_path / str(at)
             with shared_cache(monkeypatch) as faults:
                 failing = range(at, at + 1) if fault == "is locked once" else range(at, 1 << 30)
@@ -177,7 +177,7 @@ def test_where_warnings_are_errors_no_save_is_lost(tmp_path: Path, monkeypatch: 
     with shared_cache(monkeypatch) as faults:
         play(tmp_path / "counted", scene, faults, range(0), is_busy=False)
     calls = faults.calls
-    for at in range(0, calls, effort(max(1, calls // 25), 1)):
+    for at in range(0, calls, effort(max(1, calls // 10), 1)):
         folder = tmp_path / str(at)
         with shared_cache(monkeypatch) as faults:
             with tsck.open(folder / "store", create=True) as store:

@@ -1,6 +1,7 @@
 """At every backend call of a save, every kind of fault: the ref is old or new and nothing between, and nothing older is hurt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.cache import MemoryTable
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import MODES, Death, Faults, FaultyBackend
 
 
@@ -39,18 +41,6 @@ def same(left: object, right: object) -> bool:
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and torch.equal(left, right)
     return left == right
-
-
-@pytest.fixture(params=["memory", pytest.param("local", marks=pytest.mark.slow)])
-def make_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backend]:
-    count = 0
-
-    def make() -> Backend:
-        nonlocal count
-        count += 1
-        return MemoryBackend() if request.param == "memory" else LocalBackend(str(tmp_path / str(count)))
-
-    return make
 
 
 def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:
@@ -88,9 +78,19 @@ def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("persistent", [False, True])
-def test_every_call(make_backend: Callable[[], Backend], mode: str, persistent: bool) -> None:
+def test_every_call(mode: str, persistent: bool) -> None:
+    require_old_or_new(((at, (mode, persistent)) for at in range(1, 1000)), MemoryBackend)
+
+
+@pytest.mark.slow
+def test_every_call_on_local_files(tmp_path: Path) -> None:
+    names = (str(tmp_path / str(number)) for number in count())
+    require_old_or_new(in_turns(range(1, 1000), [*product(MODES, [False, True])]), lambda: LocalBackend(next(names)))
+
+
+def require_old_or_new(calls: Iterable[tuple[int, tuple[str, bool]]], make_backend: Callable[[], Backend]) -> None:
     struck = set()
-    for at in range(1, 1000):
+    for at, (mode, persistent) in calls:
         faults = Faults(mode, at, persistent=persistent)
         acknowledged, before, after = run_once(make_backend(), faults)
         assert not acknowledged or after != before, f"acknowledged, but lost: {mode} at call {at}, {faults.struck}"
@@ -101,12 +101,12 @@ def test_every_call(make_backend: Callable[[], Backend], mode: str, persistent: 
     assert {"get", "open", "append", "close", "put", "create"} <= struck
 
 
-def test_death_is_noticed(make_backend: Callable[[], Backend]) -> None:
+def test_death_is_noticed() -> None:
     """The harness itself: the log entry's creation is the one call that decides."""
     outcomes = {}
     for at in range(1, 1000):
         faults = Faults("die-after", at)
-        _, before, after = run_once(make_backend(), faults)
+        _, before, after = run_once(MemoryBackend(), faults)
         if not faults.struck:
             break
         if faults.struck.startswith("create log"):

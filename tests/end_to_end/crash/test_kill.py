@@ -14,7 +14,7 @@ from tests.effort import effort
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(600, 3000))]
 
-KILLS = effort(100, 500)
+KILLS = effort(50, 500)
 
 
 def make_state(step: int) -> dict[str, object]:

@@ -18,7 +18,7 @@ def test_a_kill_at_every_call(tmp_path: Path, asynchronous: bool) -> None:
     assert whole is not None
     assert whole.calls > 5
     every = [(at, torn) for at in range(1, whole.calls + 1) for torn in (False, True)]
-    cases = random.Random(21).sample(every, min(len(every), effort(4, len(every))))
+    cases = random.Random(21).sample(every, min(len(every), effort(2, len(every))))
     print(f"{len(cases)} of {len(every)} kills")
     wrong = []
     for at, torn in cases:

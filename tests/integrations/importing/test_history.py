@@ -20,6 +20,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.opening import init_store
 from tests.cli.conftest import Tsck
 from tests.cli.conftest import tsck as tsck_command
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import MODES, Death, Faults, FaultyBackend
 from tests.end_to_end.crash.test_every_call import open_over
 from tests.integrations.importing.same import require_same
@@ -328,12 +329,11 @@ def test_damage_is_found_at_its_file(store: tsck.Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_backend_call_fails_once(tmp_path: Path, mode: str) -> None:
+def test_every_backend_call_fails_once(tmp_path: Path) -> None:
     """Whatever happens to an import, the same import afterwards leaves each step once, in order, and whole."""
     saved = train(tmp_path / "old", 3)
     struck = set()
-    for at in range(1, 1000):
+    for at, mode in in_turns(range(1, 1000), MODES):
         backend = MemoryBackend()
         init_store(backend)
         faults = Faults(mode, at)

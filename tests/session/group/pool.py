@@ -1,13 +1,15 @@
 """Real processes, eight by default, that are the ranks of a gloo group, and do what a test asks: each calls the same function.
 
 They are forked once from a server that has imported torch, so a call costs milliseconds. Each also is in a group of the first n ranks,
-for several n.
+for several n. Between tests they are suspended: each thread of gloo looks for news a hundred times a second, and all those that wait would
+take a third of two cores.
 """
 
 import dataclasses
 import faulthandler
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -69,11 +71,25 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.resume()
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
             process.join(10)
             process.kill()
+
+    def suspend(self) -> None:
+        """The ranks do nothing, and answer nothing, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """After `suspend`; otherwise it changes nothing."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid or 0, number)
 
     def kill(self) -> None:
         """What a rank that hangs or is gone leaves."""

@@ -5,6 +5,7 @@ Three ranks, real code above a backend in memory, in simulated time: at every ca
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.gc import run_gc
 from tensorstore_ck.maintenance.fsck import run_fsck
+from tests.effort import effort, in_turns
 from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.gc.stores import AT_ONCE, contents, stay_in_one_thread
 from tests.session.group.putting import (
@@ -51,6 +53,8 @@ MAX_CALLS = 200
 LEADER_AND_FOLLOWER = (0, RANKS - 1)
 """All but rank 0 do the same."""
 SLACK = 10.0
+FAULTS = [*product(["unavailable", "lost-reply", "unknown-lands-later"], [False, True])]
+"""And whether all later calls fail, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +103,11 @@ def test_rank_0_cannot_write_the_record() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["die-before", "tear", "die-after"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
-def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
+def test_a_death_at_every_call_to_the_backend(rank: int) -> None:
     """Nothing is visible, or what rank 0 has published: then the others say so. They go on as a new group, and gc frees the rest."""
     struck: set[str] = set()
-    for at in range(1, MAX_CALLS):
+    for at, mode in in_turns(range(1, MAX_CALLS), ["die-before", "tear", "die-after"]):
         world = World(seed=at)
         faults = world.group[rank].faults = SteppedFaults(mode, at)
         world.run()
@@ -132,13 +135,11 @@ def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("mode", ["unavailable", "lost-reply", "unknown-lands-later"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
-def test_a_fault_at_every_call_to_the_backend(rank: int, mode: str, persistent: bool) -> None:
+def test_a_fault_at_every_call_to_the_backend(rank: int) -> None:
     """A rank without a backend may be unable to find out; it says so, and a rank that can read the log reports what it says."""
     struck: set[str] = set()
-    for at in range(1, MAX_CALLS):
+    for at, (mode, persistent) in in_turns(range(1, MAX_CALLS), FAULTS):
         world = World(seed=at)
         faults = world.group[rank].faults = SteppedFaults(mode, at, persistent=persistent)
         world.simulation.run()
@@ -171,14 +172,13 @@ def require_agreement_or_doubt(rank: PutRank, world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("are_alike", [True, False])
-@pytest.mark.parametrize("kind", ["die", "stall", "error"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
-def test_a_fault_at_every_step(rank: int, kind: str, are_alike: bool) -> None:
+def test_a_fault_at_every_step(rank: int, are_alike: bool) -> None:
     """Steps are before and after each call to the channel or the backend; a rank that stalls comes back when all others have ended.
 
     Ranks that are not alike send rank 0 a description of their states, and get the plan, in that save.
     """
-    for step in range(3 * MAX_CALLS):
+    for step, kind in in_turns(range(3 * MAX_CALLS), ["die", "stall", "error"]):
         world = World(faults=(Fault(rank, step, kind),), seed=step)
         for number, each in enumerate(world.group if not are_alike else ()):
             each.puts[SECOND] = each.puts[SECOND].but(take_apart=partial(teller_of_kinds(2, RANKS), number))
@@ -284,7 +284,7 @@ def require_readable(engine: Engine, step: int) -> None:
 def test_step_1000_again_after_an_abort_and_a_rollback() -> None:
     """The late records of the first try are never taken for those of the second."""
     for stalled in range(RANKS):
-        for step in range(0, 120, 3):
+        for step in range(stalled, 120, effort(9, 3)):
             backend = new_backend()
             simulation = Simulation(step, faults=(Fault(stalled, step, "stall"),), max_delay=0.5, duplicates=0.3, stall=TIMEOUT / 3 + 100)
             group = putting_ranks(simulation, backend, RANKS, [900, 1000, 950, 960], faulty=1)

@@ -61,11 +61,12 @@ def new_streams(folder: str, address: str, ranks: int) -> tsck.Streams:
 
 
 @pytest.fixture(scope="module")
-def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(pool_of_all_tests: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streams")
     tsck.open(folder / "store", create=True, cache_dir=folder / "cache").close()
+    pool_of_all_tests.resume()
     for with_own in (True, False):
-        pool.run(partial(put, with_own=with_own), str(folder), ranks=PUT_BY)
+        pool_of_all_tests.run(partial(put, with_own=with_own), str(folder), ranks=PUT_BY)
     return folder
 
 
