@@ -33,7 +33,7 @@ from tests.servers import S3Server
 
 MINUTES = float(os.environ.get("GC_MINUTES", effort("0.2", "0.5")))
 MAX_WAIT_SECONDS = 2 * PATIENCE_SECONDS
-ENOUGH = 5
+ENOUGH = effort(2, 5)
 """Snapshots that each writer must have forgotten before the end."""
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
 PROCESSES = [("writer", 0), ("writer", 1), ("writer", 2), ("writer", 3), ("gc", 0), ("gc", 1), ("reader", 0)]
