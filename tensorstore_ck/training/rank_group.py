@@ -18,7 +18,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def place_among_ranks() -> float:
-    """Where this rank is among all ranks, from 0 to 1: the `place` of a `SnapshotReader`."""
+    """Where this rank is among all ranks, from 0 to 1: `place` of a `SnapshotReader`, which otherwise looks from rank 0's part on."""
     rank, ranks = rank_and_world_size()
     return (rank + 0.5) / ranks
 
