@@ -8,7 +8,6 @@ how each test ended, with the error of the first rank that failed; docs/trainers
 """
 
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -19,13 +18,13 @@ import sys
 import tempfile
 import time
 import types
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_on_cpu import on_cpu
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 120
@@ -36,31 +35,41 @@ TESTS_OF_RANKS = 12
 """So many tests run in the same ranks; then new ones are forked."""
 
 
-def on_cpu() -> None:
+def prepare() -> None:
     """Before the tests import anything."""
     for name in ("c10d-NullHandler-dcp_logger", "tensorstore_ck"):  # the tests want empty logs
         logging.getLogger(name).setLevel(logging.WARNING)
-    place = HERE.parent / "tests" / "integrations" / "megatron" / "on_cpu.py"
-    spec = importlib.util.spec_from_file_location("on_cpu", place)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    torch.cuda.device_count = lambda: 8
-    torch.cuda.set_device = lambda device: None
-    torch.cuda.memory_allocated = lambda device=None: 0
-    torch.cuda.manual_seed = lambda seed: None  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda *_, **__: None
-    original = dist.init_process_group
-
-    def init(backend: object = None, **options: Any) -> None:
-        original(backend="gloo", **{**options, "timeout": timedelta(seconds=SECONDS)})
-
-    dist.init_process_group = init
+    on_cpu(patience_seconds=SECONDS)
     keep_groups()
     dataset: Any = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     dataset.download_and_extract_asset = lambda **_: None  # nothing is downloaded
     sys.modules[dataset.__name__] = dataset
+
+
+def without_transformer_engine() -> None:
+    """Megatron's own layers in place of the Transformer Engine's, which are built for CUDA."""
+    from megatron.core.models.backends import LocalSpecProvider  # noqa: PLC0415 - after `prepare`
+    from megatron.core.models.bert import bert_layer_specs  # noqa: PLC0415
+    from megatron.core.models.gpt import gpt_layer_specs  # noqa: PLC0415
+    from megatron.core.models.T5 import t5_spec  # noqa: PLC0415
+
+    def layer_spec(*args: Any, use_te_op_fuser: bool = False, use_te_activation_func: bool = False, **options: Any) -> Any:
+        return gpt_layer_specs.get_gpt_layer_local_spec(*args, **options)
+
+    gpt: Any = gpt_layer_specs
+    gpt.get_gpt_layer_with_transformer_engine_spec = layer_spec
+    gpt.TESpecProvider, gpt.TENorm = LocalSpecProvider, LocalSpecProvider().layer_norm()
+    bert_layer_specs.get_bert_layer_with_transformer_engine_spec = lambda: bert_layer_specs.bert_layer_local_spec
+    t5_spec.encoder_model_with_transformer_engine_default_spec = t5_spec.encoder_model_with_local_spec
+    t5_spec.decoder_model_with_transformer_engine_default_spec = t5_spec.decoder_model_with_local_spec
+
+
+def keep_folders() -> None:
+    """The first rank deletes a test's folder when all have left it. Without this, when it has: the loads of torch_dist end together."""
+    from tests.unit_tests import dist_checkpointing  # noqa: PLC0415 - reads the rank from the environment
+
+    cleanup = dist_checkpointing.TempNamedDir.cleanup
+    dist_checkpointing.TempNamedDir.cleanup = lambda self, override_sync=None: cleanup(self, True)
 
 
 def keep_groups() -> None:
@@ -155,6 +164,7 @@ def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[s
         log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        keep_folders()
         if which == "stored":
             stored(folder)
         options = ["-q", "--tb=long", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), f"--timeout={SECONDS}"]
@@ -228,7 +238,7 @@ def main() -> int:
     os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(OMP_NUM_THREADS="1", RES_OPTIONS="timeout:1 attempts:1")
     torch.set_num_threads(1)
-    on_cpu()
+    prepare()
     sys.path[:0] = [str(checkout)]
     os.chdir(checkout)
     import megatron  # noqa: PLC0415 - after `on_cpu`
@@ -236,6 +246,7 @@ def main() -> int:
 
     megatron.core.utils.is_te_min_version = lambda *_, **__: False  # it fails where there is no Transformer Engine
     megatron.__path__ = [*megatron.__path__, str(checkout / "megatron")]  # for megatron.training, which the package lacks
+    without_transformer_engine()
     import megatron.training.checkpointing  # noqa: PLC0415 - once for all ranks
 
     import tensorstore_ck.integrations.megatron  # noqa: F401, PLC0415

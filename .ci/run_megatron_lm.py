@@ -6,28 +6,23 @@ Megatron's wrapper for parallel saves if FULLY_PARALLEL=1, and saves to the ref 
 a hash of its weights, moments and generators, which a resumed job must have, too.
 """
 
-import contextlib
 import functools
 import hashlib
-import importlib.util
 import os
 import random
 import runpy
 import socket
 import sys
 import traceback
-import types
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch._dynamo
-import torch.distributed as dist
+from megatron_on_cpu import on_cpu
 
-HERE = Path(__file__).resolve().parent
 ARGUMENTS = (  # noqa: SIM905 - as a command line
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
     " --global-batch-size 4 --lr 0.01 --min-lr 0.001 --lr-decay-style cosine --lr-warmup-iters 2 --train-iters 8 --weight-decay 0.1"
@@ -37,41 +32,6 @@ ARGUMENTS = (  # noqa: SIM905 - as a command line
     " --no-rope-fusion --attention-backend unfused --log-interval 1 --num-workers 0 --ckpt-format torch_dist --save-interval 4"
     " --no-create-attention-mask-in-dataloader"
 ).split()
-
-
-class Stream:
-    """In place of a CUDA stream."""
-
-    def wait_stream(self, other: object) -> None:
-        """Nothing runs at the same time."""
-
-
-def on_cpu() -> None:
-    """Before Megatron is imported."""
-    place = HERE.parent / "tests" / "integrations" / "megatron" / "on_cpu.py"
-    spec = importlib.util.spec_from_file_location("on_cpu", place)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    cuda: Any = torch.cuda
-    cuda.device_count = lambda: 8
-    cuda.set_device = lambda device: None
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    cuda.Stream, cuda.current_stream, cuda.stream = Stream, Stream, lambda _: contextlib.nullcontext()
-    cuda.empty_cache = lambda: None
-    cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = cuda.max_memory_reserved = lambda device=None: 0
-    cuda.memory_stats = lambda device=None: {}
-    cuda.get_device_capability = lambda device=None: (8, 0)
-    cuda.get_device_properties = lambda device=None: types.SimpleNamespace(major=8, minor=0)
-    original = dist.init_process_group
-
-    def init(backend: object = None, **options: Any) -> None:
-        options.pop("device_id", None)
-        original(backend="gloo", **{**options, "timeout": timedelta(seconds=300)})
-
-    dist.init_process_group = init
 
 
 def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list[str]) -> NoReturn:
@@ -184,7 +144,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
-    on_cpu()
+    on_cpu(patience_seconds=300)
     sys.path[:0] = [str(checkout)]
     import megatron  # noqa: PLC0415
 
