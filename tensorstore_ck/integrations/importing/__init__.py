@@ -20,17 +20,8 @@ sharded_index.py          several files with an index
 dcp_folder.py             folders of torch.distributed.checkpoint
 megatron_folder.py        folders of Megatron-core
 megatron_types.py         the types that it pickles
-deepspeed_folder.py       folders of DeepSpeed
-deepspeed_files.py        the files in them
-deepspeed_partitions.py   where each parameter's elements lie in DeepSpeed's flat tensors
-deepspeed_experts.py      MoE experts in its files
-deepspeed_pipeline.py     layers of pipelines in its files
-deepspeed_universal.py    a parameter's files in its universal checkpoints
-deepspeed_weights.py      whether weights are those of masters
-deepspeed_unnamed.py      names for the optimizer of a checkpoint without ZeRO
-deepspeed_classes.py      DeepSpeed's classes as plain values
-deepspeed_trainers.py     folders of transformers' Trainer and accelerate that trained with DeepSpeed
-rank_generators.py        the generators that these save for each rank
+deepspeed/                folders of DeepSpeed
+rank_generators.py        the generators that trainers save for each rank
 trainer_folder.py         checkpoint folders of transformers' Trainer
 mapped_files.py           foreign files, opened with care and mapped
 crc_check.py              checks CRC-32s while a save reads the bytes

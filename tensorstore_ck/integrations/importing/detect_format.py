@@ -6,14 +6,9 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations.importing import (
-    dcp_folder,
-    deepspeed_folder,
-    deepspeed_trainers,
-    megatron_folder,
-    sharded_index,
-    trainer_folder,
-)
+from tensorstore_ck.integrations.importing import dcp_folder, megatron_folder, sharded_index, trainer_folder
+from tensorstore_ck.integrations.importing.deepspeed.folder import DeepSpeedContent, find_tag_folder, load_deepspeed
+from tensorstore_ck.integrations.importing.deepspeed.trainers import is_accelerate, load_accelerate, load_trainer
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -86,18 +81,16 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
             f"{folder.path} was saved with use_collectives=False, as a part for each rank, which is not supported: load it with DCP",
             object_id=folder.path,
         )
-    tag_folder = deepspeed_folder.find_tag_folder(folder, names)
+    tag_folder = find_tag_folder(folder, names)
     if folder.has(trainer_folder.STATE):
         if tag_folder is None:
             return _trainer(files, folder, names, known)
-        content = deepspeed_trainers.load_trainer(files, folder, names, tag_folder, known)
+        content = load_trainer(files, folder, names, tag_folder, known)
         return _deepspeed("checkpoint folder of transformers' Trainer with DeepSpeed", content)
-    if tag_folder is not None and tag_folder != folder.path and deepspeed_trainers.is_accelerate(names):
-        return _deepspeed(
-            "checkpoint folder of accelerate with DeepSpeed", deepspeed_trainers.load_accelerate(files, folder, names, tag_folder, known)
-        )
+    if tag_folder is not None and tag_folder != folder.path and is_accelerate(names):
+        return _deepspeed("checkpoint folder of accelerate with DeepSpeed", load_accelerate(files, folder, names, tag_folder, known))
     if tag_folder is not None:
-        return _deepspeed("DeepSpeed checkpoint", deepspeed_folder.load_deepspeed(files, tag_folder, known))
+        return _deepspeed("DeepSpeed checkpoint", load_deepspeed(files, tag_folder, known))
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
@@ -129,7 +122,7 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
 
 
-def _deepspeed(kind: str, content: deepspeed_folder.DeepSpeedContent) -> FoundState:
+def _deepspeed(kind: str, content: DeepSpeedContent) -> FoundState:
     return FoundState(kind, content.state, content.metadata, content.unknown, content.step, content.skipped)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.format.values import numpy_dtype
-from tensorstore_ck.integrations.importing.deepspeed_classes import deepspeed_makers
+from tensorstore_ck.integrations.importing.deepspeed.classes import deepspeed_makers
 from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.omegaconf import config_makers

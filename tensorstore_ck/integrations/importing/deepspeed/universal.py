@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from tensorstore_ck.integrations.deepspeed_names import MASTER
-from tensorstore_ck.integrations.importing.deepspeed_files import (
+from tensorstore_ck.integrations.importing.deepspeed.files import (
     OPTIMIZER_STATE,
     ZERO,
     DeepSpeedFiles,
@@ -18,7 +18,7 @@ from tensorstore_ck.integrations.importing.deepspeed_files import (
     shapes_of,
     shown,
 )
-from tensorstore_ck.integrations.importing.deepspeed_partitions import FoundOptimizer, FoundParameter, groups_of
+from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter, groups_of
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist

@@ -14,9 +14,9 @@ import torch
 from tensorstore_ck.errors import NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, LATEST, MASTER, NOTE, SCALE
-from tensorstore_ck.integrations.importing.deepspeed_classes import PACKAGE
-from tensorstore_ck.integrations.importing.deepspeed_experts import ep_size_of, is_expert
-from tensorstore_ck.integrations.importing.deepspeed_files import (
+from tensorstore_ck.integrations.importing.deepspeed.classes import PACKAGE
+from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, is_expert
+from tensorstore_ck.integrations.importing.deepspeed.files import (
     KIND,
     DeepSpeedFiles,
     dict_of,
@@ -26,16 +26,16 @@ from tensorstore_ck.integrations.importing.deepspeed_files import (
     read_files,
     shapes_of,
 )
-from tensorstore_ck.integrations.importing.deepspeed_partitions import (
+from tensorstore_ck.integrations.importing.deepspeed.partitions import (
     FoundOptimizer,
     FoundParameter,
     optimizer_of_ranks,
     united,
 )
-from tensorstore_ck.integrations.importing.deepspeed_pipeline import model_of_layers, with_shapes
-from tensorstore_ck.integrations.importing.deepspeed_universal import UniversalReader
-from tensorstore_ck.integrations.importing.deepspeed_unnamed import IN_ORDER, optimizer_without_names
-from tensorstore_ck.integrations.importing.deepspeed_weights import same_elements
+from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_layers, with_shapes
+from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
+from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
+from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist

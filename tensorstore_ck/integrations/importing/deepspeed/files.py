@@ -16,8 +16,8 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
-from tensorstore_ck.integrations.importing.deepspeed_experts import OPTIMIZER_FILE as EXPERT_OPTIMIZER
-from tensorstore_ck.integrations.importing.deepspeed_experts import Experts, read_experts
+from tensorstore_ck.integrations.importing.deepspeed.experts import OPTIMIZER_FILE as EXPERT_OPTIMIZER
+from tensorstore_ck.integrations.importing.deepspeed.experts import Experts, read_experts
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist

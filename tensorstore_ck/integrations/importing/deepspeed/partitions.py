@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from tensorstore_ck.integrations.deepspeed_names import MASTER
-from tensorstore_ck.integrations.importing.deepspeed_experts import ep_size_of, is_expert
-from tensorstore_ck.integrations.importing.deepspeed_files import (
+from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, is_expert
+from tensorstore_ck.integrations.importing.deepspeed.files import (
     DeepSpeedFiles,
     Shapes,
     dict_of,
