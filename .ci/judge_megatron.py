@@ -7,6 +7,7 @@ one of them, for which the others might wait, and after every few tests, since t
 how each test ended, with the error of the first rank that failed; docs/trainers.md has the table.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -52,6 +53,8 @@ def without_transformer_engine() -> None:
     from megatron.core.models.bert import bert_layer_specs  # noqa: PLC0415
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: PLC0415
     from megatron.core.models.T5 import t5_spec  # noqa: PLC0415
+    from megatron.core.transformer.moe import grouped_gemm_util  # noqa: PLC0415
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415
 
     def layer_spec(*args: Any, use_te_op_fuser: bool = False, use_te_activation_func: bool = False, **options: Any) -> Any:
         return gpt_layer_specs.get_gpt_layer_local_spec(*args, **options)
@@ -59,22 +62,45 @@ def without_transformer_engine() -> None:
     gpt: Any = gpt_layer_specs
     gpt.get_gpt_layer_with_transformer_engine_spec = layer_spec
     gpt.TESpecProvider, gpt.TENorm = LocalSpecProvider, LocalSpecProvider().layer_norm()
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None  # no experts are multiplied
+    engine: Any = types.ModuleType("transformer_engine.pytorch.fp8")  # what test_moe_experts.py imports
+    engine.check_fp8_support, engine.fp8_autocast = lambda: (False, "there is no Transformer Engine"), None
+    sys.modules.update(dict.fromkeys(("transformer_engine", "transformer_engine.pytorch", engine.__name__), engine))
+    make_norm = WrappedTorchNorm.__new__
+
+    def norm(cls: Any, config: Any, *args: Any, **options: Any) -> Any:
+        config = copy.copy(config)
+        config.sequence_parallel = False  # torch's refuses it, for the gradients
+        return make_norm(cls, config, *args, **options)
+
+    WrappedTorchNorm.__new__ = norm
     bert_layer_specs.get_bert_layer_with_transformer_engine_spec = lambda: bert_layer_specs.bert_layer_local_spec
     t5_spec.encoder_model_with_transformer_engine_default_spec = t5_spec.encoder_model_with_local_spec
     t5_spec.decoder_model_with_transformer_engine_default_spec = t5_spec.decoder_model_with_local_spec
 
 
 def keep_folders() -> None:
-    """The first rank deletes a test's folder when all have left it. Without this, when it has: the loads of torch_dist end together."""
+    """All ranks leave a test's folder before the first one deletes it, and none deletes the folder of the next test.
+
+    Megatron's tests rely on loads that end on all ranks together, and on folders that are deleted fast.
+    """
     from tests.unit_tests import dist_checkpointing  # noqa: PLC0415 - reads the rank from the environment
 
-    cleanup = dist_checkpointing.TempNamedDir.cleanup
-    dist_checkpointing.TempNamedDir.cleanup = lambda self, override_sync=None: cleanup(self, True)
+    original = dist_checkpointing.TempNamedDir.cleanup
+
+    def cleanup(self: Any, override_sync: bool | None = None) -> None:
+        together = override_sync is None and Path(self.name).name != "tmp_dist_ckpt"  # which the first rank alone has
+        original(self, together)
+        self._finalizer.detach()
+        if together:
+            dist.barrier()
+
+    dist_checkpointing.TempNamedDir.cleanup = cleanup
 
 
 def keep_groups() -> None:
     """Each set of ranks has one group, for all tests: they make some dozens of groups for each test, and close none."""
-    new, destroy = dist.new_group, dist.destroy_process_group
+    new = dist.new_group
     groups: dict[tuple[int, ...] | None, Any] = {}
 
     def new_group(ranks: Any = None, *args: Any, **options: Any) -> Any:
@@ -83,12 +109,7 @@ def keep_groups() -> None:
             groups[key] = new(ranks, backend="gloo")
         return groups[key]
 
-    def destroy_process_group(group: Any = None) -> None:
-        if group in (None, dist.group.WORLD):
-            groups.clear()
-            destroy(group)
-
-    dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
+    dist.new_group, dist.destroy_process_group = new_group, lambda group=None: None
     torch.distributed.distributed_c10d.new_group = new_group
 
 
@@ -169,6 +190,8 @@ def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[s
             stored(folder)
         options = ["-q", "--tb=long", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), f"--timeout={SECONDS}"]
         code = int(pytest.main([*options, f"--basetemp={folder / str(rank)}", *more, *tests], plugins=[plugin]))
+        (folder / f"rank-{rank}.ended").touch()
+        time.sleep(GRACE_SECONDS)  # others may still be in a collective of the last test
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -201,11 +224,13 @@ def run(folder: Path, checkout: Path, which: str, ranks: int, tests: list[str]) 
     while running:
         running = [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0] == 0]
         time.sleep(0.2)
+        if len(list(folder.glob("*.ended"))) == ranks:
+            kill_at = 0.0
         found = read_endings(folder, ranks)
         failed = [name for name, by_rank in found.items() if any(outcome == "failed" for outcome, _ in by_rank.values())]
         if failed and kill_at is None:
             kill_at = time.monotonic() + GRACE_SECONDS
-        if kill_at is not None and (time.monotonic() > kill_at or len(found[failed[0]]) == ranks):
+        if kill_at is not None and (time.monotonic() > kill_at or (failed and len(found[failed[0]]) == ranks)):
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

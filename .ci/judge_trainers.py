@@ -112,6 +112,22 @@ def run(trainer: str, judged: Judged, sources: Path, *options: str) -> dict[str,
     return endings
 
 
+def run_script(script: str, judged: Judged, sources: Path) -> dict[str, Ending]:
+    """How each test ended that a script ran."""
+    command = [python_of(judged), str(HERE / script), str(sources), "stock" if STOCK else "stored", str(judged.ranks), *judged.tests]
+    env = os.environ | {"PYTHONPATH": str(HERE.parent), "PATH": f"{APART.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=env, check=False, stdout=subprocess.PIPE, text=True)
+    endings: dict[str, Ending] = {}
+    for how, name, *text in (
+        line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith(("passed ", "failed ", "skipped "))
+    ):
+        place, _, test = name.rpartition("::")
+        endings[f"{place.replace('/', '.')}::{test}"] = Ending(how, "".join(text))
+    if not endings:
+        sys.exit(f"{script} ended with {done.returncode}:\n{done.stdout}")
+    return endings
+
+
 def _ending(case: ET.Element) -> Ending:
     for each in case:
         if each.tag in ("failure", "error"):
@@ -164,7 +180,7 @@ def main() -> None:
                 sys.exit(f"{sources} has no {missing[0]}: give the folder of the sources of {trainer}")
             print(f"{trainer} {version}", flush=True)
             began = time.monotonic()
-            plain = run(trainer, judged, sources)
+            plain = run_script(judged.script, judged, sources) if judged.script else run(trainer, judged, sources)
             with_files = run(trainer, judged, sources, "--with-files") if judged.looks_for_files else {}
             for row in judge(judged, plain, with_files):
                 print(row, flush=True)

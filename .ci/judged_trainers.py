@@ -25,12 +25,14 @@ class Judged(NamedTuple):
     """Its name on PyPI; None: the trainer's."""
     plugin: str = "stored_trainer"
     """A module of this folder that puts the adapter into the place of the trainer."""
+    script: str | None = None
+    """A script of this folder that runs the tests itself, with the same first word in the lines that it prints as `Ending` has."""
     apart: bool = False
     """Whether it is in the environment of `make test-apart`."""
     folder: str = "."
     """In which pytest is run."""
     ranks: int = 1
-    """How many processes run all tests together, under torchrun."""
+    """How many processes run all tests together, under torchrun or by the script."""
     env: Mapping[str, str] = MappingProxyType({})
     """Added to the environment."""
 

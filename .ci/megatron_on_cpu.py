@@ -42,7 +42,7 @@ def on_cpu(patience_seconds: float) -> None:
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = cuda.max_memory_reserved = lambda device=None: 0
     cuda.memory_stats = lambda device=None: {}
     cuda.get_device_capability = lambda device=None: (8, 0)
-    cuda.get_device_properties = lambda device=None: types.SimpleNamespace(major=8, minor=0)
+    cuda.get_device_properties = lambda device=None: types.SimpleNamespace(major=8, minor=0, total_memory=2**30)
     original = dist.init_process_group
 
     def init(backend: object = None, **options: Any) -> None:

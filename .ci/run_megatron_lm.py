@@ -58,6 +58,7 @@ def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list
             return held["model"], held["optimizer"], scheduler
 
         training.setup_model_and_optimizer = setup
+        training.train_step = with_loss(training.train_step)
         training.build_train_valid_test_data_iterators = without_draws(training.build_train_valid_test_data_iterators)
         sys.argv = ["pretrain_gpt.py", *ARGUMENTS, *arguments]
         runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="__main__")
@@ -71,6 +72,17 @@ def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def with_loss(step: Any) -> Any:
+    """A function that prints each iteration's own loss: the second line of Megatron's log in a process has the mean of two iterations."""
+
+    def stepped(*args: Any, **options: Any) -> Any:
+        found = step(*args, **options)
+        print(*(f"\nloss of this iteration: {float(each).hex()}" for each in found[0].values()), flush=True)
+        return found
+
+    return stepped
 
 
 def without_draws(make: Any) -> Any:
