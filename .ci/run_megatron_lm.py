@@ -2,8 +2,8 @@
 
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1. FOLDER: for the store, and what the ranks
 say. ARGUMENTS: Megatron-LM's own, after those below. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers.md says, in
-Megatron's wrapper for parallel saves if FULLY_PARALLEL=1, and saves to the ref REF. It prints what the first rank says; each rank ends with
-a hash of its weights, moments and generators, which a resumed job must have, too.
+Megatron's wrapper for parallel saves if FULLY_PARALLEL=1, and saves to the ref REF; local checkpoints are those of tsck.nvrx. It prints
+what the first rank says; each rank ends with a hash of its weights, moments and generators, which a resumed job must have, too.
 """
 
 import functools
@@ -97,8 +97,11 @@ def without_draws(make: Any) -> Any:
 
 def replace_save(training: Any, folder: Path) -> None:
     """What docs/trainers.md says that a training script does."""
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager  # noqa: PLC0415
+
     import tensorstore_ck as tsck  # noqa: PLC0415
 
+    local_manager.LocalCheckpointManager = tsck.nvrx.LocalCheckpointManager
     registered = tsck.megatron.register(folder / "store", ref=os.environ.get("REF", "runs/gpt"))
     original = training.save_checkpoint
 

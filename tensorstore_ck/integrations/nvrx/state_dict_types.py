@@ -4,6 +4,7 @@ NVRx's manager pickles the object. Here its attributes are a state: tensors are 
 registered type.
 """
 
+import importlib
 import sys
 from typing import Any, Final
 
@@ -23,7 +24,8 @@ _MEGATRON_TYPES: Final = (
 def register_state_dict_types() -> None:
     """Lets the states of this process hold them; if Megatron-core is imported, its own, with what they hold. May be called again."""
     _register_attributes(BasicTensorAwareStateDict, "nvrx.BasicTensorAwareStateDict")
-    if f"{_MEGATRON}tensor_aware_state_dict" in sys.modules:
+    if "megatron.core" in sys.modules:  # which imports its state dict when it first saves one, so that a resumed job has not done so
+        importlib.import_module(f"{_MEGATRON}tensor_aware_state_dict")
         from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
 
         register_safe_types()

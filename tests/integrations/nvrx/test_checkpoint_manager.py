@@ -1,5 +1,7 @@
 """One rank's manager: every death in a save, bad input, other state dicts, and versions."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,28 @@ def test_a_damaged_checkpoint_is_an_error_and_found_no_more(tmp_path: Path) -> N
     assert manager_in(tmp_path).find_latest() == -1
     manager.save(state_dict_of(0, 3), 3)
     assert load_in(tmp_path) == (3, [])
+
+
+RESUME = """
+import sys
+
+import megatron.core
+import torch.distributed as dist
+
+import tensorstore_ck as tsck
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/rendezvous-of-resume", rank=0, world_size=1)
+manager = tsck.nvrx.LocalCheckpointManager(f"{sys.argv[1]}/disk")
+print("found", manager.find_latest(), "with the rate", manager.load()[0].common["lr"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_megatron_that_has_saved_nothing_loads(tmp_path: Path) -> None:
+    manager_in(tmp_path).save(state_dict_of(0, 4), 4)
+    done = subprocess.run([sys.executable, "-c", RESUME, tmp_path], capture_output=True, text=True, check=False)
+    assert "found 4 with the rate 0.1" in done.stdout, done.stderr
 
 
 def test_the_state_dict_of_nvrx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
