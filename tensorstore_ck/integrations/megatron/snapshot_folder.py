@@ -37,6 +37,18 @@ def name_snapshot(store: Store, folder: Path, root: str) -> None:
     (folder / COMMON_STATE_FNAME).unlink(missing_ok=True)
 
 
+def latest_folder(parent: Path) -> Path | None:
+    """The folder of the iteration that Megatron-LM's file names; None: there is none."""
+    try:
+        return _folder_of(parent, int((parent / TRACKER).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _folder_of(parent: Path, iteration: int) -> Path:
+    return parent / f"iter_{iteration:07d}"
+
+
 def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> Path | None:
     """See `Strategies.write_folder`; on all ranks."""
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -46,7 +58,7 @@ def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> P
 
     def write() -> bytes:
         snapshot = store.resolve(chosen)
-        folder = parent / (f"iter_{snapshot.step:07d}" if snapshot.step is not None else snapshot.root[:16])
+        folder = _folder_of(parent, snapshot.step) if snapshot.step is not None else parent / snapshot.root[:16]
         if backend := other_backend(folder):
             raise ConflictError(f"{folder} has a checkpoint of {backend}: remove it, or write to another folder", object_id=str(folder))
         name_snapshot(store, folder, snapshot.root)

@@ -238,6 +238,29 @@ def test_a_run_that_loaded_nothing_does_not_take_over_a_ref(tmp_path: Path, stor
         assert again.store.resolve("runs/gpt").step == 2
 
 
+def test_a_job_that_resumed_from_a_local_checkpoint_goes_on_from_its_folders(tmp_path: Path, store: tsck.Store) -> None:
+    dist_checkpointing.save(state(), folder(tmp_path), TSCK)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    store.close()
+    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as again:
+        dist_checkpointing.save(state(), folder(tmp_path, 2), TSCK)
+        assert [again.store.resolve(f"runs/gpt{back}").step for back in ("", "~1")] == [2, 1]
+
+
+@pytest.mark.parametrize(("latest", "step"), [("1", 2), ("2", 2), ("release", 4), ("3", 4)])
+def test_folders_that_do_not_name_the_head_of_the_ref_and_an_earlier_step(
+    tmp_path: Path, store: tsck.Store, latest: str, step: int
+) -> None:
+    for saved in (1, 2):
+        dist_checkpointing.save(state(), folder(tmp_path, saved), TSCK)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
+    store.close()
+    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as again:
+        with pytest.raises(ConflictError):
+            dist_checkpointing.save(state(), folder(tmp_path, step), TSCK)
+        assert again.store.resolve("runs/gpt").step == 2
+
+
 def test_what_cannot_be_stored_is_named(tmp_path: Path, store: tsck.Store) -> None:
     with pytest.raises(UnsupportedValueError, match=r"cannot store .*call"):
         dist_checkpointing.save(state(o=ShardedObject("call", print, (1,), (0,))), folder(tmp_path), TSCK)
