@@ -179,11 +179,71 @@ TORCHTITAN = Judged(
     apart=True,
 )
 
+MEGATRON = Judged(  # docs/trainers.md says which files are left out
+    tests=tuple(
+        f"tests/unit_tests/dist_checkpointing/{name}.py"
+        for name in (
+            "test_serialization",
+            "test_fully_parallel",
+            "test_async_save",
+            "test_checkpointable",
+            "test_nonpersistent",
+            "test_msc",
+            "test_pipeline_parallel_layout",
+            "test_optimizer",
+            "models/test_gpt_model",
+            "models/test_bert_model",
+            "models/test_t5_model",
+            "models/test_moe_experts",
+        )
+    ),
+    kept=("tests/", "megatron/"),
+    archive="https://codeload.github.com/NVIDIA/Megatron-LM/tar.gz/refs/tags/core_v{version}",
+    fails={
+        "test_remove_sharded_tensors": "looks for files",
+        **dict.fromkeys(
+            (f"test_unexpected_keys_handling_during_validation[{validate}-torch_dist]" for validate in (True, False)),
+            "wants an error of torch's, and Megatron's is raised",
+        ),
+        **dict.fromkeys(
+            (
+                "test_full_dp_reads",
+                "test_singleton_dp_reads",
+                "test_out_of_order_load",
+                "test_cross_dp_access_does_not_disturb_the_distribution",
+            ),
+            "calls strategies without `dist_checkpointing`, which writes the common state",
+        ),
+        **dict.fromkeys(
+            (f"test_async_is_equivalent_to_sync[{parallel}-True]" for parallel in (True, False)),
+            "uses Megatron's persistent worker, a process that needs CUDA",
+        ),
+        "test_errors_are_reported": "breaks a writer of torch_dist's",
+        **dict.fromkeys(
+            (f"test_optimizer_common_state_dict[tp_pp_ep2-False-True-False-kwargs2-{parallel}]" for parallel in (True, False)),
+            "needs the Transformer Engine for multi-latent attention",
+        ),
+        **dict.fromkeys(
+            (
+                f"test_nonreshardable_optimizer_save_load[initialize_pp_agnostic_model-src_tp_pp{case}-dest_tp_pp{case}-fully_reshardable-{way}]"
+                for case, way in ((0, False), (3, False), (4, True))
+            ),
+            "fails on CPUs with torch_dist, too",
+        ),
+    },
+    left_out={},
+    package="megatron-core",
+    script="judge_megatron.py",
+    apart=True,
+    ranks=8,
+)
+
 JUDGED = {
     "transformers": TRANSFORMERS,
     "accelerate": ACCELERATE,
     "lightning": LIGHTNING,
     "deepspeed": DEEPSPEED,
+    "megatron": MEGATRON,
     "nvrx": NVRX,
     "torchtitan": TORCHTITAN,
 }

@@ -119,6 +119,9 @@ SCENES: dict[str, tuple[Callable[[Path], None], bool]] = {
 """What is done, and whether it saves `STEPS` to the branch."""
 
 
+FAULTS = ("fails", "is locked once", "stays locked")
+
+
 @contextmanager
 def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheFaults]:
     faults, tables = CacheFaults(), dict[str, FaultyTable]()
@@ -143,7 +146,7 @@ def play(folder: Path, scene: Callable[[Path], None], faults: CacheFaults, faili
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["fails", "is locked once", "stays locked"])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCENES)
 def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
     scene, puts = SCENES[name]
@@ -155,7 +158,8 @@ def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not play(tmp_path / "counted", scene, faults, range(0), is_busy=is_busy)
         calls = faults.calls
         assert calls
-        for at in range(0, calls, effort(max(1, calls // 10), 1)):
+        stride = effort(max(len(FAULTS), calls // 10), 1)
+        for at in range(FAULTS.index(fault) * stride // len(FAULTS), calls, stride):  # each fault strikes calls of its own
             folder = tmp_path / str(at)
             with shared_cache(monkeypatch) as faults:
                 failing = range(at, at + 1) if fault == "is locked once" else range(at, 1 << 30)
