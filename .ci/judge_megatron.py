@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -199,6 +200,8 @@ def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[s
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        for child in multiprocessing.active_children():  # of Megatron's writer, which would outlive this process
+            child.kill()
         os._exit(code)
 
 

@@ -8,6 +8,7 @@ what the first rank says; each rank ends with a hash of its weights, moments and
 
 import functools
 import hashlib
+import multiprocessing
 import os
 import random
 import runpy
@@ -71,6 +72,8 @@ def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        for child in multiprocessing.active_children():  # of Megatron's writer, which would outlive this process
+            child.kill()
         os._exit(code)
 
 
