@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,12 @@ os.environ["WANDB_ERROR_REPORTING"] = "false"
 SECONDS: defaultdict[str, float] = defaultdict(float)
 """By suite."""
 WORKERS: set[str] = set()
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in its background without SIGINT, as all its children would be, which tests interrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
