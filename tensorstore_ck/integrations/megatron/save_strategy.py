@@ -22,11 +22,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveCommonStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from tensorstore_ck.errors import NotFoundError, UnsupportedValueError
-from tensorstore_ck.integrations.light_folders import read_pointer
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.megatron.local_resume import head_before_local_checkpoint
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, latest_folder, name_snapshot, other_backend
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, name_snapshot, other_backend
 from tensorstore_ck.integrations.megatron_layout import COMMON
+from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
@@ -41,7 +43,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def __init__(self, store: Store, ref: str) -> None:
         super().__init__(BACKEND, VERSION)
-        self._store, self._ref = store, ref
+        self._store, self._ref, self._is_first = store, ref, True
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -71,34 +73,30 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The arguments of a save; its step is the number at the end of the folder's name."""
         state: dict[str, Any] | UnpreparedState
-        number = _NUMBER.search(str(checkpoint_dir))
-        step = None if number is None else int(number[1])
         try:
-            if step is not None:
-                self._continue_folders(Path(checkpoint_dir).parent, step)
             state = state_of(sharded_state_dict)
             if dist.get_rank() == 0:
                 state[COMMON] = _common_state(Path(checkpoint_dir) / COMMON_STATE_FNAME)
         except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
-        return {"state": state, "ref": self._ref, "step": step, "group": dist.group.WORLD}
+        if self._is_first:
+            self._is_first = False
+            self._continue_ref(Path(checkpoint_dir), state)
+        number = _NUMBER.search(str(checkpoint_dir))
+        return {"state": state, "ref": self._ref, "step": None if number is None else int(number[1]), "group": dist.group.WORLD}
 
-    def _continue_folders(self, parent: Path, step: int) -> None:
-        """Lets a job that resumed from a local checkpoint go on with the ref; such a job has restored nothing of the store.
+    def _continue_ref(self, checkpoint_dir: Path, state: dict[str, Any] | UnpreparedState) -> None:
+        """At the first save: see `local_resume`. The first rank decides."""
+        fence = self._store.session.fence
 
-        It may, if the newest of the folders that it saves to names the head of the ref, and an earlier step.
-        """
-        session = self._store.session
-        folder = None if session.fence.knows(self._ref) else latest_folder(parent)
-        pointer = None if folder is None else read_pointer(folder)
-        if pointer is None:
-            return
-        try:
-            found = session.resolve(pointer.address_in(self._store, str(folder)))
-        except NotFoundError:
-            return  # the save says that somebody else has moved the ref
-        if found.branch == self._ref and found.info.root == found.branch_root and found.info.step is not None and found.info.step < step:
-            session.fence.note_restored(found)
+        def head() -> bytes:
+            if fence.knows(self._ref) or isinstance(state, UnpreparedState):
+                return b""
+            return head_before_local_checkpoint(self._store, self._ref, checkpoint_dir.parent, state[COMMON]) or b""
+
+        root = ask_first_rank(self._store, dist.group.WORLD, f"the first save to {self._ref!r}", head)
+        if root:
+            fence.note(self._ref, Digest(root), Digest(root))
 
     def _finish(self, folder: Path, pending: PendingSnapshot) -> None:
         """Called by Megatron before it writes ``metadata.json``.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import CorruptObjectError, MissingExtraError
 from tensorstore_ck.state import register_type
 
 _MEGATRON: Final = "megatron.core.dist_checkpointing."
@@ -24,13 +24,15 @@ _MEGATRON_TYPES: Final = (
 def register_state_dict_types() -> None:
     """Lets the states of this process hold them; if Megatron-core is imported, its own, with what they hold. May be called again."""
     _register_attributes(BasicTensorAwareStateDict, "nvrx.BasicTensorAwareStateDict")
-    if "megatron.core" in sys.modules:  # which imports its state dict when it first saves one, so that a resumed job has not done so
-        importlib.import_module(f"{_MEGATRON}tensor_aware_state_dict")
+    if "megatron.core" not in sys.modules:
+        return
+    try:
         from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
-
-        register_safe_types()
-        for name, module in _MEGATRON_TYPES:
-            _register_attributes(getattr(sys.modules[module], name), f"megatron.{name}")
+    except MissingExtraError:  # another version of it: a save says that its state dict cannot be stored
+        return
+    register_safe_types()
+    for name, module in _MEGATRON_TYPES:  # Megatron imports its state dict when it first saves one: a resumed job has not done so
+        _register_attributes(getattr(importlib.import_module(module), name), f"megatron.{name}")
 
 
 def _register_attributes(cls: type[Any], name: str) -> None:

@@ -238,27 +238,62 @@ def test_a_run_that_loaded_nothing_does_not_take_over_a_ref(tmp_path: Path, stor
         assert again.store.resolve("runs/gpt").step == 2
 
 
-def test_a_job_that_resumed_from_a_local_checkpoint_goes_on_from_its_folders(tmp_path: Path, store: tsck.Store) -> None:
-    dist_checkpointing.save(state(), folder(tmp_path), TSCK)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    store.close()
-    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as again:
-        dist_checkpointing.save(state(), folder(tmp_path, 2), TSCK)
-        assert [again.store.resolve(f"runs/gpt{back}").step for back in ("", "~1")] == [2, 1]
+def resumed_locally(tmp_path: Path, iteration: int = 2, load: str = ".", **more: Any) -> dict[str, Any]:
+    """As Megatron-LM saves it, in a job that began with an iteration; 0: a new job, or one that only takes weights."""
+    return state(args=Namespace(load=str(tmp_path / load), iteration=iteration), **more)
 
 
-@pytest.mark.parametrize(("latest", "step"), [("1", 2), ("2", 2), ("release", 4), ("3", 4)])
-def test_folders_that_do_not_name_the_head_of_the_ref_and_an_earlier_step(
-    tmp_path: Path, store: tsck.Store, latest: str, step: int
-) -> None:
-    for saved in (1, 2):
-        dist_checkpointing.save(state(), folder(tmp_path, saved), TSCK)
+def saved_twice(tmp_path: Path, latest: str = "2") -> None:
+    for step in (1, 2):
+        dist_checkpointing.save(state(), folder(tmp_path, step), TSCK)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
+
+
+@pytest.mark.parametrize("saving", ["sync", "async"])
+def test_a_job_that_resumed_from_a_local_checkpoint_goes_on_with_the_ref(tmp_path: Path, store: tsck.Store, saving: str) -> None:
+    saved_twice(tmp_path)
     store.close()
     with tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as again:
-        with pytest.raises(ConflictError):
-            dist_checkpointing.save(state(), folder(tmp_path, step), TSCK)
+        queue = AsyncCallsQueue()
+        for step in (4, 5):
+            request = dist_checkpointing.save(
+                resumed_locally(tmp_path, 3), folder(tmp_path, step), TSCK, async_sharded_save=saving == "async"
+            )
+            if request is not None:
+                queue.schedule_async_request(request)
+                queue.maybe_finalize_async_calls(blocking=True)
+        assert [again.store.resolve(f"runs/gpt{back}").step for back in ("", "~1", "~2", "~3")] == [5, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("latest", "resumed"),
+    [
+        ("2", {"iteration": 0}),
+        ("2", {"iteration": 1}),
+        ("2", {"load": "elsewhere"}),
+        ("1", {}),
+        ("3", {}),
+        ("release", {}),
+    ],
+    ids=["new job", "a successor has saved since", "loads from another folder", "not the head", "no folder", "no number"],
+)
+def test_who_does_not_go_on_with_a_ref(tmp_path: Path, store: tsck.Store, latest: str, resumed: dict[str, Any]) -> None:
+    saved_twice(tmp_path, latest)
+    store.close()
+    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as again:
+        for _ in range(2):
+            with pytest.raises(ConflictError):
+                dist_checkpointing.save(resumed_locally(tmp_path, **resumed), folder(tmp_path, 4), TSCK)
         assert again.store.resolve("runs/gpt").step == 2
+
+
+def test_a_folder_that_another_strategy_wrote_since_names_no_snapshot(tmp_path: Path, store: tsck.Store) -> None:
+    saved_twice(tmp_path)
+    dist_checkpointing.save({"w": weight()}, folder(tmp_path, 2))
+    assert (tmp_path / "iter_0000002" / "snapshot.json").exists()
+    store.close()
+    with tsck.megatron.register(tmp_path / "store", ref="runs/gpt"), pytest.raises(ConflictError):
+        dist_checkpointing.save(resumed_locally(tmp_path), folder(tmp_path, 4), TSCK)
 
 
 def test_what_cannot_be_stored_is_named(tmp_path: Path, store: tsck.Store) -> None:
