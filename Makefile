@@ -11,7 +11,7 @@ APART := .venv-apart
 OLDEST := .venv-oldest-trainers
 EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wandb,pandas,plot,postgres,ui,exporter
 
-# Where it is set, each of the hundreds of processes that tests start would compile the package, and each run rewrite all tests.
+# Where it is set, each of the hundreds of processes that tests start compiles the package, and each run of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart test-oldest-trainers lint package docs clean

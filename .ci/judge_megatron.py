@@ -7,11 +7,11 @@ one of them, for which the others might wait, and after every few tests, since t
 how each test ended, with the error of the first rank that failed; docs/trainers.md has the table.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -186,6 +186,7 @@ def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[s
         return pid
     code = 1
     try:
+        os.setpgid(0, 0)  # Megatron's writer starts processes, which end with the rank
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
@@ -195,13 +196,12 @@ def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[s
             stored(folder)
         options = ["-q", "--tb=long", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), f"--timeout={SECONDS}"]
         code = int(pytest.main([*options, f"--basetemp={folder / str(rank)}", *more, *tests], plugins=[plugin]))
-        (folder / f"rank-{rank}.ended").touch()
-        time.sleep(GRACE_SECONDS)  # others may still be in a collective of the last test
+        if "--collect-only" not in more:
+            (folder / f"rank-{rank}.ended").touch()
+            time.sleep(GRACE_SECONDS)  # others may still be in a collective of the last test
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for child in multiprocessing.active_children():  # of Megatron's writer, which would outlive this process
-            child.kill()
         os._exit(code)
 
 
@@ -226,7 +226,8 @@ def run(folder: Path, checkout: Path, which: str, ranks: int, tests: list[str]) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    running = [fork_rank(rank, folder, checkout, which, tests, plugin=Report(folder / f"rank-{rank}.json")) for rank in range(ranks)]
+    pids = [fork_rank(rank, folder, checkout, which, tests, plugin=Report(folder / f"rank-{rank}.json")) for rank in range(ranks)]
+    running = pids
     kill_at = None
     while running:
         running = [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0] == 0]
@@ -238,10 +239,12 @@ def run(folder: Path, checkout: Path, which: str, ranks: int, tests: list[str]) 
         if failed and kill_at is None:
             kill_at = time.monotonic() + GRACE_SECONDS
         if kill_at is not None and (time.monotonic() > kill_at or (failed and len(found[failed[0]]) == ranks)):
-            for pid in running:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
             running = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
     found = read_endings(folder, ranks)
     ended = {}
     for name in tests:
@@ -299,7 +302,7 @@ def main() -> int:
         print(f"({time.monotonic() - begun:.0f} s; logs in {folder / str(turn)})", flush=True)
         shutil.rmtree(folder / str(turn) / "store", ignore_errors=True)
         left = left[len(found) :]
-    print(counts)
+    print(", ".join(f"{number} {what}" for what, number in counts.items()), "of", sum(counts.values()), "tests")
     return int(bool(counts["failed"]))
 
 

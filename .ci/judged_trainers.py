@@ -26,7 +26,7 @@ class Judged(NamedTuple):
     plugin: str = "stored_trainer"
     """A module of this folder that puts the adapter into the place of the trainer."""
     script: str | None = None
-    """A script of this folder that runs the tests itself, with the same first word in the lines that it prints as `Ending` has."""
+    """A script of this folder that runs the tests itself. It prints how each ended, its id, and why; then how many there were."""
     apart: bool = False
     """Whether it is in the environment of `make test-apart`."""
     folder: str = "."
