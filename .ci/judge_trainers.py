@@ -118,13 +118,14 @@ def run_script(script: str, judged: Judged, sources: Path) -> dict[str, Ending]:
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "PATH": f"{APART.parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=env, check=False, stdout=subprocess.PIPE, text=True)
     endings: dict[str, Ending] = {}
-    for how, name, *text in (
-        line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith(("passed ", "failed ", "skipped "))
-    ):
-        place, _, test = name.rpartition("::")
-        endings[f"{place.replace('/', '.')}::{test}"] = Ending(how, "".join(text))
-    if not endings:
-        sys.exit(f"{script} ended with {done.returncode}:\n{done.stdout}")
+    for line in done.stdout.splitlines():
+        how, _, rest = line.partition(" ")
+        if how in ("passed", "failed", "skipped"):
+            name, _, text = rest.partition(" ")
+            place, *classes, test = name.split("::")
+            endings[f"{'.'.join([place.removesuffix('.py').replace('/', '.'), *classes])}::{test}"] = Ending(how, text)
+    if done.returncode not in (0, 1) or not done.stdout.rstrip().endswith(f" {len(endings)} tests"):
+        sys.exit(f"{script} ended with {done.returncode}, and did not run all tests:\n{done.stdout}")
     return endings
 
 
