@@ -120,7 +120,6 @@ def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
 
 def test_an_interrupted_process_ends_with_130(history: Tsck, tmp_path: Path) -> None:
     code = "import signal\nfrom tensorstore_ck.store import Store\n"
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job, such as this run, ignores it
     code += "Store.log = lambda *_, **__: signal.raise_signal(signal.SIGINT)\n"  # in this thread: handled before the call returns
     code += "from tensorstore_ck.cli import main\nmain(['log'])"
     done = _python(tmp_path, "-c", code)
