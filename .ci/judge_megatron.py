@@ -194,6 +194,8 @@ def fork_rank(rank: int, folder: Path, checkout: Path, which: str, tests: list[s
         keep_folders()
         if which == "stored":
             stored(folder)
+        if "--collect-only" not in more:
+            dist.init_process_group("gloo")  # some tests rely on one that ran before them
         options = ["-q", "--tb=long", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), f"--timeout={SECONDS}"]
         code = int(pytest.main([*options, f"--basetemp={folder / str(rank)}", *more, *tests], plugins=[plugin]))
         if "--collect-only" not in more:
