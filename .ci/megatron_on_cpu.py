@@ -1,4 +1,4 @@
-"""Megatron-core for the scripts beside this file, on a machine without GPUs: what it asks of CUDA is done on the CPU, over gloo."""
+"""Prepares Megatron-core for the scripts in this folder, on a machine without GPUs: the CPU replaces CUDA, and gloo replaces NCCL."""
 
 import contextlib
 import importlib.util
