@@ -41,10 +41,10 @@ class KillAfter(TrainerCallback):  # type: ignore[misc]
             raise Killed
 
 
-def parts(folder: Path, **options: Any) -> dict[str, Any]:
+def parts(folder: Path, *, width: int = 8, **options: Any) -> dict[str, Any]:
     """The arguments of a Trainer, seeded as at the start of a script; dropout is on."""
     transformers.set_seed(7)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=2, loss_type="ForCausalLMLoss"))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=width, n_layer=1, n_head=2, loss_type="ForCausalLMLoss"))
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
