@@ -30,8 +30,10 @@ $(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsit
 cp $(1)/base $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
 endef
 
-# With one thread each, torch in two processes does not wait for cores that the other one has.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# With one thread each, torch in two processes does not wait for cores that the other one has. torch asks for the name of 127.0.0.1 at each
+# connection of a process group, and where a name server does not answer, all ranks wait for the resolver, by default 5 s and more.
+ON_TWO_CORES = OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
+PYTEST = $(ON_TWO_CORES) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" $(TESTS)
@@ -74,7 +76,7 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
 test-apart: $(APART)/.installed
-	OMP_NUM_THREADS=1 $(APART)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx $(TESTS)/integrations/ray/test_example.py
+	$(ON_TWO_CORES) $(APART)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx $(TESTS)/integrations/ray/test_example.py
 
 $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
 	$(call on_top,$(APART))

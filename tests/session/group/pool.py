@@ -100,9 +100,9 @@ class Pool:
         """What `function` returned or raised on each of the first ranks."""
         for pipe in self._pipes[:ranks]:
             pipe.send((function, args))
-        answers = []
+        answers: list[Any] = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} does not answer"
+            assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} does not answer; those before it answered {answers}"
             answers.append(pipe.recv())
         return answers
 
