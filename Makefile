@@ -75,13 +75,17 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # The tests of trainers that are in an environment of their own, on top of .venv. torchtitan needs datasets, whose releases refuse the pinned
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
+# Megatron's tests run with the oldest and with the newest Megatron-core.
 test-apart: $(APART)/.installed
 	$(ON_TWO_CORES) $(APART)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx $(TESTS)/integrations/ray/test_example.py
+	PYTHONPATH=$(CURDIR)/$(APART)/newest-megatron $(ON_TWO_CORES) $(APART)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx
 
-$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt
+$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/newest-megatron.txt
 	$(call on_top,$(APART))
 	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
 	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext
+	$(APART)/bin/python -m pip install --quiet --upgrade --target $(APART)/newest-megatron --no-deps --ignore-requires-python --only-binary :all: \
+	    --platform manylinux_2_39_$(shell uname -m) --platform manylinux_2_28_$(shell uname -m) --requirement .ci/newest-megatron.txt
 	touch $@
 
 lint: $(INSTALLED)

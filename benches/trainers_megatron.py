@@ -106,8 +106,8 @@ def _store_job() -> Job:
         return tsck.megatron.register(store, ref="runs/gpt")
 
     def save(folder: Path, strike: Strike) -> dict[str, str]:
-        registered(folder, strike)
-        return _saves(gpt.Job(1, 1, LAYOUT), folder, strike, lambda job, out: job.save(out))
+        strategy = registered(folder, strike).save
+        return _saves(gpt.Job(1, 1, LAYOUT), folder, strike, lambda job, out: job.save(out, strategy))
 
     def load(folder: Path) -> tuple[int, str]:
         found = registered(folder, Strike(None)).write_folder(folder / "out")

@@ -74,7 +74,7 @@ def main(folder: Path, steps: int) -> float:
             if step % SAVE_EVERY == 0:
                 checkpoint = folder / f"iter_{step:07d}"
                 checkpoint.mkdir(parents=True, exist_ok=True)
-                dist_checkpointing.save(sharded_state_dict(model, optimizer, step), str(checkpoint), ("tsck", 1))
+                dist_checkpointing.save(sharded_state_dict(model, optimizer, step), str(checkpoint), registered.save)
     parallel_state.destroy_model_parallel()
     return loss.item()
 

@@ -8,6 +8,8 @@ import re
 from typing import Final
 
 COMMON: Final = "common"
+COMMON_OBJECT: Final = "common_state/shard_0_1"
+"""The unique key of the object in which Megatron-core keeps the common state since 0.19."""
 _OBJECT_KEY: Final = re.compile(r"[^/]+/shard_[\d.]*_[\d.]*")
 
 

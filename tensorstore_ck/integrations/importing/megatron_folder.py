@@ -1,7 +1,7 @@
 """Folders of Megatron-core's `dist_checkpointing` in the format torch_dist, such as Megatron-LM's ``iter_0001000``. Needs no Megatron.
 
-A DCP checkpoint of sharded tensors and objects by their keys, and ``common.pt`` with everything else. The state is the one that
-`tensorstore_ck.megatron` saves: a flat dict of these keys, and the rest below "common".
+A DCP checkpoint of sharded tensors and objects by their keys, and ``common.pt``, or since Megatron-core 0.19 one more object, with
+everything else. The state is the one that `tensorstore_ck.megatron` saves: a flat dict of these keys, and the rest below "common".
 """
 
 import os
@@ -18,7 +18,7 @@ from tensorstore_ck.integrations.importing.megatron_types import megatron_types
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import parse_json
 from tensorstore_ck.integrations.importing.torch_file import load_torch_file
-from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
+from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT, is_object_key
 
 CONFIG: Final = "metadata.json"
 """Written last: a folder without it is of a save that did not end."""
@@ -57,12 +57,20 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     known.allow(megatron_types())
     content = load_dcp(files, folder, known)
     _require_whole_files(content)
-    common = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
-    unknown = {**content.unknown, **dict.fromkeys(common.unknown, os.path.join(folder.path, COMMON_FILE))}
-    step = _step(folder, common.value)
-    read = {METADATA, CONFIG, COMMON_FILE, *(os.path.basename(path) for path in content.left)}
+    state, unknown = _state(folder, content), content.unknown
+    read = {METADATA, CONFIG, *(os.path.basename(path) for path in content.left)}
+    if COMMON_OBJECT in state:  # of the same save as the tensors, which a common.pt beside it is not
+        source, common = METADATA, state.pop(COMMON_OBJECT)
+    elif COMMON_FILE in names:
+        found = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
+        source, common = COMMON_FILE, found.value
+        unknown = {**unknown, **dict.fromkeys(found.unknown, os.path.join(folder.path, COMMON_FILE))}
+        read.add(COMMON_FILE)
+    else:
+        _incomplete(folder, COMMON_FILE)
+    step = _step(folder, source, common)
     skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
-    return MegatronContent(_state(folder, content, common.value), unknown, step, skipped)
+    return MegatronContent({**state, COMMON: common}, unknown, step, skipped)
 
 
 def _newest(files: Files, folder: Folder) -> Folder:
@@ -117,9 +125,8 @@ def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> None:
             "Megatron, and save it with --ckpt-format torch_dist",
             object_id=path,
         )
-    for name in (METADATA, COMMON_FILE):
-        if name not in names:
-            _incomplete(folder, name)
+    if METADATA not in names:
+        _incomplete(folder, METADATA)
 
 
 def _incomplete(folder: Folder, missing: str) -> NoReturn:
@@ -139,23 +146,25 @@ def _require_whole_files(content: DcpContent) -> None:
             )
 
 
-def _step(folder: Folder, common: Any) -> int | None:
+def _step(folder: Folder, source: str, common: Any) -> int | None:
+    """`source`: the file that has the common state."""
     if type(common) is not dict:
-        path = os.path.join(folder.path, COMMON_FILE)
-        raise CorruptObjectError(f"{path} is not a dict, as Megatron writes it: get or save it again", object_id=path)
+        path = os.path.join(folder.path, source)
+        raise CorruptObjectError(f"the common state in {path} is not a dict, as Megatron writes it: get or save it again", object_id=path)
     step = common.get("iteration")
     is_step = type(step) is int and 0 <= step <= MAX_STEP
     named = _ITERATION.fullmatch(os.path.basename(os.path.realpath(folder.path)))
     if is_step and named and int(named[1]) != step:
         raise CorruptObjectError(
-            f"{folder.path} is named after iteration {int(named[1])}, and its {COMMON_FILE} is of iteration {step}: the files are of "
+            f"{folder.path} is named after iteration {int(named[1])}, and its {source} is of iteration {step}: the files are of "
             "different saves, or somebody renamed the folder; get the folder of one save, or give it its name",
             object_id=folder.path,
         )
     return step if is_step else None
 
 
-def _state(folder: Folder, content: DcpContent, common: Any) -> dict[Any, Any]:
+def _state(folder: Folder, content: DcpContent) -> dict[Any, Any]:
+    """Tensors and objects by their keys."""
     flattened = content.attributes.get("mcore_data")
     if flattened:
         raise UnsupportedValueError(
@@ -172,4 +181,4 @@ def _state(folder: Folder, content: DcpContent, common: Any) -> dict[Any, Any]:
                 raise CorruptObjectError(f"{folder.path}: the object {printable(key)!r} is not one object", object_id=printable(key))
             (value,) = value
         state[key] = value
-    return {**state, COMMON: common}
+    return state

@@ -18,7 +18,17 @@ ENUMS: Final[Mapping[tuple[str, str], Mapping[object, str]]] = {
         5: "moe_router",
         6: "moe_preprocess",
         7: "mamba",
+        8: "full_iteration_inference",
     },
+    ("megatron.core.transformer.enums", "CudaGraphModule"): {
+        1: "attn",
+        2: "mlp",
+        3: "moe",
+        4: "moe_router",
+        5: "moe_preprocess",
+        6: "mamba",
+    },
+    ("megatron.core.transformer.enums", "InferenceCudaGraphScope"): {1: "none", 2: "layer", 3: "block"},
     ("megatron.core.enums", "ModelType"): {1: "encoder_or_decoder"},
     ("megatron.core.rerun_state_machine", "RerunDiagnostic"): {
         "correct_result": "CORRECT_RESULT",
@@ -40,7 +50,7 @@ ENUMS: Final[Mapping[tuple[str, str], Mapping[object, str]]] = {
     },
     ("signal", "Signals"): {int(member): member.name for member in signal.Signals},
 }
-"""Module and name -> value in a pickle -> the member's name, of Megatron-core 0.16."""
+"""Module and name -> value in a pickle -> the member's name, of Megatron-core 0.16 to 0.19."""
 _NAMESPACES: Final = {
     ("argparse", "Namespace"): "argparse.Namespace",
     ("types", "SimpleNamespace"): "types.SimpleNamespace",
@@ -66,7 +76,7 @@ def megatron_types() -> dict[tuple[str, str], object]:
 def _member(stored: str, members: Mapping[object, str]) -> Callable[..., NamedState]:
     def make(value: Any) -> NamedState:
         if type(value) not in (int, str) or value not in members:
-            raise MalformedError(f"it has a {stored} of the value {value!r:.40}, which Megatron-core 0.16 does not have")
+            raise MalformedError(f"it has a {stored} of the value {value!r:.40}, which Megatron-core 0.19 does not have")
         return NamedState(stored, members[value])
 
     return make

@@ -1,35 +1,27 @@
-"""The names of Megatron-core that are replaced or used."""
+"""The names of Megatron-core that are used in all versions, and the bases of the strategies, which differ."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import megatron.core
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 
 from tensorstore_ck.errors import MissingExtraError
-from tensorstore_ck.integrations.megatron.version import require_supported_version
+from tensorstore_ck.integrations.megatron.version import has_registry, require_supported_version
 
-TESTED_PACKAGE: Final = "megatron-core==0.16.1"
+if has_registry():
+    from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy as SaveBase
+    from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy as LoadBase
+else:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy as SaveBase
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+    LoadBase = object
+
+TESTED_PACKAGES: Final = "megatron-core==0.16.1 or megatron-core==0.19.2"
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
-    (
-        dist_checkpointing.save,
-        (
-            *("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "common_strategy", "validate_access_integrity"),
-            *("async_sharded_save", "preprocess_common_before_consistancy_check", "content_metadata"),
-        ),
-    ),
-    (
-        dist_checkpointing.load,
-        ("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "common_strategy", "validate_access_integrity", "strict"),
-    ),
-    (CheckpointingConfig, ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")),
-    (TorchCommonSaveStrategy.save_common, ("self", "common_state_dict", "checkpoint_dir")),
-    (TorchCommonLoadStrategy.load_common, ("self", "checkpoint_dir")),
     (
         ShardedTensor,
         (
@@ -46,17 +38,28 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 """What is called or made here, or calls what is here -> the parameters that it must have."""
 
 
-def require_supported() -> None:
+def request_class(async_strategy: str) -> Any:
+    """The `AsyncRequest` of Megatron's queue, or since 0.17 of NVRx's."""
+    return AsyncRequest if has_registry() else get_async_strategy(async_strategy)[1]["AsyncRequest"]
+
+
+def require_supported(used: Iterable[tuple[Callable[..., Any], tuple[str, ...]]]) -> None:
     """Checks the installed Megatron-core.
+
+    Args:
+        used: As `USED`: more of it, which this version has.
 
     Raises:
         MissingExtraError: its version is not supported, or a name that is used has changed.
     """
     require_supported_version()
-    changed = [used.__qualname__ for used, parameters in USED if tuple(inspect.signature(used).parameters) != parameters]
+    changed = [each.__qualname__ for each, parameters in (*USED, *used) if tuple(inspect.signature(each).parameters) != parameters]
     if changed:
         raise MissingExtraError(
-            f"Megatron-core {megatron.core.__version__} has another {changed[0]} than the one that is used here: run "
-            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
+            f"Megatron-core {megatron.core.__version__} has another {changed[0]} than the one that is used here: install "
+            f"{TESTED_PACKAGES}, with which this was tested",
             object_id=f"megatron.core.{changed[0]}",
         )
+
+
+__all__ = ["LoadBase", "SaveBase", "request_class", "require_supported"]

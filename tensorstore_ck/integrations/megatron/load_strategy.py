@@ -5,11 +5,11 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.light_folders import POINTER, read_pointer
+from tensorstore_ck.integrations.megatron.compatibility import LoadBase
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
@@ -21,7 +21,7 @@ class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[m
     """A checkpoint folder names no snapshot that can be loaded."""
 
 
-class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
+class LoadStrategy(LoadBase):  # type: ignore[misc]
     """Loads sharded tensors and objects; each rank reads its own pieces."""
 
     def __init__(self, store: Store) -> None:
@@ -41,7 +41,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             CheckpointingException: another strategy did.
         """
         if loaded_backend != BACKEND:
-            raise CheckpointingException(f"the folder was written with the backend {loaded_backend!r}: load it without this strategy")
+            raise _of_another_backend(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Checks the version of a folder.
@@ -52,7 +52,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         if loaded_version != VERSION:
             raise CheckpointingException(f"the folder has version {loaded_version} of the backend {BACKEND!r}: upgrade tensorstore_ck")
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str = "mcore") -> Any:
         """The state dict with the stored data in place of each sharded tensor and object.
 
         Raises:
@@ -80,9 +80,12 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
         Raises:
             UnpublishedError: it names none, or one that the store does not have.
+            CheckpointingException: another strategy wrote it.
             SnapshotMarkedBadError: it is marked as bad or damaged.
         """
         path = str(Path(checkpoint_dir) / POINTER)
+        if backend := other_backend(checkpoint_dir):
+            raise _of_another_backend(backend)
         pointer = read_pointer(checkpoint_dir)
         if pointer is None:
             raise UnpublishedError(
@@ -107,40 +110,5 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return self._opened[1]
 
 
-class CommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
-    """Loads the common state from the snapshot; that of a folder which another strategy wrote, as Megatron does."""
-
-    def __init__(self, sharded: LoadStrategy, stock: LoadCommonStrategy) -> None:
-        self._sharded = sharded
-        self.stock = stock
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """As Megatron's own."""
-        return bool(self.stock.can_handle_sharded_objects)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """As Megatron's own."""
-        self.stock.check_backend_compatibility(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """As Megatron's own."""
-        self.stock.check_version_compatibility(loaded_version)
-
-    def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """The common state.
-
-        Raises:
-            UnpublishedError: the folder names no snapshot that can be loaded.
-        """
-        if other_backend(checkpoint_dir):
-            return self.stock.load_common(checkpoint_dir)
-        return self._sharded.open(checkpoint_dir).common()
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """As Megatron's own."""
-        return self.stock.load_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """As Megatron's own."""
-        return self.stock.load_sharded_metadata(checkpoint_dir)
+def _of_another_backend(backend: str) -> CheckpointingException:
+    return CheckpointingException(f"the folder was written with the backend {backend!r}: load it without this strategy")

@@ -1,26 +1,30 @@
-"""`register` adds the backend "tsck" to Megatron's strategies."""
+"""`register` lets Megatron save into a store, and load from it."""
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy, register_default_strategy
+from typing import NamedTuple
 
 from tensorstore_ck.integrations.megatron.compatibility import require_supported
-from tensorstore_ck.integrations.megatron.load_strategy import CommonLoadStrategy, LoadStrategy
+from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
-from tensorstore_ck.integrations.megatron.save_strategy import CommonSaveStrategy, SaveStrategy
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, write_folder
+from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
+from tensorstore_ck.integrations.megatron.snapshot_folder import write_folder
+from tensorstore_ck.integrations.megatron.version import has_registry
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
+
+if has_registry():
+    from tensorstore_ck.integrations.megatron import registered_strategies as _versions
+else:
+    from tensorstore_ck.integrations.megatron import redirected_loads as _versions  # type: ignore[no-redef]
 
 
 class Strategies(NamedTuple):
     """What `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
 
     save: SaveStrategy
-    """Also ``("tsck", 1)``, for ``dist_checkpointing.save(..., sharded_strategy=)``."""
+    """For ``dist_checkpointing.save(..., sharded_strategy=)``; in Megatron-core 0.16 ``("tsck", 1)`` means the same."""
     load: LoadStrategy
     """What ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
     store: Store
@@ -57,9 +61,10 @@ class Strategies(NamedTuple):
 
 
 def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
-    """Adds the backend "tsck" to Megatron's strategies: ``dist_checkpointing.save(state, folder, ("tsck", 1))`` saves into the store.
+    """Lets Megatron save into a store and load from it.
 
-    Call it once in each process, on all ranks. ``dist_checkpointing.load(state, folder)`` then loads folders of this and of other backends.
+    Call it once in each process, on all ranks. Then ``dist_checkpointing.save(state, folder, registered.save)`` saves into the store, where
+    `registered` is what this returns, and ``dist_checkpointing.load(state, folder)`` loads folders of this and of other backends.
     A second call replaces the first one's store and ref.
 
     Args:
@@ -73,19 +78,10 @@ def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: Megatron-core has another version than those that are supported.
     """
-    require_supported()
+    require_supported(_versions.USED)
     validate_ref_name(ref)
     register_safe_types()
     opened = store if isinstance(store, Store) else open_store(store, create=True)
     save, load = SaveStrategy(opened, ref), LoadStrategy(opened)
-    register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, save)
-    register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, load)
-    register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, CommonLoadStrategy(load, _stock(StrategyAction.LOAD_COMMON)))
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, CommonSaveStrategy(_stock(StrategyAction.SAVE_COMMON)))
+    _versions.route_to_store(save, load)
     return Strategies(save, load, opened, ref)
-
-
-def _stock(action: StrategyAction) -> Any:
-    """Megatron's own strategy, also at a second `register`."""
-    found: Any = get_default_strategy(action, "torch", 1)
-    return found.stock if isinstance(found, CommonLoadStrategy | CommonSaveStrategy) else found

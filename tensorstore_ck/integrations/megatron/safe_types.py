@@ -6,22 +6,18 @@ from enum import Enum
 from functools import partial
 from io import BytesIO
 from pathlib import PosixPath
-from signal import Signals
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
-from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+from megatron.core.safe_globals import SAFE_GLOBALS
 
 from tensorstore_ck.state import register_type
 
 
 def register_safe_types() -> None:
     """Lets the states of this process hold them. May be called again."""
-    enums: tuple[type[Enum], ...] = (AttnBackend, CudaGraphScope, ModelType, RerunDiagnostic, RerunMode, RerunState, Signals)
-    for each in enums:
+    for each in (listed for listed in SAFE_GLOBALS if isinstance(listed, type) and issubclass(listed, Enum)):
         register_type(each, f"megatron.{each.__name__}", lambda member: member.name, partial(type(each).__getitem__, each))
     register_type(Namespace, "argparse.Namespace", _attributes, lambda state: Namespace(**state))
     register_type(SimpleNamespace, "types.SimpleNamespace", _attributes, lambda state: SimpleNamespace(**state))

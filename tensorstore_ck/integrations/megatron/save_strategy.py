@@ -1,8 +1,8 @@
 """Saves a sharded state dict as one snapshot of all ranks, and writes the small file that names it.
 
-Megatron writes the common state into ``common.pt`` before it calls a strategy, and ``metadata.json`` after it. The first rank moves the
-common state into the snapshot; once that is published it writes ``snapshot.json`` and removes ``common.pt``. So a folder whose
-``metadata.json`` names this backend names a snapshot, and everything that is loaded comes from that.
+Megatron writes the common state into ``common.pt`` before it calls a strategy, or, since 0.19, gives it as a sharded object, and writes
+``metadata.json`` after it. The first rank moves the common state into the snapshot; once that is published it writes ``snapshot.json`` and
+removes ``common.pt``. So a folder whose ``metadata.json`` names this backend names a snapshot, from which everything is loaded.
 """
 
 import fcntl
@@ -18,16 +18,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveCommonStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
 from tensorstore_ck.integrations.megatron.local_resume import head_before_local_checkpoint
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, name_snapshot, other_backend
-from tensorstore_ck.integrations.megatron_layout import COMMON
+from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
@@ -38,7 +37,7 @@ from tensorstore_ck.store import Store
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 
 
-class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+class SaveStrategy(SaveBase):  # type: ignore[misc]
     """Saves sharded tensors and objects, and the common state, into a store."""
 
     def __init__(self, store: Store, ref: str) -> None:
@@ -59,16 +58,25 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         folder, options = Path(checkpoint_dir), self._options(sharded_state_dict, checkpoint_dir)
         self._name(folder, self._store.retrying(lambda: self._store.put_snapshot(**options)))
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str = "mcore") -> Any:
         """Returns as soon as the state may change; a thread of this process does the rest. On all ranks.
 
         The process that Megatron's queue starts for `async_fn` only waits for that thread, so that the queue knows when a save has ended.
+
+        Args:
+            sharded_state_dict: Megatron's.
+            checkpoint_dir: The folder.
+            async_strategy: Since Megatron-core 0.17: whose queue takes the request, "mcore" or "nvrx".
+
+        Returns:
+            The `AsyncRequest` of that queue.
 
         Raises:
             StoreError: see `Store.put_snapshot_async`.
         """
         pending = self._store.put_snapshot_async(**self._options(sharded_state_dict, checkpoint_dir))
-        return AsyncRequest(wait_until_unlocked, (_locked_until_settled(pending),), [partial(self._finish, Path(checkpoint_dir), pending)])
+        finish = partial(self._finish, Path(checkpoint_dir), pending)
+        return request_class(async_strategy)(wait_until_unlocked, (_locked_until_settled(pending),), [finish], {})
 
     def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The arguments of a save; its step is the number at the end of the folder's name."""
@@ -76,7 +84,9 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         try:
             state = state_of(sharded_state_dict)
             if dist.get_rank() == 0:
-                state[COMMON] = _common_state(Path(checkpoint_dir) / COMMON_STATE_FNAME)
+                state[COMMON] = _common_state(state, Path(checkpoint_dir) / COMMON_STATE_FNAME)
+                if other_backend(checkpoint_dir):
+                    (Path(checkpoint_dir) / CONFIG_FNAME).unlink()  # that checkpoint ends before anything of it is replaced
         except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
         if self._is_first:
@@ -111,38 +121,14 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             name_snapshot(self._store, folder, snapshot.root)
 
 
-class CommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
-    """Saves the common state as Megatron does, for any backend; but a checkpoint of another backend in the folder ends before that.
-
-    Else a death in the middle of a save to its folder would leave its tensors together with another common state.
-    """
-
-    def __init__(self, stock: SaveCommonStrategy) -> None:
-        super().__init__(stock.backend, stock.version)
-        self.stock = stock
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """As Megatron's own."""
-        return bool(self.stock.can_handle_sharded_objects)
-
-    def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Writes ``common.pt`` on the first rank."""
-        if dist.get_rank() == 0 and other_backend(checkpoint_dir):
-            (Path(checkpoint_dir) / CONFIG_FNAME).unlink()
-        self.stock.save_common(common_state_dict, checkpoint_dir)
-
-    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """As Megatron's own."""
-        self.stock.save_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
-
-
-def _common_state(path: Path) -> Any:
-    """What Megatron has just written.
+def _common_state(state: dict[str, Any], path: Path) -> Any:
+    """Takes what Megatron keeps as an object out of the state (0.19); else what it has just written.
 
     Raises:
         UnsupportedValueError: it has a type that `torch.load` refuses, in a load of Megatron's own format too.
     """
+    if COMMON_OBJECT in state:
+        return state.pop(COMMON_OBJECT)
     try:
         return torch.load(path, map_location="cpu")
     except pickle.UnpicklingError as exc:

@@ -18,6 +18,8 @@ from tensorstore_ck.store import Store
 BACKEND: Final = "tsck"
 """In the ``metadata.json`` of a folder."""
 VERSION: Final = 1
+_DCP_METADATA: Final = ".metadata"
+"""Of a checkpoint of `torch_dist`. Since Megatron-core 0.17 its wrapper for saves writes the name of that backend for any strategy."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the iteration to load."""
 
@@ -28,13 +30,22 @@ def other_backend(folder: str | Path) -> str | None:
         config = maybe_load_config(str(folder))
     except ValueError:  # no JSON: its writer was killed; ours has written the pointer before
         return "an unknown backend" if read_pointer(Path(folder)) is None else None
-    return None if config is None or config.sharded_backend == BACKEND else str(config.sharded_backend)
+    if config is None or config.sharded_backend == BACKEND:
+        return None
+    is_named_torch_dist_by_wrapper = read_pointer(Path(folder)) is not None and not (Path(folder) / _DCP_METADATA).exists()
+    return None if is_named_torch_dist_by_wrapper else str(config.sharded_backend)
+
+
+def is_of_store(folder: str | Path) -> bool:
+    """Whether a folder is a checkpoint that is a snapshot of a store."""
+    return (Path(folder) / CONFIG_FNAME).exists() and other_backend(folder) is None
 
 
 def name_snapshot(store: Store, folder: Path, root: str) -> None:
     """Makes a folder name a snapshot; Megatron writes ``metadata.json`` afterwards."""
     write_pointer(folder, SnapshotPointer(store.url, root))
-    (folder / COMMON_STATE_FNAME).unlink(missing_ok=True)
+    for left in (COMMON_STATE_FNAME, _DCP_METADATA):
+        (folder / left).unlink(missing_ok=True)
 
 
 def latest_folder(parent: Path) -> Path | None:

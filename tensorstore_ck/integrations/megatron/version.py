@@ -1,4 +1,4 @@
-"""The versions of Megatron-core that are supported: 0.17 has no strategies that this package could add one to."""
+"""The versions of Megatron-core that are supported."""
 
 from typing import Final
 
@@ -6,9 +6,14 @@ import megatron.core
 
 from tensorstore_ck.errors import MissingExtraError
 
-SUPPORTED: Final = ((0, 16), (0, 17))
+SUPPORTED: Final = ((0, 16), (0, 20))
 """From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "megatron-core>=0.16,<0.17"
+SUPPORTED_PACKAGE: Final = "megatron-core>=0.16,<0.20"
+
+
+def has_registry() -> bool:
+    """Whether Megatron-core has a registry of strategies: 0.17 and newer know their own alone."""
+    return _installed() < (0, 17)
 
 
 def require_supported_version() -> None:
@@ -18,9 +23,12 @@ def require_supported_version() -> None:
         MissingExtraError: the installed version is not supported.
     """
     lowest, above = SUPPORTED
-    numbers = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
-    if not lowest <= numbers < above:
+    if not lowest <= _installed() < above:
         raise MissingExtraError(
             f"Megatron-core {megatron.core.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`",
             object_id="megatron-core",
         )
+
+
+def _installed() -> tuple[int, ...]:
+    return tuple(int(part) for part in megatron.core.__version__.split(".")[:2])

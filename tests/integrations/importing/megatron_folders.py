@@ -1,4 +1,4 @@
-"""Folders as Megatron-core 0.16 writes them in its format torch_dist, made by torch alone."""
+"""Folders as Megatron-core 0.16 to 0.19 write them in their format torch_dist, made by torch alone."""
 
 import argparse
 import enum
@@ -104,21 +104,31 @@ def common(iteration: int = 1000, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, iteration: int = 1000, **arguments: Any) -> dict[str, Any]:
-    """Writes ``iter_N`` into `folder`; returns the sharded tensors. `arguments`: more in the Namespace of the common state."""
+def write(folder: Path, iteration: int = 1000, *, has_common_file: bool = True, **arguments: Any) -> dict[str, Any]:
+    """Writes ``iter_N`` into `folder`; returns the sharded tensors.
+
+    Args:
+        folder: The folder of checkpoints.
+        iteration: N.
+        has_common_file: False: the common state is an object, as since 0.19.
+        arguments: More in the Namespace of the common state.
+    """
     path = folder / f"iter_{iteration:07}"
     path.mkdir(parents=True)
     held = tensors()
     with pickled_as_megatron():
         state = {**held, **{key: [value] for key, value in objects().items()}}
+        if not has_common_file:
+            state["common_state/shard_0_1"] = [common(iteration, **arguments)]
         dcp_save(
             state,
             storage_writer=FileSystemWriter(path, thread_count=2),
             planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=True,
         )
-        torch.save(common(iteration, **arguments), path / "common.pt")
-    (path / "metadata.json").write_text(json.dumps(CONFIG))
+        if has_common_file:
+            torch.save(common(iteration, **arguments), path / "common.pt")
+    (path / "metadata.json").write_text(json.dumps({key: CONFIG[key] for key in CONFIG if has_common_file or "sharded" in key}))
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
     return held
 

@@ -66,6 +66,20 @@ def test_one_folder_by_its_path_and_its_metadata(store: tsck.Store, iteration: P
     assert len(roots) == 1
 
 
+def test_a_common_state_that_is_an_object(store: tsck.Store, tmp_path: Path) -> None:
+    """Of Megatron-core 0.19; what an older one left in the folder is of another save."""
+    roots = set()
+    for name, has_common_file in (("old", True), ("new", False)):
+        torch.manual_seed(1)
+        megatron_folders.write(tmp_path / name, has_common_file=has_common_file)
+        roots.add(import_checkpoint(store, tmp_path / name, ref=name).snapshot.root)
+    assert len(roots) == 1
+    with megatron_folders.pickled_as_megatron():
+        torch.save(megatron_folders.common(2000), tmp_path / "new" / "iter_0001000" / "common.pt")
+    again, contents = import_checkpoint(store, tmp_path / "new", ref="again")
+    assert ({again.root}, contents.skipped) == (roots, {"common.pt": "not named by .metadata"})
+
+
 def test_a_release(store: tsck.Store, folder: Path) -> None:
     (folder / "iter_0001000").rename(folder / "release")
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
@@ -162,7 +176,7 @@ class Runs:
         return os.system, ("touch hacked",)
 
 
-@pytest.mark.parametrize("where", ["common.pt", ".metadata", "plans", "hidden"])
+@pytest.mark.parametrize("where", ["common.pt", ".metadata", "plans", "hidden", "object"])
 def test_hostile_pickles(refuse: Refuse, iteration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.chdir(tmp_path)
     if where == "common.pt":
@@ -170,13 +184,16 @@ def test_hostile_pickles(refuse: Refuse, iteration: Path, tmp_path: Path, monkey
     elif where == "hidden":  # below an attribute of an object that is allowed
         with megatron_folders.pickled_as_megatron():
             torch.save(megatron_folders.common(evil=[Runs()]), iteration / "common.pt")
+    elif where == "object":
+        shutil.rmtree(iteration)
+        megatron_folders.write(iteration.parent, has_common_file=False, evil=[Runs()])
     elif where == ".metadata":
         (iteration / ".metadata").write_bytes(pickle.dumps(Runs()))
     else:
         megatron_folders.rewrite_metadata(iteration, all_local_plans=[Runs()])
     message = refuse(iteration, tsck.UnsupportedValueError)
     assert "posix.system" in message
-    if where == "hidden":
+    if where in ("hidden", "object"):
         assert "common.args.evil.0" in message
     assert not (tmp_path / "hacked").exists()
 
@@ -185,7 +202,7 @@ def test_an_object_of_another_version(refuse: Refuse, iteration: Path) -> None:
     with megatron_folders.pickled_as_megatron():
         torch.save(megatron_folders.common(scope=megatron_folders.AttnBackend.unknown), iteration / "common.pt")
     message = refuse(iteration, tsck.CorruptObjectError)
-    assert "has a megatron.AttnBackend of the value 99, which Megatron-core 0.16 does not have" in message
+    assert "has a megatron.AttnBackend of the value 99, which Megatron-core 0.19 does not have" in message
 
 
 @pytest.mark.parametrize("left_out", ["common.args.evil", "common.args", "common"])

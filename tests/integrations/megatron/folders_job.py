@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
 
 import tensorstore_ck as tsck
 import tests.integrations.megatron.on_cpu  # noqa: F401
+from tensorstore_ck.integrations.megatron_layout import COMMON_OBJECT
 from tests.integrations.importing.same import require_same
 from tests.integrations.megatron.gpt import Job, join, leave
 from tests.integrations.rank_runs import say
@@ -51,13 +52,13 @@ def save(folder: Path, job: Job) -> None:
     dist.barrier()
     state = {**job.sharded_state_dict(), **VALUES}
     dist_checkpointing.save(state, str(path), content_metadata=dict(job.metadata))
-    with tsck.megatron.register(folder / "store", ref="runs/here"):
+    with tsck.megatron.register(folder / "store", ref="runs/here") as registered:
         light = folder / "light" / path.name
         if dist.get_rank() == 0:
             light.mkdir(parents=True)
         dist.barrier()
         state = {**job.sharded_state_dict(), **VALUES}
-        dist_checkpointing.save(state, str(light), ("tsck", 1), content_metadata=dict(job.metadata))
+        dist_checkpointing.save(state, str(light), registered.save, content_metadata=dict(job.metadata))
     say(saved=str(path))
 
 
@@ -69,6 +70,7 @@ def load(job: Job, path: str) -> Any:
     if f"rng_state/shard_{dist.get_rank()}_{dist.get_world_size()}" not in stored:
         del wanted["rng_state"], wanted["rerun_state_machine_state"]
     loaded = dist_checkpointing.load(wanted, path)
+    stored.pop(COMMON_OBJECT, None)  # listed since 0.19, for folders of torch_dist
     shapes = {key: (tuple(each.global_shape), getattr(each, "dtype", None)) for key, each in sorted(stored.items())}
     return [loaded, dist_checkpointing.load_common_state_dict(path), shapes]
 

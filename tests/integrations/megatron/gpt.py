@@ -109,7 +109,7 @@ class Job:
             "checkpoint_version": 3.0,
         }
 
-    def save(self, folder: Path, strategy: Any = ("tsck", 1), **options: Any) -> Any:
+    def save(self, folder: Path, strategy: Any, **options: Any) -> Any:
         """To ``iter_N`` in a folder; returns its request, if it is asynchronous."""
         checkpoint = folder / f"iter_{self.step:07d}"
         if dist.get_rank() == 0:

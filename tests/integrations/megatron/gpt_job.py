@@ -21,7 +21,7 @@ def main(folder: Path, what: str, degrees: tuple[int, int], layout: str, *names:
     join(tensor, pipeline)
     job, queue = Job(tensor, pipeline, layout), AsyncCallsQueue()
     numbers = []
-    with tsck.megatron.register(folder / "store", ref=branch):
+    with tsck.megatron.register(folder / "store", ref=branch) as registered:
         if what == "save":
             numbers += [job.train(), job.train()]
         else:
@@ -30,7 +30,7 @@ def main(folder: Path, what: str, degrees: tuple[int, int], layout: str, *names:
             loaded = job.load(found, with_generators=branch == f"{source}-again")
             assert (loaded["iteration"], loaded["checkpoint_version"]) == (2, 3.0)
             job.metadata = {**job.metadata, "distrib_optim_sharding_type": "fully_reshardable"}
-        request = job.save(folder / branch, async_sharded_save=saving == "async")
+        request = job.save(folder / branch, registered.save, async_sharded_save=saving == "async")
         if request is not None:
             queue.schedule_async_request(request)
         numbers += [job.train(), job.train()]

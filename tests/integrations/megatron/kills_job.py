@@ -24,7 +24,8 @@ def main(folder: Path, saving: str, killed: int, at: int, torn: int) -> None:
     faults = KillAt(at if rank == killed else 0, torn=bool(torn))
     with open_killable(folder / "store", faults) as store:
         job, queue = Job(1, 1, "fully_reshardable"), AsyncCallsQueue()
-        found = tsck.megatron.register(store, ref="runs/gpt").write_folder(folder / "out")
+        registered = tsck.megatron.register(store, ref="runs/gpt")
+        found = registered.write_folder(folder / "out")
         if found is not None:
             job.load(found)
         numbers = {}
@@ -32,7 +33,7 @@ def main(folder: Path, saving: str, killed: int, at: int, torn: int) -> None:
             numbers[job.step] = job.train()
             if job.step in SAVED_AFTER:
                 faults.is_counting = job.step == SAVED_AFTER[-1]
-                request = job.save(folder / "out", async_sharded_save=saving == "async")
+                request = job.save(folder / "out", registered.save, async_sharded_save=saving == "async")
                 if request is not None:
                     queue.schedule_async_request(request)
                     queue.maybe_finalize_async_calls(blocking=True)

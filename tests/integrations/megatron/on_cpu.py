@@ -4,6 +4,7 @@ Its DistributedOptimizer cannot load the state of torch's Adam, only that of Ape
 """
 
 import warnings
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -28,8 +29,20 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Stream:
+    """In place of a CUDA stream, where nothing runs at the same time."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
 torch.cuda.synchronize = lambda device=None: None
+torch.cuda.Stream = torch.cuda.current_stream = _Stream  # type: ignore[assignment,misc]
+torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment]
 _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's, of what is not installed

@@ -34,8 +34,8 @@ def main(folder: Path) -> None:
     if rank == 0:
         step.mkdir(parents=True)
     dist.barrier()
-    with tsck.megatron.register(folder / "store", ref="run"):
-        dist_checkpointing.save(rows(float(rank)), str(step), sharded_strategy=("tsck", 1))
+    with tsck.megatron.register(folder / "store", ref="run") as registered:
+        dist_checkpointing.save(rows(float(rank)), str(step), sharded_strategy=registered.save)
     with tsck.megatron.register(folder / "store", ref="run"), patch.object(LocalBackend, "get", get):
         loaded = dist_checkpointing.load(rows(-1.0), str(step))["weight"]
     say(rank=rank, parts=len(set(read)), is_right=bool((loaded == rank).all()))

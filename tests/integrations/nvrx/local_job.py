@@ -9,6 +9,7 @@ With COPIES=2 the ranks replicate. Commands, of which each rank says what came o
     load                      with a new manager, as after a restart
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -25,6 +26,9 @@ from tensorstore_ck.integrations.nvrx import rank_store
 from tensorstore_ck.store import Store
 from tests.integrations.kill_at import KillAt, open_killable
 from tests.integrations.nvrx.on_cpu import differs, state_dict_of
+
+WITHOUT_CUDA = {"cpu_shm_mode": True} if "cpu_shm_mode" in inspect.signature(AsyncCallsQueue.__init__).parameters else {}
+"""Since NVRx 0.6 a persistent process begins with CUDA, unless tensors come in shared memory."""
 
 
 class Rank:
@@ -43,7 +47,7 @@ class Rank:
         return self.held()
 
     def fork(self, iteration: str, *, persistent: bool = False) -> dict[str, Any]:
-        queue = AsyncCallsQueue(persistent=persistent)
+        queue = AsyncCallsQueue(persistent=persistent, **WITHOUT_CUDA)
         queue.schedule_async_request(self.manager.save(state_dict_of(self.rank, int(iteration)), int(iteration), is_async=True))
         queue.maybe_finalize_async_calls(blocking=True)
         queue.close()

@@ -278,8 +278,8 @@ def test_a_cleanup_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorstore_ck.integrations.nvrx import compatibility
 
-    monkeypatch.setattr(compatibility, "version", lambda _: "0.5.0")
-    with pytest.raises(tsck.MissingExtraError, match=r"NVRx 0\.5\.0 is not supported"):
+    monkeypatch.setattr(compatibility, "version", lambda _: "0.8.0")
+    with pytest.raises(tsck.MissingExtraError, match=r"NVRx 0\.8\.0 is not supported"):
         manager_in(tmp_path)
     monkeypatch.undo()
     for name, expected in ("USED", ((BaseCheckpointManager.find_latest, ("self", "group")),)), ("ABSTRACT", frozenset({"_load"})):
