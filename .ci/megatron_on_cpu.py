@@ -3,12 +3,14 @@
 import contextlib
 import importlib.util
 import types
+import typing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 HERE = Path(__file__).resolve().parent
 
@@ -30,6 +32,8 @@ def on_cpu(patience_seconds: float) -> None:
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    if not hasattr(typing, "override"):  # Megatron-LM since 0.17 is for Python 3.12
+        vars(typing)["override"] = typing_extensions.override
     cuda: Any = torch.cuda
     cuda.device_count = lambda: 8
     cuda.set_device = lambda device: None

@@ -42,7 +42,7 @@ class _Stream:
 torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
 torch.cuda.synchronize = lambda device=None: None
 torch.cuda.Stream = torch.cuda.current_stream = _Stream  # type: ignore[assignment,misc]
-torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment]
+torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment,return-value]
 _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's, of what is not installed
