@@ -54,7 +54,6 @@ def without_transformer_engine() -> None:
     from megatron.core.models.bert import bert_layer_specs  # noqa: PLC0415
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: PLC0415
     from megatron.core.models.T5 import t5_spec  # noqa: PLC0415
-    from megatron.core.transformer.moe import grouped_gemm_util  # noqa: PLC0415
     from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415
 
     def layer_spec(*args: Any, use_te_op_fuser: bool = False, use_te_activation_func: bool = False, **options: Any) -> Any:
@@ -63,7 +62,10 @@ def without_transformer_engine() -> None:
     gpt: Any = gpt_layer_specs
     gpt.get_gpt_layer_with_transformer_engine_spec = layer_spec
     gpt.TESpecProvider, gpt.TENorm = LocalSpecProvider, LocalSpecProvider().layer_norm()
-    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None  # no experts are multiplied
+    with contextlib.suppress(ImportError):  # 0.19 has none
+        from megatron.core.transformer.moe import grouped_gemm_util  # noqa: PLC0415
+
+        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None  # no experts are multiplied
     engine: Any = types.ModuleType("transformer_engine.pytorch.fp8")  # what test_moe_experts.py imports
     engine.check_fp8_support, engine.fp8_autocast = lambda: (False, "there is no Transformer Engine"), None
     sys.modules.update(dict.fromkeys(("transformer_engine", "transformer_engine.pytorch", engine.__name__), engine))
@@ -116,10 +118,11 @@ def keep_groups() -> None:
 
 def stored(folder: Path) -> None:
     """The strategies of tensorstore_ck in place of torch_dist's."""
-    from megatron.core.dist_checkpointing.strategies import torch as native  # noqa: PLC0415 - after `on_cpu`
-    from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy  # noqa: PLC0415
+    from megatron.core.dist_checkpointing import serialization  # noqa: PLC0415 - after `on_cpu`
+    from megatron.core.dist_checkpointing.strategies import torch as native  # noqa: PLC0415
 
     import tensorstore_ck as tsck  # noqa: PLC0415
+    from tensorstore_ck.integrations.megatron.version import has_registry  # noqa: PLC0415
 
     registered = tsck.megatron.register(folder / "store", ref="runs/judged")
 
@@ -129,7 +132,8 @@ def stored(folder: Path) -> None:
 
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
             super().save(sharded_state_dict, checkpoint_dir)
-            Path(checkpoint_dir, ".metadata").touch()  # test_pipeline_parallel_layout.py wants one
+            if has_registry():
+                Path(checkpoint_dir, ".metadata").touch()  # test_pipeline_parallel_layout.py wants one
 
         def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
             options = super()._options(sharded_state_dict, checkpoint_dir)
@@ -139,6 +143,12 @@ def stored(folder: Path) -> None:
     class Load(tsck.megatron.LoadStrategy):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(registered.store)
+
+    if not has_registry():
+        serialization.TorchDistSaveShardedStrategy = native.TorchDistSaveShardedStrategy = Save
+        return
+
+    from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy  # noqa: PLC0415
 
     def register() -> None:
         register_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1, Save())
@@ -283,9 +293,9 @@ def main() -> int:
 
     megatron.core.utils.is_te_min_version = lambda *_, **__: False  # it fails where there is no Transformer Engine
     megatron.__path__ = [*megatron.__path__, str(checkout / "megatron")]  # for megatron.training, which the package lacks
-    without_transformer_engine()
     import megatron.training.checkpointing  # noqa: PLC0415 - once for all ranks
 
+    without_transformer_engine()
     import tensorstore_ck.integrations.megatron  # noqa: F401, PLC0415
 
     folder = Path(tempfile.mkdtemp(prefix="judged-"))

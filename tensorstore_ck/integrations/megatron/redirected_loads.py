@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 from tensorstore_ck.integrations.megatron.snapshot_folder import is_of_store
+from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
 
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (TorchDistLoadShardedStrategy.load, ("self", "sharded_state_dict", "checkpoint_dir", "async_strategy")),
@@ -31,7 +32,7 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 )
 """See `compatibility.USED`."""
 _LOOKS_FOR_COMMON_FILE: Final = "_legacy_common_state_exists"
-"""Of 0.19, where the common state of `torch_dist` is a sharded object, unless there is a file of it; then `load_common` loads that."""
+"""Of 0.19, where the common state of `torch_dist` is a sharded object unless there is a file, which `load_common` loads."""
 
 
 def route_to_store(_: SaveStrategy, load: LoadStrategy) -> None:
@@ -41,7 +42,7 @@ def route_to_store(_: SaveStrategy, load: LoadStrategy) -> None:
     redirect("load_tensors_metadata", lambda given: load.load_tensors_metadata(given["checkpoint_dir"]))
     redirect("load_sharded_metadata", lambda given: load.load_sharded_metadata(given["checkpoint_dir"]))
     _redirect(serialization, "load_common", lambda given: load.open(given["checkpoint_dir"]).common())
-    if hasattr(serialization, _LOOKS_FOR_COMMON_FILE):
+    if keeps_common_state_as_object():
         _redirect(serialization, _LOOKS_FOR_COMMON_FILE, lambda given: True)
 
 

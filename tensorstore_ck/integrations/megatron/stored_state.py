@@ -12,7 +12,8 @@ from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.megatron.sharded_state import with_prepended_axes
-from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
+from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
+from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT, is_object_key
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import target_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
@@ -56,7 +57,8 @@ class StoredState:
 
     def objects(self) -> dict[str, ShardedObject]:
         """Unique key -> the object, without data."""
-        return {key: ShardedObject.empty_from_unique_key(key) for key in self._children if is_object_key(key)}
+        common = [COMMON_OBJECT] if keeps_common_state_as_object() else []
+        return {key: ShardedObject.empty_from_unique_key(key) for key in (*self._children, *common) if is_object_key(key)}
 
     def load_objects(self, wanted: Sequence[ShardedObject]) -> None:
         """Gives each object its stored data.
@@ -64,12 +66,13 @@ class StoredState:
         Raises:
             NotAsStoredError: one of them is not stored.
         """
+        keys = {each.unique_key: COMMON if each.unique_key == COMMON_OBJECT else each.unique_key for each in wanted}
+        for key in keys.values():
+            if key not in self._children:
+                raise NotAsStoredError(f"{self._name} has no object {key!r}", object_id=key)
+        values = self._values(dict.fromkeys(keys.values()))
         for each in wanted:
-            if each.unique_key not in self._children:
-                raise NotAsStoredError(f"{self._name} has no object {each.unique_key!r}", object_id=each.unique_key)
-        values = self._values(dict.fromkeys(each.unique_key for each in wanted))
-        for each in wanted:
-            each.data = values[each.unique_key]
+            each.data = values[keys[each.unique_key]]
 
     def load_tensors(self, wanted: Iterable[ShardedTensor]) -> None:
         """Fills the data of each tensor with its box of the stored tensor; where that does not reach, with zeros.

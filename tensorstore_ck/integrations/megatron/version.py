@@ -16,6 +16,11 @@ def has_registry() -> bool:
     return _installed() < (0, 17)
 
 
+def keeps_common_state_as_object() -> bool:
+    """Whether the common state is a sharded object of a checkpoint, and not a file."""
+    return _installed() >= (0, 19)
+
+
 def require_supported_version() -> None:
     """Called before anything of Megatron-core is imported that other versions lack.
 

@@ -70,7 +70,7 @@ def load(job: Job, path: str) -> Any:
     if f"rng_state/shard_{dist.get_rank()}_{dist.get_world_size()}" not in stored:
         del wanted["rng_state"], wanted["rerun_state_machine_state"]
     loaded = dist_checkpointing.load(wanted, path)
-    stored.pop(COMMON_OBJECT, None)  # listed since 0.19, for folders of torch_dist
+    stored.pop(COMMON_OBJECT, None)  # since 0.19, but for an exported folder, whose common state is a file
     shapes = {key: (tuple(each.global_shape), getattr(each, "dtype", None)) for key, each in sorted(stored.items())}
     return [loaded, dist_checkpointing.load_common_state_dict(path), shapes]
 
