@@ -53,13 +53,13 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
         names = folder.names()
     elif not ((METADATA in names or CONFIG in names) and (COMMON_FILE in names or _has_config(files, folder))):
         return None
-    _require_format(files, folder, names)
+    config = _require_format(files, folder, names)
     known.allow(megatron_types())
     content = load_dcp(files, folder, known)
     _require_whole_files(content)
     state, unknown = _state(folder, content), content.unknown
     read = {METADATA, CONFIG, *(os.path.basename(path) for path in content.left)}
-    if COMMON_OBJECT in state:  # of the same save as the tensors, which a common.pt beside it is not
+    if "common_backend" not in config and COMMON_OBJECT in state:  # of 0.19; a common.pt beside it is of an older save
         source, common = METADATA, state.pop(COMMON_OBJECT)
     elif COMMON_FILE in names:
         found = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
@@ -95,7 +95,8 @@ def _has_config(files: Files, folder: Folder) -> bool:
     return b'"sharded_backend"' in bytes(file.data[:_MAX_JSON_BYTES])
 
 
-def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> None:
+def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[Any, Any]:
+    """The content of ``metadata.json``."""
     old = next(filter(_OLD.fullmatch, names), None)
     if CONFIG not in names and old:
         raise UnsupportedValueError(
@@ -127,6 +128,7 @@ def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> None:
         )
     if METADATA not in names:
         _incomplete(folder, METADATA)
+    return found
 
 
 def _incomplete(folder: Folder, missing: str) -> NoReturn:

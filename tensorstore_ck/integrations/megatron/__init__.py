@@ -1,6 +1,8 @@
 """Megatron-core's `dist_checkpointing` over a store: ``tensorstore_ck.megatron.register("s3://bucket/ckpt", ref="runs/gpt")``.
 
-register.py        `register`: the backend "tsck" among Megatron's strategies
+register.py        `register`: lets Megatron save into a store and load from it
+registered_strategies.py  0.16: the backend "tsck" among the strategies of Megatron's registry
+redirected_calls.py       0.17 and newer, without a registry: Megatron's own functions, for folders that name snapshots
 save_strategy.py   saves a sharded state dict as one snapshot of all ranks, now or by Megatron's `AsyncRequest`
 load_strategy.py   loads from the snapshot that a folder names: sharded tensors and objects, the common state, and what there is
 local_resume.py    whether a job that resumed from a local checkpoint may go on with a ref

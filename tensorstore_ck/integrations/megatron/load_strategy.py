@@ -10,7 +10,7 @@ from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.light_folders import POINTER, read_pointer
 from tensorstore_ck.integrations.megatron.compatibility import LoadBase
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend, version_of
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
@@ -86,6 +86,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         path = str(Path(checkpoint_dir) / POINTER)
         if backend := other_backend(checkpoint_dir):
             raise _of_another_backend(backend)
+        self.check_version_compatibility(version_of(checkpoint_dir))
         pointer = read_pointer(checkpoint_dir)
         if pointer is None:
             raise UnpublishedError(

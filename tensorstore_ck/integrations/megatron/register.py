@@ -17,7 +17,7 @@ from tensorstore_ck.store import open as open_store
 if has_registry():
     from tensorstore_ck.integrations.megatron import registered_strategies as _versions
 else:
-    from tensorstore_ck.integrations.megatron import redirected_loads as _versions  # type: ignore[no-redef]
+    from tensorstore_ck.integrations.megatron import redirected_calls as _versions  # type: ignore[no-redef]
 
 
 class Strategies(NamedTuple):

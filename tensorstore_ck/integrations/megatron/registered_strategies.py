@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, other_backend
 
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (
@@ -56,8 +56,8 @@ class CommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Writes ``common.pt`` on the first rank."""
-        if dist.get_rank() == 0 and other_backend(checkpoint_dir):
-            (Path(checkpoint_dir) / CONFIG_FNAME).unlink()
+        if dist.get_rank() == 0:
+            end_other_checkpoint(checkpoint_dir)
         self.stock.save_common(common_state_dict, checkpoint_dir)
 
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> None:

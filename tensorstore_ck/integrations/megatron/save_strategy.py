@@ -13,11 +13,10 @@ import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.common.ids import Digest
@@ -25,7 +24,8 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
 from tensorstore_ck.integrations.megatron.local_resume import head_before_local_checkpoint
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, name_snapshot, other_backend
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, name_snapshot
+from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.log.snapshot import Snapshot
@@ -39,6 +39,9 @@ _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 
 class SaveStrategy(SaveBase):  # type: ignore[misc]
     """Saves sharded tensors and objects, and the common state, into a store."""
+
+    _named: ClassVar[set[str]] = set()
+    """Of all strategies, since Megatron's wrapper hides which one has saved."""
 
     def __init__(self, store: Store, ref: str) -> None:
         super().__init__(BACKEND, VERSION)
@@ -74,9 +77,10 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
         Raises:
             StoreError: see `Store.put_snapshot_async`.
         """
+        make_request = request_class(async_strategy)
         pending = self._store.put_snapshot_async(**self._options(sharded_state_dict, checkpoint_dir))
         finish = partial(self._finish, Path(checkpoint_dir), pending)
-        return request_class(async_strategy)(wait_until_unlocked, (_locked_until_settled(pending),), [finish], {})
+        return make_request(wait_until_unlocked, (_locked_until_settled(pending),), [finish], {})
 
     def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The arguments of a save; its step is the number at the end of the folder's name."""
@@ -85,8 +89,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             state = state_of(sharded_state_dict)
             if dist.get_rank() == 0:
                 state[COMMON] = _common_state(state, Path(checkpoint_dir) / COMMON_STATE_FNAME)
-                if other_backend(checkpoint_dir):
-                    (Path(checkpoint_dir) / CONFIG_FNAME).unlink()  # that checkpoint ends before anything of it is replaced
+                end_other_checkpoint(checkpoint_dir)
         except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
         if self._is_first:
@@ -119,6 +122,14 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     def _name(self, folder: Path, snapshot: Snapshot) -> None:
         if dist.get_rank() == 0:
             name_snapshot(self._store, folder, snapshot.root)
+            self._named.add(str(folder))
+
+    @classmethod
+    def has_just_named(cls, folder: str | Path) -> bool:
+        """Whether a strategy of this process has saved into a folder that has no ``metadata.json`` for it yet. True once for a save."""
+        is_named = str(Path(folder)) in cls._named
+        cls._named.discard(str(Path(folder)))
+        return is_named
 
 
 def _common_state(state: dict[str, Any], path: Path) -> Any:
@@ -127,7 +138,7 @@ def _common_state(state: dict[str, Any], path: Path) -> Any:
     Raises:
         UnsupportedValueError: it has a type that `torch.load` refuses, in a load of Megatron's own format too.
     """
-    if COMMON_OBJECT in state:
+    if keeps_common_state_as_object() and COMMON_OBJECT in state:
         return state.pop(COMMON_OBJECT)
     try:
         return torch.load(path, map_location="cpu")

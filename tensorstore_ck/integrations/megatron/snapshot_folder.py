@@ -19,7 +19,7 @@ BACKEND: Final = "tsck"
 """In the ``metadata.json`` of a folder."""
 VERSION: Final = 1
 _DCP_METADATA: Final = ".metadata"
-"""Of a checkpoint of `torch_dist`. Since Megatron-core 0.17 its wrapper for saves writes the name of that backend for any strategy."""
+"""Of a checkpoint that torch's DCP has written."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the iteration to load."""
 
@@ -28,12 +28,18 @@ def other_backend(folder: str | Path) -> str | None:
     """The backend of a complete checkpoint that another strategy wrote into a folder; None: there is none."""
     try:
         config = maybe_load_config(str(folder))
-    except ValueError:  # no JSON: its writer was killed; ours has written the pointer before
+    except (ValueError, TypeError, AttributeError):  # no description: its writer was killed; ours has written the pointer before
         return "an unknown backend" if read_pointer(Path(folder)) is None else None
-    if config is None or config.sharded_backend == BACKEND:
-        return None
-    is_named_torch_dist_by_wrapper = read_pointer(Path(folder)) is not None and not (Path(folder) / _DCP_METADATA).exists()
-    return None if is_named_torch_dist_by_wrapper else str(config.sharded_backend)
+    return None if config is None or config.sharded_backend == BACKEND else str(config.sharded_backend)
+
+
+def version_of(folder: str | Path) -> int:
+    """Of the form of a folder that names a snapshot; `VERSION` where nothing says it."""
+    try:
+        config = maybe_load_config(str(folder))
+    except (ValueError, TypeError, AttributeError):
+        config = None
+    return VERSION if config is None else int(config.sharded_backend_version)
 
 
 def is_of_store(folder: str | Path) -> bool:
@@ -41,11 +47,22 @@ def is_of_store(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG_FNAME).exists() and other_backend(folder) is None
 
 
+def end_other_checkpoint(folder: str | Path) -> None:
+    """A checkpoint of another strategy ends before anything of it is replaced."""
+    if other_backend(folder):
+        (Path(folder) / CONFIG_FNAME).unlink()
+    (Path(folder) / _DCP_METADATA).unlink(missing_ok=True)
+
+
 def name_snapshot(store: Store, folder: Path, root: str) -> None:
     """Makes a folder name a snapshot; Megatron writes ``metadata.json`` afterwards."""
     write_pointer(folder, SnapshotPointer(store.url, root))
-    for left in (COMMON_STATE_FNAME, _DCP_METADATA):
-        (folder / left).unlink(missing_ok=True)
+    (folder / COMMON_STATE_FNAME).unlink(missing_ok=True)
+
+
+def _unnamed_backend(folder: Path) -> str | None:
+    """Of Megatron-LM's formats torch_dcp and fsdp_dtensor, which have no ``metadata.json``."""
+    return "torch's DCP" if (folder / _DCP_METADATA).exists() and not (folder / CONFIG_FNAME).exists() else None
 
 
 def latest_folder(parent: Path) -> Path | None:
@@ -70,7 +87,7 @@ def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> P
     def write() -> bytes:
         snapshot = store.resolve(chosen)
         folder = _folder_of(parent, snapshot.step) if snapshot.step is not None else parent / snapshot.root[:16]
-        if backend := other_backend(folder):
+        if backend := other_backend(folder) or _unnamed_backend(folder):
             raise ConflictError(f"{folder} has a checkpoint of {backend}: remove it, or write to another folder", object_id=str(folder))
         name_snapshot(store, folder, snapshot.root)
         replace_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION))))

@@ -66,7 +66,9 @@ class StoredState:
         Raises:
             NotAsStoredError: one of them is not stored.
         """
-        keys = {each.unique_key: COMMON if each.unique_key == COMMON_OBJECT else each.unique_key for each in wanted}
+        keys = {each.unique_key: each.unique_key for each in wanted}
+        if COMMON_OBJECT in keys and COMMON_OBJECT not in self._children:
+            keys[COMMON_OBJECT] = COMMON
         for key in keys.values():
             if key not in self._children:
                 raise NotAsStoredError(f"{self._name} has no object {key!r}", object_id=key)

@@ -14,7 +14,7 @@ from tensorstore_ck.errors import MissingExtraError
 SUPPORTED: Final = ((0, 4), (0, 8))
 """From the first up to, but not including, the second."""
 SUPPORTED_PACKAGE: Final = "nvidia-resiliency-ext>=0.4,<0.8"
-TESTED_PACKAGE: Final = "nvidia-resiliency-ext==0.4.1"
+TESTED_PACKAGE: Final = "nvidia-resiliency-ext>=0.4.1,<=0.7.0"
 ABSTRACT: Final = frozenset({"_cleanup", "_cleanup_failed_save", "_load", "_my_ckpt_ids", "_save"})
 """What a manager must define."""
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (

@@ -80,6 +80,18 @@ def test_a_common_state_that_is_an_object(store: tsck.Store, tmp_path: Path) -> 
     assert ({again.root}, contents.skipped) == (roots, {"common.pt": "not named by .metadata"})
 
 
+def test_an_object_with_the_key_of_the_common_state(store: tsck.Store, iteration: Path) -> None:
+    """Before 0.19 it means nothing."""
+    metadata = pickle.loads((iteration / ".metadata").read_bytes())
+    key = "rerun_state_machine_state/shard_0_1"
+    metadata.state_dict_metadata["common_state/shard_0_1"] = metadata.state_dict_metadata.pop(key)
+    (index,) = [index for index in metadata.storage_data if index.fqn == key]
+    metadata.storage_data[type(index)("common_state/shard_0_1", index.offset)] = metadata.storage_data.pop(index)
+    (iteration / ".metadata").write_bytes(pickle.dumps(metadata))
+    snapshot, contents = import_checkpoint(store, iteration, ref="old")
+    assert (snapshot.step, contents.skipped) == (1000, {})
+
+
 def test_a_release(store: tsck.Store, folder: Path) -> None:
     (folder / "iter_0001000").rename(folder / "release")
     (folder / "latest_checkpointed_iteration.txt").write_text("release")

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import uuid
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
@@ -15,7 +16,6 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run `make test-apart`")
 
-import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
@@ -37,12 +38,10 @@ from tensorstore_ck.errors import (
     UnsupportedValueError,
 )
 from tensorstore_ck.integrations.megatron import Strategies
-from tensorstore_ck.integrations.megatron.version import has_registry
+from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
 from tests.servers import KEY, SECRET, S3Server
 
 pytestmark = pytest.mark.timeout(300)
-
-IS_COMMON_STATE_A_FILE = tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 19)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -320,13 +319,44 @@ def test_folders_of_other_backends_are_still_loaded_by_megatron(tmp_path: Path, 
         dist_checkpointing.load(empty(), where, registered.load)
 
 
+def test_the_backend_that_megatron_names_is_that_of_the_last_save(tmp_path: Path, registered: Strategies) -> None:
+    """Its wrapper has a name of its own since 0.17."""
+    where = folder(tmp_path)
+    for strategy, expected in (
+        (FullyParallelSaveStrategyWrapper(registered.save), "tsck"),
+        (None, "torch_dist"),
+        (registered.save, "tsck"),
+    ):
+        dist_checkpointing.save(state(name=expected), where, strategy)
+        assert json.loads(Path(where, "metadata.json").read_text())["sharded_backend"] == expected
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of how Megatron calls it
+            assert dist_checkpointing.load(empty(), where)["name"] == expected
+
+
+def test_a_folder_of_a_later_version(tmp_path: Path, registered: Strategies) -> None:
+    where = folder(tmp_path)
+    dist_checkpointing.save(state(), where, registered.save)
+    config = Path(where, "metadata.json")
+    config.write_text(config.read_text().replace('"sharded_backend_version": 1', '"sharded_backend_version": 2'))
+    with pytest.raises(CheckpointingException, match=r"version 2 of the backend 'tsck': upgrade tensorstore_ck"):
+        dist_checkpointing.load(empty(), where)
+
+
+@pytest.mark.skipif(has_registry(), reason="this Megatron-core has one queue for asynchronous saves")
+def test_a_save_for_an_unknown_queue_publishes_nothing(tmp_path: Path, registered: Strategies) -> None:
+    with pytest.raises(TypeError, match="mine"):
+        dist_checkpointing.save(state(), folder(tmp_path), registered.save, async_sharded_save=True, async_strategy="mine")
+    assert registered.store.branches() == {}
+
+
 @pytest.mark.skipif(not has_registry(), reason="this Megatron-core has no registry of strategies")
 def test_the_backend_by_its_name(tmp_path: Path, registered: Strategies) -> None:
     dist_checkpointing.save(state(), folder(tmp_path, 5), ("tsck", 1))
     assert registered.store.resolve("runs/gpt").step == 5
 
 
-@pytest.mark.parametrize("killed_in", ["put_snapshot", *(["load"] if has_registry() else [])])
+@pytest.mark.parametrize("killed_in", ["put_snapshot", *([] if keeps_common_state_as_object() else ["load"])])
 def test_another_checkpoint_in_the_folder_ends_before_its_common_state_is_replaced(
     tmp_path: Path, registered: Strategies, monkeypatch: pytest.MonkeyPatch, killed_in: str
 ) -> None:
@@ -344,7 +374,7 @@ def test_a_save_that_fails_leaves_the_snapshot_of_its_folder(tmp_path: Path, reg
     dist_checkpointing.save(state(), where, registered.save)
     with pytest.raises(UnsupportedValueError):
         dist_checkpointing.save(state(iteration_2=1, o=ShardedObject("call", print, (1,), (0,))), where, registered.save)
-    assert Path(where, "common.pt").exists() == IS_COMMON_STATE_A_FILE
+    assert Path(where, "common.pt").exists() != keeps_common_state_as_object()
     loaded = dist_checkpointing.load(empty(), where)
     assert (loaded["iteration"], "iteration_2" in loaded) == (7, False)
 
@@ -382,6 +412,10 @@ def test_lost_folders_are_written_again(tmp_path: Path, registered: Strategies) 
     (tmp_path / "native" / "iter_0000001").mkdir(parents=True)
     dist_checkpointing.save({"w": weight()}, str(tmp_path / "native" / "iter_0000001"))
     with pytest.raises(ConflictError, match="iter_0000001 has a checkpoint of torch_dist"):
+        registered.write_folder(tmp_path / "native", "runs/gpt@1")
+    (tmp_path / "native" / "iter_0000001" / "metadata.json").unlink()
+    (tmp_path / "native" / "iter_0000001" / ".metadata").touch()  # as of Megatron-LM's torch_dcp
+    with pytest.raises(ConflictError, match="iter_0000001 has a checkpoint of torch's DCP"):
         registered.write_folder(tmp_path / "native", "runs/gpt@1")
     (tmp_path / "native" / "iter_0000001" / "metadata.json").write_text("")
     with pytest.raises(ConflictError, match="iter_0000001 has a checkpoint of an unknown backend"):

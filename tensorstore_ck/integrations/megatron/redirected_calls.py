@@ -1,0 +1,110 @@
+"""Megatron-core 0.17 and newer, which has no registry: its own functions go to the store for a folder that names a snapshot.
+
+`dist_checkpointing.load`, Megatron-LM and Bridge make a `TorchDistLoadShardedStrategy` themselves, whatever ``metadata.json`` says, and
+functions of `serialization` load and save the common state. So these are replaced, once in a process. Saves take `Strategies.save`.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Final
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    get_async_strategy,
+)
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+
+from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
+from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, is_of_store
+from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
+
+_COMMON_CALLS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    ((serialization._legacy_common_state_exists, ("checkpoint_dir",)),)
+    if keeps_common_state_as_object()
+    else ((serialization.save_common, ("common_state_dict", "checkpoint_dir")),)
+)
+USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    (TorchDistLoadShardedStrategy.load, ("self", "sharded_state_dict", "checkpoint_dir", "async_strategy")),
+    (TorchDistLoadShardedStrategy.load_tensors_metadata, ("self", "checkpoint_dir", "metadata")),
+    (TorchDistLoadShardedStrategy.load_sharded_metadata, ("self", "checkpoint_dir")),
+    (TorchDistSaveShardedStrategy.async_save, ("self", "sharded_state_dict", "checkpoint_dir", "async_strategy")),
+    (get_async_strategy, ("async_strategy", "module")),
+    (serialization.load_common, ("checkpoint_dir",)),
+    (serialization.save_config, ("config", "checkpoint_dir")),
+    *_COMMON_CALLS,
+)
+"""See `compatibility.USED`."""
+_ROUTE: Final = "tensorstore_ck_route"
+"""The attribute of Megatron's class that has the `_Route` of this process, as 0.16 has a registry."""
+
+
+@dataclass
+class _Route:
+    """Where loads go."""
+
+    strategy: LoadStrategy
+
+
+def route_to_store(_: SaveStrategy, load: LoadStrategy) -> None:
+    """Redirects the calls; a second call replaces the first one's store."""
+    route = vars(TorchDistLoadShardedStrategy).get(_ROUTE)
+    if route is not None:
+        route.strategy = load
+        return
+    route = _Route(load)
+    setattr(TorchDistLoadShardedStrategy, _ROUTE, route)
+
+    def load_all(given: dict[str, Any]) -> Any:
+        force_all_tensors_to_non_fp8(given["sharded_state_dict"])  # since 0.19 Megatron leaves it to its own strategy
+        return route.strategy.load(given["sharded_state_dict"], given["checkpoint_dir"])
+
+    replace = TorchDistLoadShardedStrategy, is_of_store
+    _redirect(*replace, "load", load_all)
+    _redirect(*replace, "load_tensors_metadata", lambda given: route.strategy.load_tensors_metadata(given["checkpoint_dir"]))
+    _redirect(*replace, "load_sharded_metadata", lambda given: route.strategy.load_sharded_metadata(given["checkpoint_dir"]))
+    replace = serialization, is_of_store
+    _redirect(*replace, "load_common", lambda given: route.strategy.open(given["checkpoint_dir"]).common())
+    if keeps_common_state_as_object():  # where there is a file of it, `load_common` is called
+        _redirect(*replace, "_legacy_common_state_exists", lambda _: True)
+    else:
+        serialization.save_common = _after_other_checkpoint(serialization.save_common)
+    # Megatron's wrapper for saves has the name of its own backend for any strategy.
+    save_config = serialization.save_config
+    _redirect(
+        serialization,
+        SaveStrategy.has_just_named,
+        "save_config",
+        lambda given: save_config(CheckpointingConfig(BACKEND, VERSION), given["checkpoint_dir"]),
+    )
+
+
+def _redirect(owner: Any, where: Callable[[Any], bool], name: str, to_store: Callable[[dict[str, Any]], Any]) -> None:
+    """Replaces a function of `checkpoint_dir`, for some folders, by one of its arguments."""
+    stock = getattr(owner, name)
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return to_store(given) if where(given["checkpoint_dir"]) else stock(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _after_other_checkpoint(save_common: Callable[..., None]) -> Callable[..., None]:
+    """Else a death in the middle of a save to its folder would leave its tensors together with another common state."""
+
+    @wraps(save_common)
+    def call(common_state_dict: Any, checkpoint_dir: Any) -> None:
+        if dist.get_rank() == 0:
+            end_other_checkpoint(checkpoint_dir)
+        save_common(common_state_dict, checkpoint_dir)
+
+    return call
