@@ -33,7 +33,9 @@ class _Anything(type):
 
 
 class _Empty(ModuleType):
-    __path__: typing.ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_Anything("module", (), {}), name)
