@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, is_of_store
+from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, has_dcp_metadata, is_of_store
 from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
 
 _COMMON_CALLS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
@@ -65,27 +65,28 @@ def route_to_store(_: SaveStrategy, load: LoadStrategy) -> None:
         force_all_tensors_to_non_fp8(given["sharded_state_dict"])  # since 0.19 Megatron leaves it to its own strategy
         return route.strategy.load(given["sharded_state_dict"], given["checkpoint_dir"])
 
-    replace = TorchDistLoadShardedStrategy, is_of_store
-    _redirect(*replace, "load", load_all)
-    _redirect(*replace, "load_tensors_metadata", lambda given: route.strategy.load_tensors_metadata(given["checkpoint_dir"]))
-    _redirect(*replace, "load_sharded_metadata", lambda given: route.strategy.load_sharded_metadata(given["checkpoint_dir"]))
-    replace = serialization, is_of_store
-    _redirect(*replace, "load_common", lambda given: route.strategy.open(given["checkpoint_dir"]).common())
+    native = TorchDistLoadShardedStrategy
+    _redirect(native, "load", is_of_store, load_all)
+    _redirect(native, "load_tensors_metadata", is_of_store, lambda given: route.strategy.load_tensors_metadata(given["checkpoint_dir"]))
+    _redirect(native, "load_sharded_metadata", is_of_store, lambda given: route.strategy.load_sharded_metadata(given["checkpoint_dir"]))
+    _redirect(serialization, "load_common", is_of_store, lambda given: route.strategy.open(given["checkpoint_dir"]).common())
     if keeps_common_state_as_object():  # where there is a file of it, `load_common` is called
-        _redirect(*replace, "_legacy_common_state_exists", lambda _: True)
+        _redirect(serialization, "_legacy_common_state_exists", is_of_store, lambda _: True)
     else:
         serialization.save_common = _after_other_checkpoint(serialization.save_common)
-    # Megatron's wrapper for saves has the name of its own backend for any strategy.
-    save_config = serialization.save_config
-    _redirect(
-        serialization,
-        SaveStrategy.has_just_named,
-        "save_config",
-        lambda given: save_config(CheckpointingConfig(BACKEND, VERSION), given["checkpoint_dir"]),
-    )
+    _redirect(serialization, "save_config", _is_just_named, _save_config)
 
 
-def _redirect(owner: Any, where: Callable[[Any], bool], name: str, to_store: Callable[[dict[str, Any]], Any]) -> None:
+def _is_just_named(folder: Any) -> bool:
+    return SaveStrategy.has_just_named(folder) and not has_dcp_metadata(folder)
+
+
+def _save_config(given: dict[str, Any]) -> None:
+    """Megatron's wrapper for saves has the name of Megatron's own backend, whatever it wraps."""
+    save_config(CheckpointingConfig(BACKEND, VERSION), given["checkpoint_dir"])
+
+
+def _redirect(owner: Any, name: str, where: Callable[[Any], bool], to_store: Callable[[dict[str, Any]], Any]) -> None:
     """Replaces a function of `checkpoint_dir`, for some folders, by one of its arguments."""
     stock = getattr(owner, name)
     signature = inspect.signature(stock)

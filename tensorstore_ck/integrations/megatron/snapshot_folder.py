@@ -26,25 +26,36 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 
 def other_backend(folder: str | Path) -> str | None:
     """The backend of a complete checkpoint that another strategy wrote into a folder; None: there is none."""
-    try:
-        config = maybe_load_config(str(folder))
-    except (ValueError, TypeError, AttributeError):  # no description: its writer was killed; ours has written the pointer before
-        return "an unknown backend" if read_pointer(Path(folder)) is None else None
-    return None if config is None or config.sharded_backend == BACKEND else str(config.sharded_backend)
-
-
-def version_of(folder: str | Path) -> int:
-    """Of the form of a folder that names a snapshot; `VERSION` where nothing says it."""
-    try:
-        config = maybe_load_config(str(folder))
-    except (ValueError, TypeError, AttributeError):
-        config = None
-    return VERSION if config is None else int(config.sharded_backend_version)
+    config = _config_of(folder)
+    if config is not None:
+        return None if config.sharded_backend == BACKEND else str(config.sharded_backend)
+    # Whoever wrote a description that cannot be read was killed; ours has written the pointer before.
+    is_unknown = (Path(folder) / CONFIG_FNAME).exists() and read_pointer(folder) is None
+    return "an unknown backend" if is_unknown else None
 
 
 def is_of_store(folder: str | Path) -> bool:
     """Whether a folder is a checkpoint that is a snapshot of a store."""
     return (Path(folder) / CONFIG_FNAME).exists() and other_backend(folder) is None
+
+
+def version_of(folder: str | Path) -> int:
+    """Of the form of a folder that names a snapshot; `VERSION` where nothing says it."""
+    config = _config_of(folder)
+    return VERSION if config is None else int(config.sharded_backend_version)
+
+
+def _config_of(folder: str | Path) -> CheckpointingConfig | None:
+    """None: there is none, or it cannot be read."""
+    try:
+        return maybe_load_config(str(folder))
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def has_dcp_metadata(folder: str | Path) -> bool:
+    """Whether torch's DCP has saved into a folder since a save to a store began, which removes that file."""
+    return (Path(folder) / _DCP_METADATA).exists()
 
 
 def end_other_checkpoint(folder: str | Path) -> None:
@@ -62,7 +73,7 @@ def name_snapshot(store: Store, folder: Path, root: str) -> None:
 
 def _unnamed_backend(folder: Path) -> str | None:
     """Of Megatron-LM's formats torch_dcp and fsdp_dtensor, which have no ``metadata.json``."""
-    return "torch's DCP" if (folder / _DCP_METADATA).exists() and not (folder / CONFIG_FNAME).exists() else None
+    return "torch's DCP" if has_dcp_metadata(folder) and not (folder / CONFIG_FNAME).exists() else None
 
 
 def latest_folder(parent: Path) -> Path | None:
