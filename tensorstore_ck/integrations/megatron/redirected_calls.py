@@ -78,7 +78,7 @@ def route_to_store(_: SaveStrategy, load: LoadStrategy) -> None:
 
 
 def _is_just_named(folder: Any) -> bool:
-    return SaveStrategy.has_just_named(folder) and not has_dcp_metadata(folder)
+    return SaveStrategy.take_named(folder) and not has_dcp_metadata(folder)
 
 
 def _save_config(given: dict[str, Any]) -> None:

@@ -125,8 +125,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             self._named.add(str(folder))
 
     @classmethod
-    def has_just_named(cls, folder: str | Path) -> bool:
-        """Whether a strategy of this process has saved into a folder that has no ``metadata.json`` for it yet. True once for a save."""
+    def take_named(cls, folder: str | Path) -> bool:
+        """Whether a strategy of this process has saved into a folder since the last call for it. For Megatron, before ``metadata.json``."""
         is_named = str(Path(folder)) in cls._named
         cls._named.discard(str(Path(folder)))
         return is_named
