@@ -1,6 +1,6 @@
 """Megatron Bridge over a store: its own checkpoint manager, which saves with the strategy of `tsck.megatron`.
 
-In the script, before `pretrain`; Bridge refuses classes whose module it was not told of::
+Bridge refuses a class unless its module is allowed. So the script does this before it calls `pretrain`::
 
     from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 

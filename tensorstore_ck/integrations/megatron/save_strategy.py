@@ -25,7 +25,7 @@ from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request
 from tensorstore_ck.integrations.megatron.local_resume import head_before_local_checkpoint
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, name_snapshot
-from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
+from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.log.snapshot import Snapshot
@@ -41,7 +41,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     """Saves sharded tensors and objects, and the common state, into a store."""
 
     _named: ClassVar[set[str]] = set()
-    """Of all strategies, since Megatron's wrapper hides which one has saved."""
+    """The folders that all strategies of this process have saved into: Megatron's wrapper hides which one it was."""
 
     def __init__(self, store: Store, ref: str) -> None:
         super().__init__(BACKEND, VERSION)
@@ -122,7 +122,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     def _name(self, folder: Path, snapshot: Snapshot) -> None:
         if dist.get_rank() == 0:
             name_snapshot(self._store, folder, snapshot.root)
-            self._named.add(str(folder))
+            if not has_registry():  # in 0.16 the wrapper names the backend of what it wraps
+                self._named.add(str(folder))
 
     @classmethod
     def take_named(cls, folder: str | Path) -> bool:

@@ -29,7 +29,7 @@ def other_backend(folder: str | Path) -> str | None:
     config = _config_of(folder)
     if config is not None:
         return None if config.sharded_backend == BACKEND else str(config.sharded_backend)
-    # Whoever wrote a description that cannot be read was killed; ours has written the pointer before.
+    # A save was killed while it wrote the file. A save to a store has written the pointer before that.
     is_unknown = (Path(folder) / CONFIG_FNAME).exists() and read_pointer(folder) is None
     return "an unknown backend" if is_unknown else None
 
