@@ -14,7 +14,7 @@ import torch
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
 from tensorstore_ck.integrations.deepspeed.global_names import is_copy, with_global_names
-from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, SCALE
+from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
@@ -234,7 +234,7 @@ class _Counters:
     def _counters(self) -> list[tuple[Any, str]]:
         """Objects, and their attributes. A pipeline with `seed_layers` seeds them by the number of micro-batches so far."""
         engine = self._engine
-        return [(engine, name) for name in COUNTERS] + ([(engine.module, "micro_offset")] if engine.pipeline_parallelism else [])
+        return [(engine, name) for name in COUNTERS] + ([(engine.module, MICRO_OFFSET)] if engine.pipeline_parallelism else [])
 
 
 def _counters(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> set[str]:

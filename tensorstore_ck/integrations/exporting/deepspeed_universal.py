@@ -19,7 +19,7 @@ import torch
 
 from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, MASTER
+from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, EXPORTED, MASTER, UNSAVED_COUNTERS
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
@@ -85,16 +85,17 @@ def _groups(state: Any, shown: str) -> list[dict[str, Any]]:
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     extra = state.get("extra") if isinstance(state, dict) else None
     counters = extra.get("deepspeed") if isinstance(extra, dict) else None
-    if not isinstance(optimizer, dict) or not isinstance(counters, dict) or not set(COUNTERS) <= counters.keys() or "model" not in state:
+    if not groups or not isinstance(counters, dict) or not set(COUNTERS) <= counters.keys() or "model" not in state:
         raise UnsupportedValueError(
             f"{shown}: a universal checkpoint needs model, optimizer and counters of a DeepSpeed engine, as tensorstore_ck.deepspeed saves "
             "them, and tsck import takes them from DeepSpeed's folders: this snapshot has not all of these",
             object_id="optimizer",
         )
-    if not isinstance(groups, list) or any(group.get("moe") for group in groups):
+    if isinstance(groups, Mapping):  # those of the first stage of a pipeline come first; each stage takes options by position
+        groups = [{**each, "params": list(each["params"])} for each in groups.values()]
+    if any(group.get("moe") for group in groups):
         raise UnsupportedValueError(
-            "the optimizer has groups of MoE experts or of the stages of a pipeline, which DeepSpeed's universal checkpoints hold in "
-            "another way: this is not supported",
+            "the optimizer has groups of MoE experts, which DeepSpeed names from 0 on each rank: no universal checkpoint can hold them",
             object_id="optimizer.param_groups",
         )
     for name in (name for group in groups for name in group["params"]):
@@ -139,7 +140,8 @@ def _model_states(
         "lr_scheduler": state.get("scheduler"),
         "data_sampler": None,
         "random_ltd": None,
-        **{name: counters[name] for name in ("skipped_steps", "global_steps", "global_samples")},
+        **{name: counters[name] for name in COUNTERS if name not in UNSAVED_COUNTERS},
+        EXPORTED: {name: counters[name] for name in UNSAVED_COUNTERS if name in counters},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_config": {},

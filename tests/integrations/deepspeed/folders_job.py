@@ -18,12 +18,12 @@ from tests.integrations.deepspeed.stages_job import SAVED_AFTER, STEPS, parse
 from tests.integrations.rank_runs import say
 
 
-def _mend(engine: Any, decays: list[float]) -> None:
+def _mend_zero_3(engine: Any, decays: list[float]) -> None:
     """From a universal checkpoint ZeRO 3 gives all groups the options of the first, and one counter of steps, which each then counts up."""
     groups = engine.optimizer.param_groups
     for group, decay in zip(groups, decays, strict=True):
         group.update(lr=groups[0]["lr"], weight_decay=decay)
-    for state in engine.optimizer.optimizer.state.values() if engine.zero_optimization_stage() == 3 else ():
+    for state in engine.optimizer.optimizer.state.values():
         state["step"] = state["step"].clone()
 
 
@@ -53,7 +53,8 @@ def main(folder: Path, what: str, arguments: list[str]) -> None:
             decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
             found, _ = engine.load_checkpoint(path)
             assert found is not None
-            _mend(engine, decays)
+            if kind.stage == 3:
+                _mend_zero_3(engine, decays)
             ref = f"loaded/{kind.ref}/{Path(path).name}"
             tsck.deepspeed.attach(engine, store, ref=ref, asynchronous=False)
             assert engine.save_checkpoint(folder / "light")

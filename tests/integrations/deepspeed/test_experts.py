@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
 
 import tensorstore_ck as tsck
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.exporting import export_snapshot
 from tests.effort import effort
 from tests.integrations.deepspeed.stages_job import parse
 from tests.integrations.rank_runs import Said, run_ranks
@@ -65,6 +67,14 @@ def test_another_number_of_ranks(saved: Any, ranks: int, kind: str) -> None:
         check(each, parse(kind).ep_size)
         if ranks > 1 and each["rank"] < 2:  # these ranks get the same words; their dropout is another
             assert each["losses"][0] == pytest.approx(losses[each["ref"], each["rank"]][3], rel=0.2), each
+
+
+def test_an_export_is_refused(saved: Any, tmp_path: Path) -> None:
+    """DeepSpeed has no universal checkpoint of them."""
+    store = tsck.open(saved[0] / "store", read_only=True, cache_dir=saved[0] / "cache-test")
+    with store, pytest.raises(UnsupportedValueError, match="MoE experts"):
+        export_snapshot(store, parse(KINDS[0]).ref, tmp_path / "out", format="deepspeed-universal")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_experts_are_stored_by_their_numbers(saved: Any) -> None:

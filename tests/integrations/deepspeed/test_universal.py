@@ -18,13 +18,15 @@ from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.store import ReadOnlyStore, Store
 from tests.effort import effort
 from tests.integrations.deepspeed.same_bits import differences
-from tests.integrations.deepspeed.stages_job import SAVED_AFTER
+from tests.integrations.deepspeed.stages_job import SAVED_AFTER, parse
 from tests.integrations.rank_runs import Said, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
 JOB = "tests.integrations.deepspeed.folders_job"
 SAVED = ["2,bf16", "2,fp16"]
+PIPELINE = "1,bf16,stages=2"
+PIPELINES = [PIPELINE, "1,bf16,stages=1", '1,bf16,stages=2,grad_accum_dtype="fp32"']
 TAG = f"global_step{SAVED_AFTER}_universal"
 LOADED = [
     (["1,bf16", '1,bf16,grad_accum_dtype="fp32"', "2,bf16"], "bf16-2", 2),
@@ -41,6 +43,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two ranks have saved a pipeline of two stages."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    run_ranks(JOB, folder, "save", PIPELINE)
+    return folder
+
+
 @pytest.fixture
 def store(saved: Path) -> Iterator[Store]:
     with tsck.open(saved / "store", cache_dir=saved / "cache-test") as opened:
@@ -51,9 +61,16 @@ def optimizer_and_counters(store: ReadOnlyStore, ref: str) -> dict[str, Any]:
     """Masters, moments, weights of trained parameters, schedule and counters, by name."""
     with store.open_snapshot(ref) as found:
         wanted = ("optimizer.state.", "scheduler.", "extra.deepspeed.", "model.")
-        left = ("model.seen", "extra.deepspeed.micro_steps")  # DeepSpeed loads none of them from a universal checkpoint
-        tensors = {name: found[name][...] for name in found if name.startswith(wanted) and name not in left}
-        return {**tensors, **{name: each for name, each in found.state_values.items() if name.startswith(wanted) and name not in left}}
+        left = ("seen", "micro_steps", "micro_offset")  # DeepSpeed loads none of them from a universal checkpoint
+        tensors = {name: found[name][...] for name in found if name.startswith(wanted) and not name.endswith(left)}
+        values = {name: each for name, each in found.state_values.items() if name.startswith(wanted) and not name.endswith(left)}
+        return {**tensors, **values}
+
+
+def counters(store: ReadOnlyStore, ref: str) -> dict[str, Any]:
+    """The counters of an engine, and those that DeepSpeed does not save."""
+    with store.open_snapshot(ref) as found:
+        return {name: each for name, each in found.state_values.items() if name.startswith("extra.deepspeed.")}
 
 
 def losses(said: list[Said]) -> dict[tuple[int, int], list[float]]:
@@ -81,6 +98,24 @@ def test_stock_deepspeed_loads_an_export(saved: Path, tmp_path: Path, store: Sto
             assert differences(expected, found) == [], ref
 
 
+def test_stock_deepspeed_loads_an_export_of_a_pipeline(pipelines: Path, tmp_path: Path) -> None:
+    ref = parse(PIPELINE).ref
+    with tsck.open(pipelines / "store", cache_dir=pipelines / "cache-test") as store:
+        export_snapshot(store, ref, tmp_path / "out", format="deepspeed-universal")
+        expected = optimizer_and_counters(store, ref)
+        import_checkpoint(store, tmp_path / "out", ref="again")
+        assert differences(expected, optimizer_and_counters(store, "again")) == []
+        assert counters(store, ref) == counters(store, "again")
+    said = run_ranks(JOB, pipelines, "load", *(f"{kind},load_universal=true@{tmp_path / 'out'}" for kind in PIPELINES))
+    for address in (ref, "again"):
+        assert losses(said) == losses(run_ranks(JOB, pipelines, "resume", *(f"{kind}@{address}" for kind in PIPELINES)))
+    with tsck.open(pipelines / "store", read_only=True, cache_dir=pipelines / "cache-test") as loaded:
+        for name in {each["ref"] for each in said}:
+            found = optimizer_and_counters(loaded, name)
+            assert len(found) > 60
+            assert differences(expected, found) == [], name
+
+
 def test_an_export_is_imported_again(saved: Path, tmp_path: Path, store: Store) -> None:
     export_snapshot(store, "runs/fp16-2", tmp_path / "out", format="deepspeed-universal")
     assert (tmp_path / "out" / "latest_universal").read_text() == TAG
@@ -88,6 +123,7 @@ def test_an_export_is_imported_again(saved: Path, tmp_path: Path, store: Store) 
     expected, found = store.checkout("runs/fp16-2"), store.checkout("again/fp16-2")
     assert differences(optimizer_and_counters(store, "runs/fp16-2"), optimizer_and_counters(store, "again/fp16-2")) == []
     assert torch.equal(found["model"]["seen"], expected["model"]["seen"])
+    assert counters(store, "again/fp16-2") == counters(store, "runs/fp16-2")
     assert found["rank"]["rank_values"]["client_state"] == {"epoch": 7, "rank": 0}
     export_snapshot(store, "again/fp16-2", tmp_path / "again", format="deepspeed-universal")
     names = sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*.pt"))

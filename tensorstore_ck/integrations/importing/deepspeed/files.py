@@ -16,6 +16,7 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.integrations.deepspeed_names import EXPORTED, UNSAVED_COUNTERS
 from tensorstore_ck.integrations.importing.deepspeed.experts import OPTIMIZER_FILE as EXPERT_OPTIMIZER
 from tensorstore_ck.integrations.importing.deepspeed.experts import Experts, read_experts
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
@@ -65,6 +66,12 @@ class DeepSpeedFiles:
     def model(self) -> dict[str, Any]:
         """The first rank's."""
         return self.models[0]
+
+    @property
+    def exported_counters(self) -> dict[str, Any]:
+        """Counters that DeepSpeed does not save, and `tsck export` does."""
+        exported = self.model.get(EXPORTED)
+        return {name: exported[name] for name in UNSAVED_COUNTERS if name in exported} if isinstance(exported, dict) else {}
 
     @property
     def version(self) -> str:

@@ -13,7 +13,17 @@ import torch
 
 from tensorstore_ck.errors import NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, LATEST, MASTER, NOTE, SCALE
+from tensorstore_ck.integrations.deepspeed_names import (
+    CLIENT_STATE,
+    COUNTERS,
+    EXPORTED,
+    LATEST,
+    MASTER,
+    MICRO_OFFSET,
+    NOTE,
+    SCALE,
+    UNSAVED_COUNTERS,
+)
 from tensorstore_ck.integrations.importing.deepspeed.classes import PACKAGE
 from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, is_expert
 from tensorstore_ck.integrations.importing.deepspeed.files import (
@@ -51,7 +61,7 @@ _OWN_KEYS: Final = frozenset(
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"),
         *("lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
         *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
-        *("num_experts", "ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"),
+        *("num_experts", "ds_autoep_layers", "autoep_layers", "universal_checkpoint_info", EXPORTED),
     }
 )
 """DeepSpeed's own entries, which are not of the client's state."""
@@ -223,7 +233,8 @@ class _State:
 
     def _counters(self) -> dict[str, int]:
         model = self._found.model
-        counters = {name: model.get(name, 0) for name in COUNTERS}
+        counters = {name: model.get(name, 0) for name in COUNTERS if name not in UNSAVED_COUNTERS}
+        counters |= {"micro_steps": 0, **self._found.exported_counters}
         config = model.get("ds_config")
         each = config.get("gradient_accumulation_steps") if isinstance(config, dict) else None
         if type(each) is int and type(counters["global_steps"]) is int:
@@ -231,7 +242,7 @@ class _State:
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counters.values()) or counters["global_steps"] > MAX_STEP:
             raise MalformedError("it has no valid global_steps, global_samples or skipped_steps")
         if self._found.stages:  # they count micro-batches in another place
-            counters.update(micro_steps=0, micro_offset=counters["micro_steps"])
+            counters |= {"micro_steps": 0, MICRO_OFFSET: counters["micro_steps"]}
         return counters
 
     # --- weights and optimizer ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from tensorstore_ck.integrations.deepspeed_names import MASTER
+from tensorstore_ck.integrations.deepspeed_names import MASTER, MICRO_OFFSET
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     OPTIMIZER_STATE,
     ZERO,
@@ -18,7 +18,7 @@ from tensorstore_ck.integrations.importing.deepspeed.files import (
     shapes_of,
     shown,
 )
-from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter, groups_of
+from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter, groups_of, united
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -56,7 +56,9 @@ class UniversalReader:
         if len(steps) > 1:
             raise MalformedError(f"its parameters are of different steps ({', '.join(sorted(steps)[:4])}): two saves are mixed")
         groups = groups_of(inner.get("param_groups") or saved.get("param_groups"), [[each] for each in parameters])
-        return FoundOptimizer([each for group in parameters for each in group], groups, saved.get("loss_scaler"))
+        found = FoundOptimizer([each for group in parameters for each in group], groups, saved.get("loss_scaler"))
+        is_pipeline = MICRO_OFFSET in self._found.exported_counters  # then the groups are those of each stage, one after the other
+        return united([found]) if is_pipeline else found
 
     def _load(self, name: str) -> Any:
         return load_file(self._files, self._found.folder, os.path.join(ZERO, name), self._known, self._found.unknown)
