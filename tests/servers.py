@@ -8,6 +8,7 @@ bucket and stops it at the end.
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ from tests.effort import PATIENCE_SECONDS
 BUCKET = "bucket"
 KEY = "AKIATEST"
 SECRET = "sekret123"
+_random = random.SystemRandom()
+"""Tests seed the other one."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,20 @@ def _role_identity(role: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    """A port that nobody listens on now, below those that the kernel hands out: nothing else takes it before it is used."""
+    while True:
+        port = _random.randrange(23000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+@contextlib.contextmanager
+def refusing_port() -> Iterator[int]:
+    """A port that refuses connections: it is taken, and nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 ONE_AT_A_TIME = """

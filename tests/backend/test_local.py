@@ -221,7 +221,6 @@ def test_the_root_folder_is_no_store() -> None:
 
 
 def test_no_descriptor_stays_open(backend: LocalBackend) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     backend.put("a/b", b"x")
     backend.create("a/c", b"x")
     backend.create("a/c", b"x")
@@ -229,7 +228,8 @@ def test_no_descriptor_stays_open(backend: LocalBackend) -> None:
     backend.open_writer("a/d").close()
     backend.open_writer("a/e").abort()
     backend.sync_folders("a/b")
-    assert len(os.listdir("/proc/self/fd")) == before
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert [path for path in opened if path.startswith(str(backend.url))] == []
 
 
 def test_a_location_that_takes_no_folders_is_an_error() -> None:

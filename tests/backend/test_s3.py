@@ -24,7 +24,7 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, first, once
-from tests.servers import BUCKET, S3Server, free_port, storage_options
+from tests.servers import BUCKET, S3Server, refusing_port, storage_options
 
 MIB = 1 << 20
 MANY = 1000
@@ -235,11 +235,12 @@ def test_no_bucket_is_an_invalid_url(moto_server: S3Server) -> None:
 
 
 def test_nobody_listens() -> None:
-    backend = open_backend("s3://bucket/x", {**storage_options(f"http://127.0.0.1:{free_port()}"), "config_kwargs": FEW_TRIES})
-    with pytest.raises(BackendUnavailableError):
-        backend.get("a/b", max_bytes=1)
-    assert backend.create("a/b", b"x") is Created.UNKNOWN
-    backend.close()
+    with refusing_port() as port:
+        backend = open_backend("s3://bucket/x", {**storage_options(f"http://127.0.0.1:{port}"), "config_kwargs": FEW_TRIES})
+        with pytest.raises(BackendUnavailableError):
+            backend.get("a/b", max_bytes=1)
+        assert backend.create("a/b", b"x") is Created.UNKNOWN
+        backend.close()
 
 
 def test_options_that_botocore_does_not_take(moto_server: S3Server) -> None:

@@ -32,7 +32,7 @@ from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, P
 from tensorstore_ck.events import Event, event_text
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, first, once, silent_server
 from tests.backend.chaos import Request as Seen
-from tests.servers import BUCKET, S3Server, free_port, storage_options
+from tests.servers import BUCKET, S3Server, refusing_port, storage_options
 
 MIB = 1 << 20
 HANGING = {Fault.HANG, Fault.HANG_AFTER, Fault.HANG_IN_BODY, Fault.REPLY_THEN_HANG}
@@ -40,6 +40,9 @@ BODY = bytes(range(250)) * 4
 PACK = bytes(range(256)) * (7 * MIB // 256)
 TIMEOUTS = {"connect_timeout": 20, "read_timeout": 20, "retries": {"total_max_attempts": 1}}
 SHORT_TIMEOUTS = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": {"total_max_attempts": 1}}
+"""Where no request is answered."""
+IMPATIENT = {**TIMEOUTS, "read_timeout": 3}
+"""Where all requests but some are answered."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def filesystems(moto_server: S3Server, proxied: ChaosProxy) -> dict[str, Any]:
     return {
         "direct": connect(moto_server.endpoint, TIMEOUTS),
         "proxied": connect(proxied.url, TIMEOUTS),
-        "impatient": connect(proxied.url, SHORT_TIMEOUTS),
+        "impatient": connect(proxied.url, IMPATIENT),
     }
 
 
@@ -492,8 +495,9 @@ def test_wrong_options_are_not_tried_again(options: dict[str, Any]) -> None:
 
 def test_a_server_that_is_not_there_yet_is_tried_again() -> None:
     slept: list[float] = []
-    filesystem = connect(f"http://127.0.0.1:{free_port()}", SHORT_TIMEOUTS)
-    backend = S3Backend(lambda: filesystem, BUCKET, "x", timing=RetryTiming(max_tries=3, sleep=slept.append))
-    with pytest.raises(BackendUnavailableError):
-        backend.get("a/b", max_bytes=1)
+    with refusing_port() as port:
+        filesystem = connect(f"http://127.0.0.1:{port}", SHORT_TIMEOUTS)
+        backend = S3Backend(lambda: filesystem, BUCKET, "x", timing=RetryTiming(max_tries=3, sleep=slept.append))
+        with pytest.raises(BackendUnavailableError):
+            backend.get("a/b", max_bytes=1)
     assert len(slept) == 2

@@ -14,6 +14,7 @@ from torch import nn
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.end_to_end.test_fencing import printed_commands, run_printed
+from tests.group_of_one import group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -70,9 +71,8 @@ def way(request: pytest.FixtureRequest) -> Iterator[tuple[Put, bool]]:
     if put not in (put_in_group, put_beside_in_group):
         yield put, staged
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield put, staged
-    dist.destroy_process_group()
+    with group_of_one():
+        yield put, staged
 
 
 @pytest.fixture

@@ -50,10 +50,8 @@ def start(**options: Any) -> Any:
     return wandb.init(project="snapshots", dir=Path.cwd(), **options)
 
 
-def artifacts_in(folder: Path) -> list[Any]:
-    """The artifacts of the run files in a folder, as ``wandb sync`` would upload them."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+def records_in(folder: Path) -> list[bytes]:
+    """The records of the run files in a folder."""
     wandb.teardown()  # `finish` returns before all is written
     found = []
     for path in sorted(folder.rglob("*.wandb")):
@@ -66,10 +64,17 @@ def artifacts_in(folder: Path) -> list[Any]:
             message += data[position + 7 : position + 7 + length]
             position += 7 + length
             if kind in (1, 4):
-                record = Record.FromString(message)
+                found.append(message)
                 message = b""
-                found += [record.artifact] if record.HasField("artifact") else []
     return found
+
+
+def artifacts_in(folder: Path) -> list[Any]:
+    """The artifacts of the run files in a folder, as ``wandb sync`` would upload them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = [Record.FromString(each) for each in records_in(folder)]
+    return [record.artifact for record in records if record.HasField("artifact")]
 
 
 def test_an_offline_run_has_the_reference_and_the_snapshot_is_restored_from_it(offline: Path, store: tsck.Store) -> None:
@@ -209,6 +214,7 @@ def test_credentials_are_not_logged(offline: Path, moto_server: S3Server, tmp_pa
         artifact = tsck.wandb.log_snapshot(store, snapshot)
         assert tsck.wandb.find_snapshot(artifact) == (url, snapshot.root)
         assert restored(store, snapshot.root) == 1
-    written = b"".join(path.read_bytes() for path in offline.rglob("*") if path.is_file())
-    assert url.encode() in written
-    assert SECRET.encode() not in written
+    records = b"".join(records_in(offline))
+    assert url.encode() in records
+    assert SECRET.encode() not in records
+    assert not any(SECRET.encode() in path.read_bytes() for path in offline.rglob("*") if path.is_file())

@@ -1,5 +1,6 @@
 """A save in the queue: what the queue asks of it, the times that its events report, and errors of saves that were not raised yet."""
 
+import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -117,6 +118,11 @@ class QueuedPut:
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
+
+    def seconds_fields(self) -> dict[str, float]:
+        """The times that an event reports of a save that has ended."""
+        total, waited = time.monotonic() - self.called, self.begun - self.captured
+        return {"total_seconds": total, "queued_seconds": waited, **self.status.meter.snapshot().seconds_fields()}
 
     def sizes(self, snapshot: Snapshot) -> dict[str, int | float]:
         """The sizes that an event reports of a published snapshot."""

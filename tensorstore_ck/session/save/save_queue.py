@@ -77,8 +77,7 @@ class SaveQueue:
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
         self._enter()
         self.require_no_worker()
-        called = time.monotonic()
-        put = make()
+        called, put = time.monotonic(), make()
         queued = QueuedPut(put, called, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
@@ -103,21 +102,21 @@ class SaveQueue:
                 put.capture_into(queued.slot)
             queued.captured = time.monotonic()
             queued.status.on_drop(lambda: self._release_if_waiting(queued))
-            self._stores.put(queued)
+            queued.status.reach(PutMilestone.CAPTURED)
+            self._emit(
+                queued.status,
+                "captured",
+                capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
+                stall_seconds=queued.stall_seconds,
+                captured_bytes=put.needed_bytes,
+                frozen_bytes=put.frozen_bytes,
+                **self._in_use(more=1),
+            )
+            self._stores.put(queued)  # after that event: the thread emits the next ones
         except BaseException as exc:
             self._release(queued)
             put.fail(exc)
             raise
-        queued.status.reach(PutMilestone.CAPTURED)
-        self._emit(
-            queued.status,
-            "captured",
-            capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
-            stall_seconds=queued.stall_seconds,
-            captured_bytes=put.needed_bytes,
-            frozen_bytes=put.frozen_bytes,
-            **self._in_use(),
-        )
         return pending
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
@@ -130,10 +129,9 @@ class SaveQueue:
         """A save that the caller stores, after the saves in progress: then it calls `finish`. Without that, nothing remains of it."""
         self._enter()
         self.wait_idle()
-        called = time.monotonic()
-        queued = QueuedPut(cast(Put, make()), called, is_background=False)
-        unraised = self._first_unraised()
-        if unraised is not None:
+        called, put = time.monotonic(), cast(Put, make())
+        queued = QueuedPut(put, called, is_background=False)
+        if (unraised := self._first_unraised()) is not None:
             error = pop_error(unraised)
             queued.put.fail(error)
             raise error
@@ -184,10 +182,10 @@ class SaveQueue:
     def wait_for_upload(self) -> bool:
         """Waits until one more staged save has ended; False if there are none."""
         with self._changed:
-            items = self._uploads.items()
-            if items:
-                self._changed.wait_for(lambda: self._uploads.items()[:1] != items[:1])
-            return bool(items)
+            staged = self._queued(self._uploads, self._copies)
+            if staged:
+                self._changed.wait_for(lambda: self._queued(self._uploads, self._copies)[:1] != staged[:1])
+            return bool(staged)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -307,9 +305,11 @@ class SaveQueue:
 
     # --- the threads --------------------------------------------------------------------------------------------------
 
-    def _queued(self) -> list[QueuedPut]:
+    def _queued(self, *workers: Worker[QueuedPut]) -> list[QueuedPut]:
+        """What these workers have, by default all; each once, although two have one that is handed over."""
         with self._changed:
-            return list(dict.fromkeys(item for worker in self._workers if worker.thread is not None for item in worker.items()))
+            busy = [worker for worker in workers or self._workers if worker.thread is not None]
+            return list(dict.fromkeys(item for worker in busy for item in worker.items()))
 
     def _is_idle(self) -> bool:
         return all(worker.thread is None for worker in self._workers)
@@ -392,9 +392,9 @@ class SaveQueue:
     def _emit(self, status: PutStatus, kind: Kind, **fields: int | float | str) -> None:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
-    def _in_use(self) -> dict[str, int]:
-        return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
+    def _in_use(self, more: int = 0) -> dict[str, int]:
+        depth = more + sum(not each.status.is_ending for each in self._queued())
+        return {"queue_depth": depth, "memory_bytes": self._memory.allocated_bytes}
 
     def _totals(self, queued: QueuedPut) -> dict[str, int | float]:
-        total, waited = time.monotonic() - queued.called, queued.begun - queued.captured
-        return {"total_seconds": total, "queued_seconds": waited, **queued.status.meter.snapshot().seconds_fields(), **self._in_use()}
+        return {**queued.seconds_fields(), **self._in_use()}

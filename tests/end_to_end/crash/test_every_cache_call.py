@@ -1,15 +1,15 @@
 """At every call into the host's cache, it fails or is locked: every operation succeeds, and says what the log says."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
@@ -18,9 +18,10 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine import opening
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.integrations.dcp import Writer
-from tensorstore_ck.log.cache import CacheWarning
+from tensorstore_ck.log.cache import CacheWarning, failover_table
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tests.effort import effort
+from tests.group_of_one import group_of_one
 from tests.log.cache.faultytable import CacheFaults, FaultyTable
 
 STEPS = (2, 3)
@@ -127,6 +128,7 @@ def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheFaults]:
     faults, tables = CacheFaults(), dict[str, FaultyTable]()
     with monkeypatch.context() as patched:
         patched.setattr(opening, "open_table", lambda _, key, **__: tables.setdefault(key, FaultyTable(faults)))
+        patched.setattr(failover_table, "_STUCK_SECONDS", math.inf)  # a scene may take longer than that
         yield faults
 
 
@@ -151,9 +153,7 @@ def play(folder: Path, scene: Callable[[Path], None], faults: CacheFaults, faili
 def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
     scene, puts = SCENES[name]
     is_busy = fault != "fails"
-    if scene is put_as_group:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one() if scene is put_as_group else nullcontext():
         with shared_cache(monkeypatch) as faults:
             assert not play(tmp_path / "counted", scene, faults, range(0), is_busy=is_busy)
         calls = faults.calls
@@ -164,14 +164,11 @@ def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             with shared_cache(monkeypatch) as faults:
                 failing = range(at, at + 1) if fault == "is locked once" else range(at, 1 << 30)
                 told = play(folder, scene, faults, failing, is_busy=is_busy)
-                assert len(told) == 0 if is_busy else len(told) >= 1
+                assert bool(told) == (not is_busy and at < faults.calls)  # with several threads not all runs make as many calls
             with tsck.open(folder / "store", cache_dir=tmp_path / "own cache") as store:  # what the log says
                 steps = [snapshot.step for snapshot in store.log("job")]
                 assert steps == ([*STEPS[::-1], 1] if puts else [1])
                 assert store.checkout("job")["step"] == steps[0]
-    finally:
-        if scene is put_as_group:
-            dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.log.cache import MAX_KEY_BYTES, MemoryTable, Table
 from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
+from tests.effort import PATIENCE_SECONDS
 
 
 @pytest.fixture(params=["memory", "lmdb"])
@@ -70,20 +71,21 @@ def test_a_batch_that_raises_leaves_nothing(table: Table) -> None:
 def test_other_threads_see_all_of_a_batch_or_nothing(table: Table) -> None:
     put(table, a="0", b="0")
     seen: list[tuple[bytes | None, bytes | None]] = []
-    done = threading.Event()
+    looks, done = threading.Event(), threading.Event()
 
     def watch() -> None:
         while not done.is_set():
             items = dict(table.scan(b""))
             seen.append((items[b"a"], items[b"b"]))
+            looks.set()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    assert looks.wait(PATIENCE_SECONDS)
     for number in range(200):
         put(table, a=str(number), b=str(number))
     done.set()
     watcher.join()
-    assert seen
     assert all(a == b for a, b in seen)
 
 

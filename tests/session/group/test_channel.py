@@ -15,6 +15,7 @@ from tensorstore_ck.format.sealed import Body, pack_body
 from tensorstore_ck.session.group import Channel, ChannelError, Group, KeyValue, Participant, StoreThread, open_group
 from tensorstore_ck.session.group.channel import BATCH, LONGEST_PAUSE, MAX_RECORD_BYTES, LateError
 from tests.effort import PATIENCE_SECONDS
+from tests.group_of_one import group_of_one
 from tests.session.group.clock import Clock
 from tests.session.group.simulation import FakeStore
 
@@ -173,7 +174,7 @@ class HangingStore(FakeStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.let_go = threading.Event()
+        self.reached, self.let_go = threading.Event(), threading.Event()
         self.clones = 0
 
     def clone(self) -> "HangingStore":
@@ -181,6 +182,7 @@ class HangingStore(FakeStore):
         return self
 
     def check(self, keys: list[str], /) -> bool:
+        self.reached.set()
         self.let_go.wait()
         return super().check(keys)
 
@@ -188,7 +190,7 @@ class HangingStore(FakeStore):
 def test_a_store_that_hangs_does_not_hang_the_caller() -> None:
     hanging = HangingStore()
     run = StoreThread(hanging)
-    for _ in range(2):
+    while not hanging.reached.is_set():
         with pytest.raises(TimeoutError, match="no answer"):
             run(lambda store: store.check(["a"]), 0.01)
     with pytest.raises(TimeoutError):
@@ -389,11 +391,8 @@ def test_groups_over_a_tcp_store(tcp: Any, fails: int | None) -> None:
 
 
 def test_a_process_group() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         process_group = dist.group.WORLD
         assert process_group is not None
         attempt = open_group(process_group, "s").begin("the put", object_id="main", timeout=PATIENCE_SECONDS)
         assert attempt.run(Participant(dict, dict, None, lambda proposals: {}, lambda results: {"ranks": len(results)})) == {"ranks": 1}
-    finally:
-        dist.destroy_process_group()

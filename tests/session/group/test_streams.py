@@ -42,7 +42,7 @@ def opened(folder: str) -> tsck.Store:
 def put(folder: str, *, with_own: bool) -> str:
     own = {"rng": torch.get_rng_state(), "rank": torch.distributed.get_rank()} if with_own else None
     ref = "own" if with_own else "shared"
-    options: dict[str, Any] = {"group": GROUPS[PUT_BY], "timeout_seconds": 20}
+    options: dict[str, Any] = {"group": GROUPS[PUT_BY], "timeout_seconds": TIMEOUT_SECONDS}
     return opened(folder).put_snapshot({"w": torch.ones(8)}, ref=ref, step=7, rank_state=own, **options).root
 
 

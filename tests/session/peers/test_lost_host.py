@@ -26,8 +26,8 @@ def state(step: int) -> dict[str, Any]:
 
 def job(rank: int, folder: str, port: int, phase: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    server = dist.TCPStore("127.0.0.1", port)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=server, rank=rank, world_size=RANKS)
     group: Any = dist.group.WORLD
     staging = tsck.Staging(f"{folder}/host-{rank}", replicate_to_peers=1, capacity="1GB")
     with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", staging=staging) as store:
@@ -71,10 +71,8 @@ def wait_for(condition: Any) -> bool:
 
 
 def run(folder: Path, phase: str) -> list[int | None]:
-    listener = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    port = listener.port
-    del listener
-    processes = [rank_process(job, rank, str(folder), port, phase) for rank in range(RANKS)]
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    processes = [rank_process(job, rank, str(folder), server.port, phase) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes:

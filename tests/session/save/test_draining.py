@@ -211,8 +211,18 @@ def signal_myself() -> None:
     signal.raise_signal(signal.SIGUSR2)  # in this thread: handled before the call returns
 
 
-def test_the_signal_takes_its_former_course_at_the_deadline(former: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_signal_takes_its_former_course_at_the_deadline(
+    former: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with scene() as place:
+        queue, came_again = place.store.session.queue, threading.Event()
+        drain = queue.drain
+
+        def drain_then(*args: Any, **options: Any) -> DrainReport:
+            assert came_again.wait(SECONDS)
+            return drain(*args, **options)
+
+        monkeypatch.setattr(queue, "drain", drain_then)
         put_beside(place.store, 1).wait()
         stop = place.gate.stop("put parts/")
         put_beside(place.store, 2)
@@ -222,6 +232,7 @@ def test_the_signal_takes_its_former_course_at_the_deadline(former: list[int], c
         assert preemption.requested
         assert not former
         signal_myself()  # again: it is known
+        came_again.set()
         deadline = time.monotonic() + SECONDS
         while not former:
             assert time.monotonic() < deadline

@@ -104,9 +104,9 @@ def test_each_of_several_by_one_save_in_their_order() -> None:
         told = put_beside(place.store, 2)
         put_beside(place.store, 3)
         put_beside(place.store, 4)
-        stop.let_go(BackendUnavailableError("one"))
         for error in ("two", "three"):
             place.gate.fail("put parts/", BackendUnavailableError(error))
+        stop.let_go(BackendUnavailableError("one"))
         settle(place)
         with pytest.raises(BackendUnavailableError, match="two"):
             told.wait()
@@ -132,9 +132,9 @@ def test_close_reports_it_although_a_wait_reported_others() -> None:
         stop.await_reached()
         put_beside(place.store, 2)
         put_beside(place.store, 3)
-        stop.let_go(BackendUnavailableError("one"))
         for error in ("two", "three"):
             place.gate.fail("put parts/", BackendUnavailableError(error))
+        stop.let_go(BackendUnavailableError("one"))
         settle(place)
         with pytest.raises(BackendUnavailableError, match="one"):
             first.wait()
@@ -241,6 +241,7 @@ def test_a_ref_that_is_known_to_be_elsewhere_is_refused_at_once_but_earlier_erro
             successor.put_snapshot(state_of(2), ref="job", step=2)
         with pytest.raises(ConflictError):
             put_beside(place.store, 10).wait()
+        settle(place)
         with pytest.raises(ConflictError):
             put_beside(place.store, 11)
         place.gate.fail("put parts/", NoSpaceError("injected"))

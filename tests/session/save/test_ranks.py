@@ -168,7 +168,9 @@ def test_a_rank_that_has_less_memory_than_rank_0_does_not_skip_alone(begin: Call
 def test_replace_is_decided_by_rank_0_for_all(begin: Callable[..., Ask], tmp_path: Path) -> None:
     ask = begin(3, 8, 4)
     ask(rank_side.stop, "put parts/", 2)
-    for step in (1, 2, 3, 4, 5):
+    put(ask, 1, on_full="replace")
+    ask(rank_side.await_work_on, 1, 0)
+    for step in (2, 3, 4, 5):
         put(ask, step, on_full="replace")
     ask(rank_side.let_go)
     require_published(ask, 1, 4, 5)
@@ -243,10 +245,10 @@ def test_what_one_rank_cannot_store(begin: Callable[..., Ask], tmp_path: Path) -
     put(ask, 1)
     ask(let_go_soon)
     endings = put(ask, 2, odd=1)
-    assert kinds(endings) == ["published", "UnsupportedValueError", "published"], endings
+    assert kinds(endings)[:2] == ["published", "UnsupportedValueError"], endings
     assert "odd" in endings[1][1]
-    for rank in (0, 2):
-        kind, text = ask(rank_side.wait, 2, rank)[rank]
+    for rank in (0, 2):  # rank 2 may learn of it before its save begins
+        kind, text = ask(rank_side.wait, 2, rank)[rank] if kinds(endings)[rank] == "published" else endings[rank]
         assert kind == "UnsupportedValueError"
         assert "rank 1" in text
         assert "odd" in text

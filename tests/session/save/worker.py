@@ -230,12 +230,16 @@ def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> 
     dist.init_process_group("gloo", store=dist.PrefixStore("first", server), rank=rank, world_size=ranks)
     trap = Trap("put parts/", 2, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None
     store = open_store(folder, trap, cache=f"cache-{rank}")
+    began = time.monotonic()
     put_beside(store, 1, group=dist.group.WORLD).wait()
+    slowest = torch.tensor(time.monotonic() - began)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    patience_seconds = max(1.5, 4 * slowest.item())
     said: dict[str, Any] = {}
     pendings = []
     for step in (2, 3):
         try:
-            pendings.append(put_beside(store, step, group=dist.group.WORLD, timeout_seconds=1.5))
+            pendings.append(put_beside(store, step, group=dist.group.WORLD, timeout_seconds=patience_seconds))
         except tsck.StoreError as exc:  # rank 0 was killed before it decided about this save
             said[str(step)] = [type(exc).__name__, str(exc)]
     for pending in pendings:

@@ -40,7 +40,9 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.store.drain(0)
         self.store.close()
-        assert [thread for thread in threading.enumerate() if thread.name == "tsck-group" and thread not in self._threads] == []
+        for thread in [each for each in threading.enumerate() if each.name == "tsck-group" and each not in self._threads]:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
 
     def put(self, step: int) -> tsck.PendingSnapshot:
         start, stop = (ELEMENTS * each // self.ranks for each in (self.rank, self.rank + 1))
@@ -130,19 +132,30 @@ def resume(
 
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:
-    """One rank cancels a staged save; then all save another one."""
-    with Job(folder, ranks, disks, stagger_seconds=0.5) as job:
-        job.restore("job")
-        pending = job.put(1)
-        pending.staged.wait(SECONDS)
-        if job.rank == canceller:
-            assert pending.cancel()
-        error = "published"
-        try:
-            pending.wait(SECONDS)
-        except StoreError as exc:
-            error = type(exc).__name__
-        return error, job.put(2).wait(SECONDS).step
+    """One rank cancels a staged save before its upload; then all save another one."""
+    real, is_decided = Uploader.upload, threading.Event()
+
+    def upload(self: Uploader, names: Any, **options: Any) -> None:
+        assert "on_retry" not in options or is_decided.wait(SECONDS)
+        real(self, names, **options)
+
+    Uploader.upload = upload  # type: ignore[method-assign]
+    try:
+        with Job(folder, ranks, disks) as job:
+            job.restore("job")
+            pending = job.put(1)
+            pending.staged.wait(SECONDS)
+            if job.rank == canceller:
+                assert pending.cancel()
+            is_decided.set()
+            error = "published"
+            try:
+                pending.wait(SECONDS)
+            except StoreError as exc:
+                error = type(exc).__name__
+            return error, job.put(2).wait(SECONDS).step
+    finally:
+        Uploader.upload = real  # type: ignore[method-assign]
 
 
 def fail_all_tries(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[str, list[int | None]]:

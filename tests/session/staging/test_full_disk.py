@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import PermissionDeniedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.errors import NoSpaceError, PermissionDeniedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.session.save.group_put import GroupPut
 from tests.backend.staging.places import PieceStore
 from tests.end_to_end.crash.faulty import Faults
+from tests.group_of_one import group_of_one
 from tests.session.staging.places import KIB, SECONDS, UPLOADS, Process, Server, check, ended, process, require_all_well
 from tests.session.staging.test_every_call import Full
 
@@ -183,3 +187,22 @@ def test_what_is_published_stays_published_when_the_disk_fails_then(tmp_path: Pa
     with process(server, path) as job:
         job.store.finish_staged("job")
     require_all_well(server, path, [0, 1])
+
+
+def test_a_save_of_ranks_waits_for_space_that_one_has_whose_copies_go_to_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, lacks_space, evict = PieceStore(), threading.Event(), StagingFolder.evict
+
+    def watched(self: StagingFolder, needed_bytes: int) -> None:
+        try:
+            evict(self, needed_bytes)
+        except NoSpaceError:
+            lacks_space.set()
+            raise
+
+    monkeypatch.setattr(StagingFolder, "evict", watched)
+    monkeypatch.setattr(GroupPut, "replicate", lambda *_: lacks_space.wait(SECONDS))
+    with group_of_one(), process(server, tmp_path / "stage", capacity_bytes=450 * KIB) as job:
+        pendings = [job.put(step, group=dist.group.WORLD) for step in (0, 1)]
+        assert [pending.wait(SECONDS).step for pending in pendings] == [0, 1]
+        assert lacks_space.is_set()
+    require_all_well(server, tmp_path / "stage", [0, 1])

@@ -15,7 +15,9 @@ ALL = ("",)
 
 def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
     server, connection = PieceStore(), Server()
+    retried = threading.Event()
     with process(server, tmp_path / "stage", store_faults=connection) as job:
+        job.store.on_event(lambda event: retried.set() if event.kind == "retried" else None)
         job.put(0).wait(SECONDS)
         connection.refuse(*ALL)
         pendings = [job.put(step) for step in (1, 2, 3)]
@@ -23,6 +25,7 @@ def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
             pending.staged.wait(SECONDS)
         with pytest.raises(WaitTimeoutError):
             pendings[0].published.wait(0.0)
+        assert retried.wait(SECONDS)
         connection.refuse()
         roots = [pending.wait(SECONDS) for pending in pendings]
         assert [each.parent for each in roots[1:]] == [each.root for each in roots[:-1]]
