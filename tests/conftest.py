@@ -1,5 +1,6 @@
 """Fixtures for servers and ranks, each started once per session, when a test first asks for it; and what each suite took."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -27,6 +28,8 @@ hypothesis.settings.load_profile("untimed")
 os.environ["XDG_STATE_HOME"] = os.devnull  # what is seen of logs is noted nowhere: not in the home of who runs the tests, nor of copies
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
 os.environ["WANDB_ERROR_REPORTING"] = "false"
+
+os.register_at_fork(after_in_child=gc.freeze)  # a child crashes where it collects a process group that an earlier test left
 
 SECONDS: defaultdict[str, float] = defaultdict(float)
 """By suite."""

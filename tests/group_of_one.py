@@ -1,6 +1,5 @@
 """torch's default process group in the process of the tests."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +9,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """A group of this process alone. It is freed at the end: a process that a later test forks would crash where it collects it."""
+    """A group of this process alone."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        gc.collect()
