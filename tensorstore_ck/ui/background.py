@@ -71,8 +71,8 @@ class Background:
                 del self._reads[key]
             return read
 
-    def start(self, uuid: str, kind: str, work: Callable[[Progress], object], patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Starts a read, unless one runs; returns when it ended, or after `patience_seconds`."""
+    def start(self, uuid: str, kind: str, work: Callable[[Progress], object], patience_seconds: float | None = None) -> None:
+        """Starts a read, unless one runs; returns when it ended, or after `patience_seconds`, by default `PATIENCE_SECONDS`."""
         read = self.read(uuid, kind)
         with self._lock:
             if not read.is_running and not self._ends.is_set():
@@ -81,7 +81,7 @@ class Background:
                 read.thread.start()
             thread = read.thread
         if thread is not None:
-            thread.join(patience_seconds)
+            thread.join(PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
 
     @contextmanager
     def alone(self, progress: Progress) -> Iterator[None]:

@@ -16,6 +16,7 @@ import tensorstore_ck
 from tensorstore_ck.cli import complete_names, known_stores, main
 from tensorstore_ck.cli.options import StoreChoice
 from tests.cli.conftest import Tsck
+from tests.effort import PATIENCE_SECONDS
 
 BREAKS = " \t\n\"'><=;|&(:@"
 ROOT = str(Path(tensorstore_ck.__file__).parents[1])
@@ -28,9 +29,10 @@ def environment(line: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def tab(history: Tsck, tmp_path: Path) -> Tab:
+def tab(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tab:
     """What bash is offered after a line, on a store with two steps on runs/gpt, and a tag."""
     assert history("tag", "v1", "runs/gpt@1").code == 0
+    monkeypatch.setattr(complete_names, "DEADLINE_SECONDS", PATIENCE_SECONDS)
 
     def press(line: str, **more: str) -> list[str]:
         done = CliRunner().invoke(main, [], env={**environment(line, tmp_path), **more}, catch_exceptions=False)

@@ -144,7 +144,7 @@ def test_a_ref_that_moved_meanwhile(staged: Tsck, tmp_path: Path) -> None:
 def test_damage_is_shown_and_dropped(staged: Tsck, tmp_path: Path) -> None:
     manifest, *_ = sorted((tmp_path / "stage").glob("*/staged/*"))
     manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
-    (pack, *_) = sorted((tmp_path / "stage").glob("*/unsent/packs/*/*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    (pack, *_) = sorted((tmp_path / "stage").glob("*/unsent/packs/*/*"), key=lambda path: path.name, reverse=True)
     pack.unlink()
     first, second = staged("staging", *DISK, "--json").json
     assert "does not match its hash" in first["problems"][-1]
@@ -204,7 +204,7 @@ def folder_of(tmp_path: Path) -> Path:
 
 
 def newest(tmp_path: Path, pattern: str) -> Path:
-    return max(folder_of(tmp_path).glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    return max(folder_of(tmp_path).glob(pattern), key=lambda path: path.name)
 
 
 @pytest.mark.parametrize("action", [["list"], ["resume"], ["drop", "--all", "--yes"]])
@@ -278,14 +278,14 @@ def damage_pack(tmp_path: Path) -> str:
 
 def exchange_record(tmp_path: Path) -> str:
     record = newest(tmp_path, "unsent/snapshots/*/*")
-    other = min(folder_of(tmp_path).glob("unsent/snapshots/*/*"), key=lambda path: path.stat().st_mtime_ns)
+    other = min(folder_of(tmp_path).glob("unsent/snapshots/*/*"), key=lambda path: path.name)
     record.write_bytes(other.read_bytes())
     return "is not the record that the log names"
 
 
 def exchange_part(tmp_path: Path) -> str:
     part = newest(tmp_path, "unsent/parts/*/*")
-    other = min(folder_of(tmp_path).glob("unsent/parts/*/*"), key=lambda path: path.stat().st_mtime_ns)
+    other = min(folder_of(tmp_path).glob("unsent/parts/*/*"), key=lambda path: path.name)
     part.write_bytes(other.read_bytes())
     return "is not the part that its snapshot names"
 

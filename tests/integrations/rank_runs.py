@@ -79,7 +79,7 @@ def _server_of(job: str) -> _Server:
 def run_ranks(
     job: str, folder: Path, *arguments: str, ranks: int = 2, kill: tuple[int, int] | None = None, fails: bool = False
 ) -> list[Said]:
-    """What the ranks said; `kill`: a rank, and the step after which it is killed; `fails`: the job kills a rank itself."""
+    """What the ranks said; `kill`: a rank, and the step at which it is killed when it has said so; `fails`: the job kills a rank itself."""
     folder.mkdir(exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environment = {
@@ -90,6 +90,7 @@ def run_ranks(
         "TORCHELASTIC_RUN_ID": "tests",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TESTS_KILL": json.dumps(kill),
     }
     asked = {"job": job, "folder": str(folder), "arguments": [str(folder), *arguments], "environment": environment, "ranks": ranks}
     said, codes, server = [], [], _server_of(job)
@@ -98,8 +99,6 @@ def run_ranks(
             _, begin, rest = line.partition('{"rank"')  # it may follow what another rank has printed without a line's end yet
             if begin:
                 said.append(json.loads(begin + rest))
-                if kill is not None and (said[-1]["rank"], said[-1].get("step")) == kill:
-                    os.kill(said[-1]["pid"], signal.SIGKILL)
             elif line.startswith('{"codes"'):
                 codes = json.loads(line)["codes"]
     except BaseException:
@@ -138,5 +137,8 @@ def check_kills(job: str, folder: Path, option: str, key: str, saved_after: set[
 
 
 def say(**said: object) -> None:
-    """In one write, since the ranks share the pipe."""
-    os.write(1, (json.dumps({"rank": int(os.environ["RANK"]), **said}) + "\n").encode())
+    """In one write, since the ranks share the pipe; what the test would kill then ends here, before it does more."""
+    rank = int(os.environ["RANK"])
+    os.write(1, (json.dumps({"rank": rank, **said}) + "\n").encode())
+    if [rank, said.get("step")] == json.loads(os.environ.get("TESTS_KILL", "null")):
+        os.kill(os.getpid(), signal.SIGKILL)

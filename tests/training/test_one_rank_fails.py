@@ -13,10 +13,9 @@ from tensorstore_ck.session.group.channel import Channel, ChannelError
 from tensorstore_ck.session.group.round import Round
 from tensorstore_ck.training import TrainingState
 from tests.effort import PATIENCE_SECONDS
-from tests.session.group.pool import GROUPS, Pool, make_store
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 
 pytestmark = pytest.mark.slow
-SECONDS = 3.0
 Told = list[str]
 
 
@@ -45,7 +44,7 @@ def put_all(folder: str, how: str, before: Callable[[int, Loader], object]) -> t
     staging = f"{folder}/disk-{rank}" if how == "staged" else None
     told = []
     with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", staging=staging) as store:
-        options: dict[str, Any] = {"ref": "job", "group": GROUPS[2], "timeout_seconds": SECONDS, "unchanged": "ok"}
+        options: dict[str, Any] = {"ref": "job", "group": GROUPS[2], "timeout_seconds": TIMEOUT_SECONDS, "unchanged": "ok"}
         for step in range(4):
             before(step, loader)
             try:

@@ -117,6 +117,13 @@ def test_it_is_redrawn_when_something_changed_and_taken_away_at_the_end() -> Non
     assert terminal.getvalue() == first + CLEAR
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end waits for the thread, however slow the machine is."""
+    monkeypatch.setattr("tensorstore_ck.training.progress_line.STOP_SECONDS", PATIENCE_SECONDS)
+
+
+@pytest.mark.usefixtures("patient")
 def test_its_thread_draws_and_says_what_ended_and_ends_with_it() -> None:
     store, terminal = FakeStore(Put("gpt", 1, progress("hash"))), Terminal()
     line = ProgressLine(store, terminal)
@@ -135,6 +142,7 @@ def test_its_thread_draws_and_says_what_ended_and_ends_with_it() -> None:
     assert "between" not in terminal.getvalue()
 
 
+@pytest.mark.usefixtures("patient")
 def test_every_save_that_ended_gets_a_line_and_nothing_else_does() -> None:
     store, terminal = FakeStore(), Terminal()
     with ProgressLine(store, terminal):

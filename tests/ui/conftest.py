@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 import tensorstore_ck as tsck
 from tensorstore_ck.store import ReadOnlyStore, Store
-from tensorstore_ck.ui import Access, Sources, make_app, parse_allow, serve
+from tensorstore_ck.ui import Access, Sources, background, contents, make_app, parse_allow, serve
 from tests.effort import PATIENCE_SECONDS
 
 BASE = "http://127.0.0.1:8080"
@@ -22,6 +22,16 @@ ACCESS = Access("", "", False, "tsck_ui_8080", "the-token")
 Client = Callable[..., TestClient]
 Open = Callable[..., Any]
 """Opens a page of stores in a real browser: ``open_page("/find")`` returns playwright's page, past the token."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """A page waits for its reads, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(contents, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(contents, "FIRST_SECONDS", PATIENCE_SECONDS)
+        yield
 
 
 @pytest.fixture

@@ -34,15 +34,18 @@ def test_a_read_that_no_page_asks_for_ends() -> None:
 
 def test_one_large_read_at_a_time() -> None:
     reads = Background()
-    goes_on, inside = threading.Event(), list[int]()
+    is_inside, goes_on, inside = threading.Event(), threading.Event(), list[int]()
 
     def work(progress: Progress) -> None:
         with reads.alone(progress):
             inside.append(1)
+            is_inside.set()
             assert goes_on.wait(PATIENCE_SECONDS)
 
     reads.start("store", "a", work, 0)
-    reads.start("store", "b", work, 1.0)
+    reads.start("store", "b", work, 0)
+    assert is_inside.wait(PATIENCE_SECONDS)
+    reads.start("store", "b", work, 0.1)
     assert len(inside) == 1
     goes_on.set()
     for kind in ("a", "b"):

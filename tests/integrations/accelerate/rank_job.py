@@ -20,7 +20,7 @@ def main(folder: Path, kind: str, resume: str | None) -> None:
             attach={"asynchronous": False},
             fsdp=kind == "fsdp",
             on_load=lambda weights: say(loaded={name: tensor.tolist() for name, tensor in weights.items()}),
-            on_step=lambda step: say(pid=os.getpid(), step=step),
+            on_step=lambda step: say(step=step),
         )
         assert run.is_sharded == (kind == "fsdp")
         weights = {name: tensor.double().sum().item() for name, tensor in run.weights.items()}

@@ -4,7 +4,6 @@ The process of RANK is killed with -9 at call AT of the backend in the save afte
 says its losses, and how many calls that save took.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def main(folder: Path, kind: str, killed: int, at: int, torn: int) -> None:
                 faults.is_counting = step + 1 == SAVED_AFTER[-1]
                 assert engine.save_checkpoint(folder / "out")
                 faults.is_counting = False
-        say(losses=losses, calls=faults.calls, pid=os.getpid())
+        say(losses=losses, calls=faults.calls)
         engine.destroy()
 
 

@@ -18,7 +18,7 @@ class SayStep(TrainerCallback):  # type: ignore[misc]
     """After a step, before its save."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        say(pid=os.getpid(), step=state.global_step)
+        say(step=state.global_step)
 
 
 def main(folder: Path, ref: str, resume: str | None) -> None:

@@ -122,7 +122,7 @@ def test_a_light_folder_that_a_kill_left_without_its_state_is_resumed_from(
 def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
     with pytest.raises(runs.Killed):
         runs.over_store(tmp_path / "out", store, kill_after=9, asynchronous=False).train()
-    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.stat().st_mtime)
+    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.name)
     newest = [each for each in packs if each.is_file()][-1]
     newest.write_bytes(bytes(newest.stat().st_size))
     resumed = runs.over_store(tmp_path / "out", store)

@@ -1,6 +1,5 @@
 """A loop with Fabric under torchrun: ``fabric_rank_job FOLDER ddp|fsdp2 [PATH]``. Says each step, and at the end what it did."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def main(folder: Path, kind: str, path: str | None) -> None:
         if path is not None:
             fabric.load(path, state)
         while state["step"] < STEPS:
-            say(pid=os.getpid(), step=state["step"])
+            say(step=state["step"])
             loss = model(torch.randn(4, 4)).square().mean()
             fabric.backward(loss)
             optimizer.step()

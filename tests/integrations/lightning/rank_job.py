@@ -17,7 +17,7 @@ class SayStep(Callback):  # type: ignore[misc]
     """Before a batch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        say(pid=os.getpid(), step=trainer.global_step)
+        say(step=trainer.global_step)
 
 
 def main(folder: Path, strategy: str, ckpt_path: str | None) -> None:

@@ -212,7 +212,7 @@ def test_a_limit_of_snapshots_bounds_their_bytes(tmp_path: Path, store: tsck.Sto
 
 def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
     killed = _fit(tmp_path, runs.checkpoint(tmp_path, store, asynchronous=False), kill_after=8)
-    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.stat().st_mtime)
+    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.name)
     newest = [each for each in packs if each.is_file()][-1]
     newest.write_bytes(bytes(newest.stat().st_size))
     with pytest.warns(UserWarning, match="was skipped"):

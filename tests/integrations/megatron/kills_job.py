@@ -4,7 +4,6 @@ The process of RANK is killed with -9 at call AT of the backend in the save afte
 says its numbers, and how many calls that save took.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def main(folder: Path, saving: str, killed: int, at: int, torn: int) -> None:
                     queue.schedule_async_request(request)
                     queue.maybe_finalize_async_calls(blocking=True)
                 faults.is_counting = False
-        say(numbers=numbers, calls=faults.calls, pid=os.getpid())
+        say(numbers=numbers, calls=faults.calls)
         leave()
 
 

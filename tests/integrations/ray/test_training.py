@@ -111,7 +111,7 @@ def test_a_damaged_snapshot_is_skipped(ray_here: Any, tmp_path: Path) -> None:
             found = tsck.ray.restore(into, store=store, ref=runs.REF)
             assert found is not None
             runs.note(config, 0, found=found.step, value=into["w"][0].item())
-            damaged = max((folder / "store").rglob("packs/*/*"), key=lambda path: path.stat().st_mtime_ns)
+            damaged = max((folder / "store").rglob("packs/*/*"), key=lambda path: path.name)
             damaged.write_bytes(bytes(damaged.stat().st_size))
             found = tsck.ray.restore(into, store=store, ref=runs.REF)
             assert found is not None

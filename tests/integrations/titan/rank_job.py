@@ -1,6 +1,5 @@
 """torchtitan's Trainer under torchrun: ``rank_job FOLDER LAYOUT``. Says each step, and at the end what it did."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def main(folder: Path, layout: str) -> None:
     checkpoint = runs.snapshots(folder, last_save_model_only=False)
     config = runs.make_config(folder, checkpoint, **LAYOUTS[layout])
-    run = runs.train(config, on_step=lambda step: say(pid=os.getpid(), step=step))
+    run = runs.train(config, on_step=lambda step: say(step=step))
     digests = {name: tensor.double().sum().item() for name, tensor in (run.weights | run.moments).items()}
     say(batches=run.batches, losses=run.losses, digests=digests, drawn=run.drawn)
 

@@ -211,7 +211,7 @@ def test_keep(tmp_path: Path) -> None:
 def test_a_damaged_snapshot_is_skipped(tmp_path: Path) -> None:
     with Job(tmp_path, width=512) as job:
         job.train(3)
-    damaged = max((tmp_path / "store").rglob("packs/*/*"), key=lambda path: path.stat().st_mtime_ns)
+    damaged = max((tmp_path / "store").rglob("packs/*/*"), key=lambda path: path.name)
     damaged.write_bytes(bytes(damaged.stat().st_size))
     with Job(tmp_path, width=512) as job:
         with pytest.warns(UserWarning, match="was skipped"):

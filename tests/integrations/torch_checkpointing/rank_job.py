@@ -76,11 +76,11 @@ def main(folder: Path, what: str, kind: str) -> None:
             newest = manager.newest_id()
             if newest is not None:
                 step = manager.load(newest, into=target())["step"]
-            say(pid=os.getpid(), began=step)
+            say(began=step)
             while step < 6:
                 step += 1
                 manager.save(f"step_{step}", payload(step))
-                say(pid=os.getpid(), step=step)
+                say(step=step)
         elif what == "refused":
             payloads: dict[str, dict[str, Any]] = {"value": {"a": object()}, "key": {"a b": 1}, "shared": {"b": torch.ones(2)}}
             for name, wrong in payloads.items():

@@ -86,6 +86,8 @@ def test_what_the_policy_drops_is_freed_while_the_job_runs(tmp_path: Path) -> No
                 for step in range(1, 31):
                     state["w"] += step
                     ckpt.step(step)
+                    if ckpt._dropped is not None and ckpt._dropped._thread is not None:
+                        ckpt._dropped._thread.join()  # one that is slow frees less often
                     found.append(len([*store.engine.backend.list("packs/")]))
             found.append(len([*store.engine.backend.list("packs/")]))
             assert [snapshot.step for snapshot in store.log("run")] == [30, 29]
@@ -95,7 +97,7 @@ def test_what_the_policy_drops_is_freed_while_the_job_runs(tmp_path: Path) -> No
     assert packs() == [*range(1, 31), 30]
     bounded = packs(free_dropped=True)
     assert bounded[-1] == 3, "of two snapshots, and of the layout"
-    assert max(bounded) < 20, "a thread that is slow frees less often"
+    assert max(bounded) < 9
 
 
 def test_what_cannot_be_freed_is_a_warning(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:

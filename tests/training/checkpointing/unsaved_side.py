@@ -95,6 +95,8 @@ def without_a_board(folder: str) -> tuple[int, str]:
         ckpt = tsck.Checkpointer(store, {"w": torch.zeros(9)}, ref="job", when=when, group=GROUPS[1], **options)
         for step in range(1, 101):
             now[0] += SECONDS_A_STEP
+            if step == 20:  # all saves before are published
+                store.session.queue.wait_idle()
             is_away[0] = step >= 20
             try:
                 ckpt.step(step)
