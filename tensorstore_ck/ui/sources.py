@@ -116,9 +116,10 @@ class Sources:
     def refresh(self, uuid: str | None = None) -> dict[str, Trouble]:
         """Reads what is new in the logs, or in one store's; returns the URL and trouble of each store that was not read to its end."""
         wanted = [source for source in self._sources if uuid is None or source.synced.uuid == uuid] or self._sources
-        threads = [(source, self._begin(source)) for source in wanted]
-        for source, thread in threads:
-            thread.join(max(0.0, source.since + self._wait_seconds - time.monotonic()))
+        self._wait(wanted)  # a reading that began earlier may not see what was written since
+        for source in wanted:
+            self._begin(source)
+        self._wait(wanted)
         return {display_url(source.synced.url): found for source in wanted if (found := _trouble(source)) is not None}
 
     def trouble(self, key: StoreKey) -> Trouble | None:
@@ -194,15 +195,20 @@ class Sources:
             self._writable.clear()
         self.catalog.close()
 
-    def _begin(self, source: _Source) -> threading.Thread:
-        """The thread that reads the source's log: the one that does so already, or a new one."""
+    def _wait(self, found: Sequence[_Source]) -> None:
+        """Waits for the readings in progress, as long as a page does."""
+        for source in found:
+            if source.reading is not None:
+                source.reading.join(max(0.0, source.since + self._wait_seconds - time.monotonic()))
+
+    def _begin(self, source: _Source) -> None:
+        """Begins to read the source's log, unless that is in progress."""
         with source.lock:
             if source.reading is None or not source.reading.is_alive():
                 source.since = time.monotonic()
                 source.progress = (0, 0)
                 source.reading = threading.Thread(target=self._read, args=(source,), name="tsck-ui", daemon=True)
                 source.reading.start()
-            return source.reading
 
     def _read(self, source: _Source) -> None:
         def progress(done: int, total: int) -> None:

@@ -2,7 +2,9 @@
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -39,6 +41,30 @@ def test_a_store_that_does_not_answer_stops_no_page(store: Store, tmp_path: Path
     assert "is being read" not in page.text
     assert "hx-trigger" not in page.text
     sources.close()
+
+
+def test_a_page_shows_what_was_written_while_the_log_was_being_read(sources: Callable[..., Sources], store: Store) -> None:
+    opened = sources()
+    browser = enter(TestClient(make_app(opened, ACCESS), base_url=BASE))
+    assert "runs/late" not in browser.get("/").text
+    (source,) = opened._sources
+    read, has_read, goes_on = source.synced.refresh, threading.Event(), threading.Event()
+
+    def slow(**options: Any) -> Any:
+        error = read(**options)
+        has_read.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return error
+
+    source.synced.refresh = slow  # type: ignore[method-assign]
+    opened._begin(source)
+    reading = source.reading
+    assert reading is not None
+    assert has_read.wait(PATIENCE_SECONDS)
+    publish(store, "runs/late", 1)
+    join = reading.join
+    reading.join = lambda timeout=None: (goes_on.set(), join(timeout))[1]  # type: ignore[method-assign, func-returns-value]
+    assert "runs/late" in browser.get("/").text
 
 
 @pytest.mark.filterwarnings("ignore::tensorstore_ck.log.watermark.LogChangedWarning")

@@ -17,6 +17,7 @@ from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
 from tests.integrations.deepspeed.on_cpu import deepspeed
+from tests.servers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's warnings of torch
 
@@ -26,14 +27,11 @@ BF16, FP32 = Kind(2, "bf16"), Kind(1, "fp32")
 @pytest.fixture(scope="module", autouse=True)
 def rank() -> Iterator[None]:
     """Makes this process the only rank."""
-    import socket
-
     from tests.integrations.deepspeed.engines import join
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        for name, value in values.items():
             patch.setenv(name, str(value))
         join()
         yield

@@ -30,11 +30,11 @@ pytestmark = [
 
 @contextmanager
 def prometheus(folder: Path, scraped: str) -> Iterator[Callable[..., Any]]:
-    """A server that scrapes `scraped` every second; a function that asks its HTTP API."""
+    """A server that scrapes `scraped` every two seconds; a function that asks its HTTP API."""
     folder.mkdir()
     target = urllib.parse.urlsplit(scraped)
     job = {"job_name": "tsck", "metrics_path": target.path, "static_configs": [{"targets": [target.netloc]}]}
-    times = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    times = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
     (folder / "prometheus.yml").write_text(yaml.safe_dump({"global": times, "rule_files": [str(RULES)], "scrape_configs": [job]}))
     port = free_port()
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", "--log.level=error"]
