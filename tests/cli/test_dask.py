@@ -59,7 +59,7 @@ class Killing(DaskCluster):
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
         for result in super().run(work, pieces):
             if not self.killed:
-                self.killed = next(worker.pid for worker in self._workers if worker.pid)  # one killed before may have none yet
+                self.killed = next(worker.pid for worker in self._workers.values() if worker.pid)  # one killed before may have none yet
                 os.kill(self.killed, signal.SIGKILL)
             yield result
 
