@@ -313,7 +313,11 @@ class Store:
         return Preemption(self.session.queue, signal_number, deadline_seconds=deadline_seconds)
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Calls ``callback(event)`` at each `Event` of this handle's saves, on their thread; returns a function that unsubscribes."""
+        """Calls ``callback(event)`` at each `Event` of this handle's saves; returns a function that unsubscribes.
+
+        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
+        may come first.
+        """
         return self.engine.observers.subscribe(callback)
 
     @_changes

@@ -87,7 +87,7 @@ def _role_identity(role: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, below those that the kernel hands out: nothing else takes it before it is used."""
+    """A port that nobody listens on now, below those that the kernel of Linux hands out by itself."""
     while True:
         port = _random.randrange(23000, 32000)
         with contextlib.suppress(OSError), socket.socket() as listener:

@@ -16,6 +16,9 @@ Progress = Callable[[str, int, int], None]
 PATIENCE_SECONDS: Final = 1.0
 """A page waits this long for a read that it started: in a small store it is done then."""
 
+_LOOK_SECONDS: Final = 1.0
+"""A read that waits for another one looks so often whether it should end."""
+
 
 class CancelledError(Exception):
     """The server ends, or nobody looks any more."""
@@ -86,7 +89,7 @@ class Background:
     @contextmanager
     def alone(self, progress: Progress) -> Iterator[None]:
         """For reads that take all cores and much memory: waits until no other one does."""
-        while not self._alone.acquire(timeout=PATIENCE_SECONDS):
+        while not self._alone.acquire(timeout=_LOOK_SECONDS):
             progress("waiting for another read", 0, 0)
         try:
             yield

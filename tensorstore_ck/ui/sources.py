@@ -184,8 +184,10 @@ class Sources:
         """
         is_idle = False not in [each.close(self._wait_seconds) for each in (self.background, self.looks)]
         for source in self._sources:
-            if source.reading is not None:
-                source.reading.join(self._wait_seconds)
+            with source.lock:
+                reading = source.reading
+            if reading is not None:
+                reading.join(self._wait_seconds)
             if is_idle and not _is_reading(source):
                 source.synced.close()
         with self._lock:
@@ -198,8 +200,10 @@ class Sources:
     def _wait(self, found: Sequence[_Source]) -> None:
         """Waits for the readings in progress, as long as a page does."""
         for source in found:
-            if source.reading is not None:
-                source.reading.join(max(0.0, source.since + self._wait_seconds - time.monotonic()))
+            with source.lock:  # so that it was started
+                reading, since = source.reading, source.since
+            if reading is not None:
+                reading.join(max(0.0, since + self._wait_seconds - time.monotonic()))
 
     def _begin(self, source: _Source) -> None:
         """Begins to read the source's log, unless that is in progress."""

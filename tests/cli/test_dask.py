@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,11 @@ class Killing(DaskCluster):
 
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
         for result in super().run(work, pieces):
-            if not self.killed:
-                self.killed = next(worker.pid for worker in self._workers.values() if worker.pid)  # one killed before may have none yet
-                os.kill(self.killed, signal.SIGKILL)
+            for pid in () if self.killed else [worker.pid for worker in self._workers.values()]:
+                with suppress(ProcessLookupError, TypeError):  # one that was killed before, or is not there again yet
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed = pid
+                    break
             yield result
 
 

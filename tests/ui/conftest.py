@@ -24,7 +24,7 @@ Open = Callable[..., Any]
 """Opens a page of stores in a real browser: ``open_page("/find")`` returns playwright's page, past the token."""
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
     """A page waits for its reads, however slow the machine is."""
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,27 @@ def test_a_page_shows_what_was_written_while_the_log_was_being_read(sources: Cal
     join = reading.join
     reading.join = lambda timeout=None: (goes_on.set(), join(timeout))[1]  # type: ignore[method-assign, func-returns-value]
     assert "runs/late" in browser.get("/").text
+
+
+def test_a_page_beside_one_that_begins_to_read_the_log(sources: Callable[..., Sources], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = sources()
+    opened.refresh()
+    start, is_starting, goes_on = threading.Thread.start, threading.Event(), threading.Event()
+
+    def start_slowly(thread: threading.Thread) -> None:
+        if thread.name == "tsck-ui" and not is_starting.is_set():
+            is_starting.set()
+            assert goes_on.wait(PATIENCE_SECONDS)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    with ThreadPoolExecutor(2) as pages:
+        first = pages.submit(opened.refresh)
+        assert is_starting.wait(PATIENCE_SECONDS)
+        second = pages.submit(opened.refresh)
+        wait([second], 0.05)  # where it does not wait for the start of the first one's thread, it has failed
+        goes_on.set()
+        assert (first.result(), second.result()) == ({}, {})
 
 
 @pytest.mark.filterwarnings("ignore::tensorstore_ck.log.watermark.LogChangedWarning")

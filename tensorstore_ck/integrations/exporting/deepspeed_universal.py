@@ -19,7 +19,7 @@ import torch
 
 from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, EXPORTED, MASTER, UNSAVED_COUNTERS
+from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, EXPORTED, MASTER, MICRO_OFFSET, UNSAVED_COUNTERS
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
@@ -34,6 +34,8 @@ LATEST: Final = "latest_universal"
 VERSION: Final = "0.19.8"
 """The version of DeepSpeed whose files these are like."""
 _STEP: Final = "step"
+_EXPERTS: Final = "deepspeed_moe.experts."
+"""In the names of experts."""
 _OPEN_FILES: Final = 64
 _PER_FILE_BYTES: Final = 4096
 """For the disk space that is checked: a file without its tensors."""
@@ -82,28 +84,46 @@ def write_universal(job: ExportJob) -> WrittenExport:
 
 def _groups(state: Any, shown: str) -> list[dict[str, Any]]:
     optimizer = state.get("optimizer") if isinstance(state, dict) else None
-    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    found = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    groups = list(found.values()) if isinstance(found, Mapping) else found if isinstance(found, list) else []
+    has_groups = bool(groups) and all(isinstance(group, dict) and "params" in group for group in groups)
     extra = state.get("extra") if isinstance(state, dict) else None
     counters = extra.get("deepspeed") if isinstance(extra, dict) else None
-    if not groups or not isinstance(counters, dict) or not set(COUNTERS) <= counters.keys() or "model" not in state:
+    if not has_groups or not isinstance(counters, dict) or not set(COUNTERS) <= counters.keys() or "model" not in state:
         raise UnsupportedValueError(
             f"{shown}: a universal checkpoint needs model, optimizer and counters of a DeepSpeed engine, as tensorstore_ck.deepspeed saves "
             "them, and tsck import takes them from DeepSpeed's folders: this snapshot has not all of these",
             object_id="optimizer",
         )
-    if isinstance(groups, Mapping):  # those of the first stage of a pipeline come first; each stage takes options by position
-        groups = [{**each, "params": list(each["params"])} for each in groups.values()]
-    if any(group.get("moe") for group in groups):
+    if any(_EXPERTS in name for group in groups for name in group["params"]):
         raise UnsupportedValueError(
-            "the optimizer has groups of MoE experts, which DeepSpeed names from 0 on each rank: no universal checkpoint can hold them",
+            "the optimizer has MoE experts, which DeepSpeed names from 0 on each rank: it has no universal checkpoint of them",
             object_id="optimizer.param_groups",
         )
+    if isinstance(found, Mapping):
+        groups = _by_position(groups)
     for name in (name for group in groups for name in group["params"]):
         if name not in state["model"]:
             raise UnsupportedValueError(f"the weights of {name!r:.80} are left out, which its master weights need", object_id=name)
         if not name or "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
             raise UnsupportedValueError(f"the parameter {name!r:.80} cannot have a folder of its name", object_id=name)
     return groups
+
+
+def _by_position(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of all stages of a pipeline as one for each set of options, in order: each stage takes options by their position.
+
+    Empty ones follow, as DeepSpeed loads only as many groups as these: a stage may have several with the same options.
+    """
+    by_options: dict[object, dict[str, Any]] = {}
+    taken = set[str]()
+    for group in groups:
+        options = tuple((key, id(each) if isinstance(each, torch.Tensor) else repr(each)) for key, each in group.items() if key != "params")
+        united = by_options.setdefault(options, {**group, "params": []})
+        united["params"] += [name for name in group["params"] if name not in taken]  # a tied parameter may be in groups of two stages
+        taken.update(group["params"])
+    found = list(by_options.values())
+    return found + [{**found[-1], "params": []}] * (len(groups) - len(found))
 
 
 def _parameter(state: Any, name: str, left_out: dict[str, str]) -> _Parameter:
@@ -173,6 +193,8 @@ def _batches(parameters: list[_Parameter]) -> Iterator[dict[str, Any]]:
 
 def _notes(state: Mapping[str, Any], parameters: list[_Parameter]) -> Iterator[str]:
     yield 'load it with "checkpoint": {"load_universal": true} in the configuration'
+    if MICRO_OFFSET in state["extra"]["deepspeed"]:
+        yield "each stage takes the options of parameter groups by their position: compare them if the stages have different groups"
     trained = {id(state["model"][each.name]) for each in parameters}
     others = [name for name, each in state["model"].items() if id(each) not in trained]
     if others:

@@ -43,7 +43,7 @@ class SaveContext:
     fence: RefFence
     groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
-    """Waits until an upload has ended; False if there are none."""
+    """Waits until a staged save has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     chains: dict[str, StagedChain] = field(default_factory=dict)
     unpublished: "dict[str, list[PublishStaged]]" = field(default_factory=dict)
@@ -68,7 +68,7 @@ class SaveContext:
             self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
 
     def reserve_space(self, ref: str, needed_bytes: int) -> None:
-        """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for uploads.
+        """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for staged saves.
 
         In the store a ref's first save needs all its bytes; later ones mostly share blocks, and are checked while they write.
 
@@ -79,12 +79,14 @@ class SaveContext:
         if tier is None:
             require_free_space(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the save to {ref!r}")
             return
+        has_more = True
         while True:
             try:
                 tier.folder.evict(needed_bytes)
             except NoSpaceError:
-                if not self.wait_for_upload():
+                if not has_more:
                     raise
+                has_more = self.wait_for_upload()  # if not, the last one may have ended since
             else:
                 return
 

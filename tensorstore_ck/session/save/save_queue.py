@@ -102,21 +102,21 @@ class SaveQueue:
                 put.capture_into(queued.slot)
             queued.captured = time.monotonic()
             queued.status.on_drop(lambda: self._release_if_waiting(queued))
-            queued.status.reach(PutMilestone.CAPTURED)
-            self._emit(
-                queued.status,
-                "captured",
-                capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
-                stall_seconds=queued.stall_seconds,
-                captured_bytes=put.needed_bytes,
-                frozen_bytes=put.frozen_bytes,
-                **self._in_use(more=1),
-            )
-            self._stores.put(queued)  # after that event: the thread emits the next ones
+            self._stores.put(queued)
         except BaseException as exc:
             self._release(queued)
             put.fail(exc)
             raise
+        queued.status.reach(PutMilestone.CAPTURED)
+        self._emit(
+            queued.status,
+            "captured",
+            capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
+            stall_seconds=queued.stall_seconds,
+            captured_bytes=put.needed_bytes,
+            frozen_bytes=put.frozen_bytes,
+            **self._in_use(),
+        )
         return pending
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
@@ -392,9 +392,8 @@ class SaveQueue:
     def _emit(self, status: PutStatus, kind: Kind, **fields: int | float | str) -> None:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
-    def _in_use(self, more: int = 0) -> dict[str, int]:
-        depth = more + sum(not each.status.is_ending for each in self._queued())
-        return {"queue_depth": depth, "memory_bytes": self._memory.allocated_bytes}
+    def _in_use(self) -> dict[str, int]:
+        return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
 
     def _totals(self, queued: QueuedPut) -> dict[str, int | float]:
         return {**queued.seconds_fields(), **self._in_use()}

@@ -133,10 +133,12 @@ def resume(
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:
     """One rank cancels a staged save before its upload; then all save another one."""
-    real, is_decided = Uploader.upload, threading.Event()
+    real, is_reached, is_decided = Uploader.upload, threading.Event(), threading.Event()
 
     def upload(self: Uploader, names: Any, **options: Any) -> None:
-        assert "on_retry" not in options or is_decided.wait(SECONDS)
+        if "on_retry" in options:
+            is_reached.set()
+            assert is_decided.wait(SECONDS)
         real(self, names, **options)
 
     Uploader.upload = upload  # type: ignore[method-assign]
@@ -153,7 +155,9 @@ def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> t
                 pending.wait(SECONDS)
             except StoreError as exc:
                 error = type(exc).__name__
-            return error, job.put(2).wait(SECONDS).step
+            step = job.put(2).wait(SECONDS).step
+            assert is_reached.is_set()
+            return error, step
     finally:
         Uploader.upload = real  # type: ignore[method-assign]
 

@@ -13,6 +13,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.errors import NoSpaceError, PermissionDeniedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.session.save.group_put import GroupPut
+from tensorstore_ck.session.save.save_queue import SaveQueue
 from tests.backend.staging.places import PieceStore
 from tests.end_to_end.crash.faulty import Faults
 from tests.group_of_one import group_of_one
@@ -189,19 +190,28 @@ def test_what_is_published_stays_published_when_the_disk_fails_then(tmp_path: Pa
     require_all_well(server, path, [0, 1])
 
 
-def test_a_save_of_ranks_waits_for_space_that_one_has_whose_copies_go_to_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, lacks_space, evict = PieceStore(), threading.Event(), StagingFolder.evict
+@pytest.mark.parametrize("ends_before_the_wait", [False, True])
+def test_a_save_of_ranks_waits_for_space_that_one_has_whose_copies_go_to_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_before_the_wait: bool
+) -> None:
+    server, lacks_space, evict, queues = PieceStore(), threading.Event(), StagingFolder.evict, list[SaveQueue]()
 
     def watched(self: StagingFolder, needed_bytes: int) -> None:
         try:
             evict(self, needed_bytes)
         except NoSpaceError:
             lacks_space.set()
+            with queues[0]._changed:
+                is_over = not ends_before_the_wait or queues[0]._changed.wait_for(
+                    lambda: not queues[0]._queued(queues[0]._copies, queues[0]._uploads), SECONDS
+                )
+            assert is_over
             raise
 
     monkeypatch.setattr(StagingFolder, "evict", watched)
     monkeypatch.setattr(GroupPut, "replicate", lambda *_: lacks_space.wait(SECONDS))
     with group_of_one(), process(server, tmp_path / "stage", capacity_bytes=450 * KIB) as job:
+        queues.append(job.store.session.queue)
         pendings = [job.put(step, group=dist.group.WORLD) for step in (0, 1)]
         assert [pending.wait(SECONDS).step for pending in pendings] == [0, 1]
         assert lacks_space.is_set()

@@ -70,7 +70,7 @@ class DeepSpeedFiles:
     @property
     def exported_counters(self) -> dict[str, Any]:
         """Counters that DeepSpeed does not save, and `tsck export` does."""
-        exported = self.model.get(EXPORTED)
+        exported = self.model.get(EXPORTED) if self.is_universal else None  # DeepSpeed's users may save it again, as client state
         return {name: exported[name] for name in UNSAVED_COUNTERS if name in exported} if isinstance(exported, dict) else {}
 
     @property

@@ -240,7 +240,7 @@ class _State:
         if type(each) is int and type(counters["global_steps"]) is int:
             counters["micro_steps"] = counters["global_steps"] * each  # DeepSpeed does not save it
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counters.values()) or counters["global_steps"] > MAX_STEP:
-            raise MalformedError("it has no valid global_steps, global_samples or skipped_steps")
+            raise MalformedError(f"it has no valid {', '.join(counters)}")
         if self._found.stages:  # they count micro-batches in another place
             counters |= {"micro_steps": 0, MICRO_OFFSET: counters["micro_steps"]}
         return counters

@@ -57,7 +57,7 @@ class UniversalReader:
             raise MalformedError(f"its parameters are of different steps ({', '.join(sorted(steps)[:4])}): two saves are mixed")
         groups = groups_of(inner.get("param_groups") or saved.get("param_groups"), [[each] for each in parameters])
         found = FoundOptimizer([each for group in parameters for each in group], groups, saved.get("loss_scaler"))
-        is_pipeline = MICRO_OFFSET in self._found.exported_counters  # then the groups are those of each stage, one after the other
+        is_pipeline = MICRO_OFFSET in self._found.exported_counters  # then groups are by their first parameter
         return united([found]) if is_pipeline else found
 
     def _load(self, name: str) -> Any:
