@@ -29,6 +29,10 @@ FOCUS_IS_SEEN: Final = """(() => {
     const isSeen = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2 && box.bottom > 0 && box.top < innerHeight;
     return isSeen ? "" : document.activeElement.outerHTML.slice(0, 150);
 })()"""
+FOCUS_HAS_MOVED: Final = """new Promise((done) => {
+    const look = () => document.activeElement === window.lastStop ? requestAnimationFrame(look) : done();
+    look();
+})"""
 MOVING: Final = "[...document.querySelectorAll('*')].filter((e) => getComputedStyle(e).transitionDuration !== '0s').length"
 AXE: Final = """(rules) => axe.run({
     resultTypes: ["violations"],
@@ -80,7 +84,7 @@ def findings(served: Site) -> Findings:
 
 def _use_keyboard(page: Any, note: Any) -> None:
     stops = page.evaluate(STOPS)
-    page.keyboard.press("Tab")
+    _press_tab(page)
     if page.evaluate("document.activeElement.className") != "skip" or page.locator(".skip").bounding_box()["x"] < 0:
         note("keyboard", "the first stop is not the link that skips the navigation")
     seen = 0
@@ -88,13 +92,20 @@ def _use_keyboard(page: Any, note: Any) -> None:
         unseen = page.evaluate(FOCUS_IS_SEEN)
         if unseen:
             note("keyboard", "focus is not seen", unseen)
-        page.keyboard.press("Tab")
+        _press_tab(page)
         seen += 1
         if page.evaluate("document.activeElement.className") == "skip":  # after the last comes the first, in some windows at once
             break
     if seen != stops:
         note("keyboard", f"{seen} of {stops} stops", page.evaluate("document.activeElement.outerHTML.slice(0, 150)"))
     page.evaluate("document.activeElement.blur()")
+
+
+def _press_tab(page: Any) -> None:
+    """Waits until the focus has moved, which takes a while from the last stop to the first, through the browser's own window."""
+    page.evaluate("window.lastStop = document.activeElement")
+    page.keyboard.press("Tab")
+    page.evaluate(FOCUS_HAS_MOVED)
 
 
 def _resize(page: Any, note: Any) -> None:
