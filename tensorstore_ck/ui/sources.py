@@ -60,6 +60,8 @@ class _Source:
     progress: tuple[int, int] = (0, 0)
     reading: threading.Thread | None = None
     since: float = 0.0
+    overdue: threading.Thread | None = None
+    """A reading for which a page has waited in vain."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held to begin a reading, not during one."""
 
@@ -204,6 +206,8 @@ class Sources:
                 reading, since = source.reading, source.since
             if reading is not None:
                 reading.join(max(0.0, since + self._wait_seconds - time.monotonic()))
+                if reading.is_alive():
+                    source.overdue = reading
 
     def _begin(self, source: _Source) -> None:
         """Begins to read the source's log, unless that is in progress."""
@@ -247,7 +251,7 @@ def _is_reading(source: _Source) -> bool:
 
 
 def _trouble(source: _Source) -> Trouble | None:
-    if _is_reading(source):
+    if source.overdue is not None and source.overdue.is_alive():
         done, total = source.progress
         return Trouble(f"is being read: entry {done:,} of {total:,}" if total else "is being read", is_reading=True)
     return Trouble(f"cannot be read now: {source.synced.error}", is_reading=False) if source.synced.error is not None else None

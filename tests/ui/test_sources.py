@@ -84,7 +84,7 @@ def test_a_page_beside_one_that_begins_to_read_the_log(sources: Callable[..., So
         first = pages.submit(opened.refresh)
         assert is_starting.wait(PATIENCE_SECONDS)
         second = pages.submit(opened.refresh)
-        wait([second], 0.05)  # where it does not wait for the start of the first one's thread, it has failed
+        wait([second], 0.05)  # where it does not wait until the thread of the first one has started, it has failed
         goes_on.set()
         assert (first.result(), second.result()) == ({}, {})
 

@@ -95,7 +95,7 @@ def _groups(state: Any, shown: str) -> list[dict[str, Any]]:
             "them, and tsck import takes them from DeepSpeed's folders: this snapshot has not all of these",
             object_id="optimizer",
         )
-    if any(_EXPERTS in name for group in groups for name in group["params"]):
+    if any(group.get("moe") or any(_EXPERTS in name for name in group["params"]) for group in groups):
         raise UnsupportedValueError(
             "the optimizer has MoE experts, which DeepSpeed names from 0 on each rank: it has no universal checkpoint of them",
             object_id="optimizer.param_groups",
