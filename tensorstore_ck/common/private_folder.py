@@ -79,7 +79,8 @@ class PrivateFolder:
         self.make_folders(folder)
         name = f"{folder}/.tmp-{ulid_text(new_ulid())}"
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=self.fd())
-        os.unlink(name, dir_fd=self.fd())
+        with contextlib.suppress(FileNotFoundError):  # another process that begins to use the folder deletes what it takes for a leftover
+            os.unlink(name, dir_fd=self.fd())
         return fd
 
     def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:

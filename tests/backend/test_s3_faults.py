@@ -41,7 +41,7 @@ PACK = bytes(range(256)) * (7 * MIB // 256)
 TIMEOUTS = {"connect_timeout": 20, "read_timeout": 20, "retries": {"total_max_attempts": 1}}
 SHORT_TIMEOUTS = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": {"total_max_attempts": 1}}
 """Where no request is answered."""
-IMPATIENT = {**TIMEOUTS, "read_timeout": 2}
+IMPATIENT = {**TIMEOUTS, "connect_timeout": 2, "read_timeout": 2}
 """Where all requests but some are answered."""
 
 

@@ -113,6 +113,24 @@ def test_a_folder_that_can_serve(tmp_path: Path) -> None:
     assert folder.copies.keeps_ranges
 
 
+def test_a_folder_that_another_process_begins_to_use_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It deletes what interrupted processes left, with the file by which this one tries the folder."""
+    other = StagingFolder(tmp_path, UUID, 1 << 20)
+    other.check()
+    open_file, tried = os.open, list[str]()
+
+    def sweep_after(path: Any, *args: Any, **options: Any) -> int:
+        fd = open_file(path, *args, **options)
+        if ".tmp-" in str(path):
+            tried.append(str(path))
+            other.drop_temporaries()
+        return fd
+
+    monkeypatch.setattr(os, "open", sweep_after)
+    StagingFolder(tmp_path, UUID, 1 << 20).check()
+    assert len(tried) == 1
+
+
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError, match=r"may use 1\.0 EiB, .* GiB are free: free space there, or lower its capacity"):
         StagingFolder(tmp_path, UUID, 1 << 60).check()
