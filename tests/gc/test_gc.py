@@ -753,7 +753,10 @@ def test_a_save_that_meets_condemned_blocks_rescues_them() -> None:
     require_sound(other, {"new": state(1, 2, 3)})
 
 
-@pytest.mark.parametrize("action", ["put", "put to another branch", "branch", "tag", "pin", "undo", "forget", "gc", "forget and gc"])
+SLOW_ACTIONS = [pytest.param(each, marks=pytest.mark.slow) for each in ("put to another branch", "branch", "tag", "pin", "forget and gc")]
+
+
+@pytest.mark.parametrize("action", ["put", "undo", "forget", "gc", *SLOW_ACTIONS])
 def test_gc_while_others_change_the_roots(action: str) -> None:
     """At each backend call of gc, compaction included, another host does something in full."""
     outcomes = set()
