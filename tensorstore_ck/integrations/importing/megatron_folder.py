@@ -59,7 +59,7 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     _require_whole_files(content)
     state, unknown = _state(folder, content), content.unknown
     read = {METADATA, CONFIG, *(os.path.basename(path) for path in content.left)}
-    if "common_backend" not in config and COMMON_OBJECT in state:  # 0.19 wrote it; a common.pt beside it belongs to an older save
+    if "common_backend" not in config and COMMON_OBJECT in state:  # Megatron-core 0.19 wrote the object; a common.pt is of an older save
         source, common = METADATA, state.pop(COMMON_OBJECT)
     elif COMMON_FILE in names:
         found = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
