@@ -2,8 +2,8 @@
 
     python -m tests.mutants.run [NAME ...] [--jobs 2]
 
-A mutant that no test finds is a missing test; the exit code is then 1. The lists (`*.toml`) name a file of the package, a text that occurs in
-it once, what takes its place, and the files or ids of tests, which run until the first failure.
+A mutant that no test finds is a missing test; the exit code is then 1. The lists (`*.toml`) name a file of the package, a text that it has
+once, what takes its place, and the files or ids of tests, which run until the first failure.
 """
 
 import argparse
