@@ -1,9 +1,11 @@
-# On a fresh clone: `make demo` shows what this is, `make test` says within 10 minutes whether it works. Needs Python 3.11 or newer; everything else
-# goes into .venv. pip's own settings and environment variables hold, for example for an index with CPU-only builds of torch.
+# On a fresh clone: `make demo` shows what this is, `make test` says within 5 minutes whether it works. Needs Python 3.11 or newer; everything else
+# goes into .venv, or with `PYTHON=python3.13` into .venv-python3.13. pip's own settings and environment variables hold, for example for an index
+# with CPU-only builds of torch.
 
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 TESTS ?= tests
 
 NEWEST := .venv-newest-torch
@@ -103,10 +105,10 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf .venv $(NEWEST) $(APART) $(OLDEST) .demo dist site
+	rm -rf .venv .venv-* .demo dist site
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev --group docs
 	touch $@

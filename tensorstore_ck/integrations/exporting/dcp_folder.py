@@ -44,7 +44,7 @@ class _Tensor(NamedTuple):
     template: TorchZipTemplate
 
 
-Item = tuple[WriteItem, _Tensor | memoryview]
+Item = tuple[WriteItem, _Tensor | bytes]
 
 
 def write_dcp(job: ExportJob) -> WrittenExport:
@@ -141,7 +141,7 @@ def _items(content: SnapshotContent, meta: MetaState, planner: DefaultSavePlanne
         if item.type == WriteItemType.BYTE_IO:
             data = planner.resolve_data(item)
             assert isinstance(data, io.BytesIO)
-            yield item, data.getbuffer()
+            yield item, data.getvalue()
             continue
         leaf = meta.tensors[id(planner.state_dict[item.index.fqn])][1]
         form = form_of(content.layout, leaf)
@@ -156,7 +156,7 @@ def _size(item: Item) -> int:
     return item[1].template.size_bytes if isinstance(item[1], _Tensor) else len(item[1])
 
 
-def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Tensor | memoryview]], size: int) -> None:
+def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Tensor | bytes]], size: int) -> None:
     """Writes items at their offsets: the tensors' bytes, then, with their CRC-32s, what torch writes around them."""
     router = ByteRouter(job.content)
     tensors = [(at, item) for at, item in items if isinstance(item, _Tensor)]

@@ -112,7 +112,7 @@ class PickleAllowlist:
     def _convert(self, module: str, name: str, make: Callable[..., object], to: str) -> None:
         def convert(*args: object) -> object:
             made = make(*args)
-            self.converted[f"{module}.{name}, read as {to}"] += 1
+            self.converted[f"{module.removesuffix('._local')}.{name}, read as {to}"] += 1  # pathlib of Python 3.13
             return made
 
         self._table[module, name] = AllowedGlobal(name, convert)
