@@ -35,12 +35,13 @@ endef
 # With one thread each, torch in two processes does not wait for cores that the other one has. torch asks for the name of 127.0.0.1 at each
 # connection of a process group, and where a name server does not answer, all ranks wait for the resolver, by default 5 s and more.
 ON_TWO_CORES = OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
-PYTEST = $(ON_TWO_CORES) $(BIN)/python -m pytest -n 2 --dist worksteal
+RUN_TESTS = -m tests.run --flaky build/flaky.txt --log build/$@.jsonl -n 2 --dist worksteal
+PYTEST = mkdir -p build; $(ON_TWO_CORES) $(BIN)/python $(RUN_TESTS)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" $(TESTS)
 
-# Kills, enumerations, real ranks and servers: half an hour. CONTRIBUTING.md has a table of the suites.
+# Kills, enumerations, real ranks and servers: half an hour. CONTRIBUTING.md has a table of the suites. TESTS="FILE ..." runs some of them.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow $(TESTS)
 
@@ -78,9 +79,13 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
 # Megatron's tests run with the oldest and with the newest Megatron-core.
+APART_TESTS ?= $(addprefix tests/integrations/, titan deepspeed megatron nvrx ray/test_example.py)
+NEWEST_TESTS = $(filter tests/integrations/megatron% tests/integrations/nvrx%, $(APART_TESTS))
 test-apart: $(APART)/.installed
-	$(ON_TWO_CORES) $(APART)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)/integrations/titan $(TESTS)/integrations/deepspeed $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx $(TESTS)/integrations/ray/test_example.py
-	PYTHONPATH=$(CURDIR)/$(APART)/newest-megatron $(ON_TWO_CORES) $(APART)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)/integrations/megatron $(TESTS)/integrations/nvrx
+	mkdir -p build
+	$(ON_TWO_CORES) $(APART)/bin/python $(RUN_TESTS) --dist loadfile $(APART_TESTS)
+	$(if $(NEWEST_TESTS), PYTHONPATH=$(CURDIR)/$(APART)/newest-megatron $(ON_TWO_CORES) $(APART)/bin/python \
+	    $(subst $@.jsonl,$@-newest.jsonl,$(RUN_TESTS)) --dist loadfile $(NEWEST_TESTS))
 
 $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/newest-megatron.txt
 	$(call on_top,$(APART))
