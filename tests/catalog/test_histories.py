@@ -130,7 +130,8 @@ def catalogs(new_url: Callable[[], str]) -> Iterator[tuple[Catalog, Catalog]]:
         yield often, once
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("new_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(commands, min_size=15, max_size=40))
 def test_fed_bit_by_bit_it_is_what_it_is_fed_at_once(catalogs: tuple[Catalog, Catalog], history: list[tuple[str, tuple[Any, ...]]]) -> None:
     often, once = catalogs

@@ -24,6 +24,8 @@ from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import open_store
 
 ROOT = Path(tsck.__file__).parents[1]
+BACKENDS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)]
+"""Of tests with processes: in PostgreSQL, threads with connections of their own show the same."""
 
 
 @pytest.fixture
@@ -44,6 +46,7 @@ def require_whole(catalog: Catalog, store: Store, new_url: Callable[[], str]) ->
         assert dump(catalog, store) == dump(fresh, store)
 
 
+@pytest.mark.race
 def test_many_readers_at_once_during_a_writer(store: Store, new_url: Callable[[], str]) -> None:
     url, done = new_url(), threading.Event()
 
@@ -68,6 +71,8 @@ def test_many_readers_at_once_during_a_writer(store: Store, new_url: Callable[[]
         require_whole(catalog, store, new_url)
 
 
+@pytest.mark.race
+@pytest.mark.parametrize("new_url", BACKENDS, indirect=True)
 def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, new_url: Callable[[], str]) -> None:
     for step in range(60):
         publish(store, "runs/a", step, {"loss": step})
@@ -83,6 +88,7 @@ def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, n
         require_whole(catalog, store, new_url)
 
 
+@pytest.mark.race
 def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=PATIENCE_SECONDS), threading.local(), create_tables.has_tables
 
@@ -101,6 +107,8 @@ def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkey
         assert [each.result() for each in [pool.submit(sync), pool.submit(sync)]] == [0, 0]
 
 
+@pytest.mark.race
+@pytest.mark.parametrize("new_url", BACKENDS, indirect=True)
 def test_killed_in_the_middle_the_next_goes_on(store: Store, tmp_path: Path, new_url: Callable[[], str]) -> None:
     for step in range(23):
         publish(store, "runs/a", step, {"loss": step})

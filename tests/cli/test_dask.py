@@ -42,7 +42,7 @@ def test_copy(history: Tsck, cluster: Any) -> None:
 
 
 def test_no_cluster(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.common.executor.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("tensorstore_ck.common.executor.CONNECT_SECONDS", 0.1)
     result = history("fsck", "--read-data", "--dask", "tcp://127.0.0.1:9")
     assert "no Dask scheduler" in result.err
     assert result.code == 13
@@ -66,6 +66,8 @@ class Killing(DaskCluster):
             yield result
 
 
+@pytest.mark.slow
+@pytest.mark.race
 def test_a_worker_dies(history: Tsck, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {str(number): torch.randn(50_000, generator=torch.Generator().manual_seed(number)) for number in range(40)}
     save_file(tensors, tmp_path / "large.safetensors")

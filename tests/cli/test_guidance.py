@@ -133,9 +133,10 @@ def test_a_missing_package_is_named(extra: str) -> None:
 
 
 def texts_of(path: Path) -> list[str]:
-    """The text in a source file, with ``X`` for what is inserted at run time."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The text in a source file that names commands, with ``X`` for what is inserted at run time."""
+    found: list[str] = []
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)) if "`tsck " in source else ():
         if isinstance(node, ast.JoinedStr):
             found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -3,7 +3,9 @@
 import fcntl
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,28 +32,29 @@ def state_of(step: int) -> dict[str, Any]:
     return {"frozen": torch.arange(50_000), "moving": torch.full((50_000,), step), "step": step}
 
 
-def stage(folder: Path, *steps: int, published: bool = True) -> None:
-    """A job that published step 0, and ended when later ones were staged."""
+@cache
+def _staged() -> TemporaryDirectory[str]:
+    """The store of a job that published step 0, and ended when steps 1 and 2 were staged. Made once: each test has a copy."""
+    made = TemporaryDirectory(prefix="tsck-staged-")
+    folder = Path(made.name)
     staging = tsck_package.Staging(folder / "stage", stagger_seconds=3600)
-    if published:
-        with tsck_package.open(folder / "ck", cache_dir=folder / "cache") as store:
-            store.put_snapshot(state_of(0), ref="job", step=0)
+    with tsck_package.open(folder / "ck", create=True, cache_dir=folder / "cache") as store:
+        store.put_snapshot(state_of(0), ref="job", step=0)
     store = tsck_package.open(folder / "ck", cache_dir=folder / "cache", staging=staging)
-    if published:
-        store.checkout("job")
-    for step in steps:
+    store.checkout("job")
+    for step in (1, 2):
         store.put_snapshot_async(state_of(step), ref="job", step=step, codec="raw")
     for pending in store.pending():
         pending.staged.wait(PATIENCE_SECONDS)
-    assert [pending.step for pending in store.drain(0).staged] == list(steps)
+    assert [pending.step for pending in store.drain(0).staged] == [1, 2]
     store.close()
+    return made
 
 
 @pytest.fixture
 def staged(tsck: Tsck, tmp_path: Path) -> Tsck:
     """`tsck` on a store whose branch job has step 0; steps 1 and 2 are staged."""
-    assert tsck("init", "ck").code == 0
-    stage(tmp_path, 1, 2)
+    shutil.copytree(_staged().name, tmp_path, dirs_exist_ok=True)
     return tsck
 
 
