@@ -12,9 +12,7 @@ import pytest
 
 import tensorstore_ck
 from tensorstore_ck import errors
-from tensorstore_ck.backend import open_backend
 from tensorstore_ck.common.extras import EXTRAS, missing_extra
-from tensorstore_ck.errors import InvalidUrlError
 from tests import documents
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import commands
@@ -94,14 +92,6 @@ def test_mark_as_in_python(history: Tsck) -> None:
     assert history("show", "runs/gpt", "--json").json["snapshot"]["mark"] == "bad"
     assert history("mark", "runs/gpt", "--clear").code == 0
     assert history("show", "runs/gpt", "--json").json["snapshot"]["mark"] == ""
-    assert history("mark", "runs/gpt", "good").code == 2
-
-
-@pytest.mark.parametrize("scheme", ["http", "https"])
-def test_web_servers_are_refused_with_what_to_do(tsck: Tsck, scheme: str) -> None:
-    with pytest.raises(InvalidUrlError, match=r"s3://bucket/prefix with the storage option endpoint_url"):
-        open_backend(f"{scheme}://localhost:1/ck")
-    assert tsck("log", "-s", f"{scheme}://localhost:1/ck").code == 23
 
 
 def test_show_never_says_that_more_of_it_is_new_than_there_is(history: Tsck) -> None:

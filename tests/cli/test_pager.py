@@ -52,12 +52,11 @@ def test_a_pager_shows_results_in_colour(folder: Path) -> None:
         (["log", "--no-pager"], {"PAGER": PAGER}),
         (["log", "--json"], {"PAGER": PAGER}),
         (["branch"], {"PAGER": PAGER}),
-        (["--no-pager", "branch"], {"PAGER": PAGER}),
         (["log"], {"PAGER": PAGER, "TSCK_PAGER": ""}),
         (["log"], {"PAGER": "cat"}),
         (["log"], {"PAGER": "there-is-no-such-pager -x"}),
     ],
-    ids=["before", "after", "json", "short", "program", "empty", "cat", "missing"],
+    ids=["before", "after", "json", "short", "empty", "cat", "missing"],
 )
 @pytest.mark.slow
 def test_no_pager(folder: Path, arguments: list[str], variables: dict[str, str]) -> None:

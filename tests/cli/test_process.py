@@ -82,15 +82,6 @@ def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_an_interrupted_process_ends_with_130(history: Tsck, tmp_path: Path) -> None:
-    code = "import signal\nfrom tensorstore_ck.store import Store\n"
-    code += "Store.log = lambda *_, **__: signal.raise_signal(signal.SIGINT)\n"  # in this thread: handled before the call returns
-    code += "from tensorstore_ck.cli import main\nmain(['log'])"
-    done = _python(tmp_path, "-c", code)
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
-
-
 def test_bars_and_colours_only_on_a_terminal(history: Tsck, tmp_path: Path) -> None:
     terminal, child = pty.openpty()
     try:

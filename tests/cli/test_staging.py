@@ -171,23 +171,6 @@ def test_published_before_it_was_cleaned_up(staged: Tsck, tmp_path: Path) -> Non
     assert steps(staged) == [2, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("drop",), 2, "Drop what?"),
-        (("drop", "--all"), 2, "Which disk?"),
-        (("resume",), 2, "Which disk?"),
-        (("list", "--all"), 2, "are for drop"),
-        (("drop", "01K6AZ8Q9S3M6V7J0T2N5R8W1X", "--yes"), 25, "nothing is staged as"),
-        (("list", "--staging", "nowhere"), 22, "no folder nowhere"),
-    ],
-)
-def test_what_cannot_be_done(tsck: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
-    tsck("init", "ck")
-    result = tsck("staging", *arguments)
-    assert (result.code, message in result.err) == (code, True), result
-
-
 # --- what another user staged --------------------------------------------------------------------------------------------
 
 ACCEPTED = (*DISK, "--accept-owner", str(OTHER))
