@@ -60,7 +60,7 @@ def test_the_version_is_printed_without_loading_the_store(tmp_path: Path) -> Non
     assert version == f"tsck {tensorstore_ck.__version__}"
     own = [name for name in loaded.split() if name.startswith("tensorstore_ck")]
     assert len(own) < 20
-    assert not {"torch", "numpy", "fsspec", "rich"} & set(loaded.split())
+    assert not {"torch", "numpy", "fsspec", "rich", "sqlalchemy", "psycopg"} & set(loaded.split())
 
 
 def test_exit_codes_and_streams(history: Tsck, tmp_path: Path) -> None:

@@ -16,13 +16,6 @@ pytestmark = pytest.mark.slow
 CHART_STEPS = "document.querySelector('.chart')?.uplot?.data[0].length"
 
 
-def test_the_overview_in_a_browser(open_page: Open, store: Store) -> None:
-    publish(store, "runs/gpt", 1)
-    page = open_page("/")
-    assert page.title() == "Overview · tsck"
-    assert page.get_by_role("rowheader", name="runs/gpt").is_visible()
-
-
 def test_back_after_a_piece_was_replaced_shows_the_page_as_it_was(open_page: Open, store: Store) -> None:
     for step in range(60):
         publish(store, "runs/gpt", step, {"loss": 1.0})

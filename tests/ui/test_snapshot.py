@@ -211,15 +211,6 @@ def test_the_code_works_as_it_is_printed(
     assert (tmp_path / "cache2").exists()
 
 
-def test_a_path_for_fsspec(browser: TestClient, store: Store) -> None:
-    import fsspec
-
-    store.put_snapshot(STATE, ref="runs/gpt", step=1)
-    (path,) = re.findall(r"<code>(tsck://.*?)</code>", browser.get(url_of(store, at="runs/gpt")).text)
-    with fsspec.open(unescape(path)) as file:
-        assert b"runs/gpt" in file.read()
-
-
 def test_what_is_gone_or_forgotten_says_so(browser: TestClient, store: Store) -> None:
     gone = store.put_snapshot({"w": torch.ones(2000)}, ref="runs/gone", step=7, metrics={"loss": 1.5})
     store.forget("runs/gone")
