@@ -54,12 +54,10 @@ def test_help_has_all_exit_codes(tsck: Tsck) -> None:
 @pytest.mark.parametrize(
     ("arguments", "leads_to"),
     [
-        (("ls",), ["tsck branch", "tsck tag", "tsck log", "tsck show"]),
         (("list", "runs"), ["tsck branch", "tsck tag", "tsck log", "tsck show"]),
         (("lgo",), ["tsck log"]),
         (("forgt", "x"), ["tsck forget"]),
         (("frobnicate",), ["tsck --help"]),
-        (("-s", "ck"), ["tsck -s ./ckpt log"]),
     ],
 )
 def test_what_is_no_command_leads_to_one(tsck: Tsck, arguments: tuple[str, ...], leads_to: list[str]) -> None:

@@ -262,17 +262,19 @@ def damage_pack(tmp_path: Path) -> str:
     return "does not match its hash"
 
 
+def exchange(tmp_path: Path, kind: str) -> None:
+    """With the object of the other staged snapshot."""
+    older = min(folder_of(tmp_path).glob(f"unsent/{kind}/*/*"), key=lambda path: path.name)
+    newest(tmp_path, f"unsent/{kind}/*/*").write_bytes(older.read_bytes())
+
+
 def exchange_record(tmp_path: Path) -> str:
-    record = newest(tmp_path, "unsent/snapshots/*/*")
-    other = min(folder_of(tmp_path).glob("unsent/snapshots/*/*"), key=lambda path: path.name)
-    record.write_bytes(other.read_bytes())
+    exchange(tmp_path, "snapshots")
     return "is not the record that the log names"
 
 
 def exchange_part(tmp_path: Path) -> str:
-    part = newest(tmp_path, "unsent/parts/*/*")
-    other = min(folder_of(tmp_path).glob("unsent/parts/*/*"), key=lambda path: path.name)
-    part.write_bytes(other.read_bytes())
+    exchange(tmp_path, "parts")
     return "is not the part that its snapshot names"
 
 

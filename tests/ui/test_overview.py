@@ -29,10 +29,10 @@ def test_the_token_becomes_a_cookie_and_leaves_the_url(client: Client) -> None:
     assert browser.get("/static/style.css").status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""])
-def test_other_hosts_are_refused(client: Client, host: str) -> None:
+def test_other_hosts_are_refused(client: Client) -> None:
     browser = enter(client())
-    assert browser.get("/", headers={"host": host}).status_code == 421
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""):
+        assert browser.get("/", headers={"host": host}).status_code == 421, host
     assert browser.get("/", headers={"host": "localhost:9000"}).status_code == 200
 
 

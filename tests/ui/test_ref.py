@@ -50,28 +50,14 @@ def points(part: dict[str, Any]) -> list[tuple[int, float | None]]:
 
 def test_the_line_is_what_leads_to_the_head_and_the_rest_is_abandoned(client: Client, store: Store) -> None:
     difficult(store)
-    (chart,) = series(enter(client()), store, "runs/gpt", "loss")["charts"]
+    browser = enter(client())
+    found = series(browser, store, "runs/gpt", "loss")
+    (chart,) = found["charts"]
     assert points(chart["line"]) == [(10, 9.0), (20, 8.0), (30, 5.5), (40, None), (50, 3.5), (70, 2.0)]
     assert [points(run) for run in chart["abandoned"]] == [[(30, 7.0), (40, 6.0), (50, None)], [(50, 4.0)]]
     lost = [(each["step"], each["value"], each["abandoned"]) for each in chart["not_finite"]]
     assert lost == [(50, "nan", True), (40, "inf", False)]
-
-
-def test_a_branch_begins_with_what_it_came_from(client: Client, store: Store) -> None:
-    difficult(store)
-    found = series(enter(client()), store, "runs/child", "loss", "lr")
-    loss, lr = found["charts"]
-    assert points(loss["line"]) == [(10, 9.0), (20, 8.0), (30, 5.5), (40, None), (50, 3.5), (70, 1.5)]
-    assert points(lr["line"]) == [(10, 1.0), (20, 1.0), (60, 0.5)]
-    assert loss["abandoned"] == []
-    assert ("branch", 60, "branched from runs/gpt") in [(note["kind"], note["step"], note["text"]) for note in found["notes"]]
-
-
-def test_what_happened_is_at_its_step(client: Client, store: Store) -> None:
-    difficult(store)
-    notes = series(enter(client()), store, "runs/gpt", "loss")["notes"]
-    found = {(note["kind"], note["step"], note["text"].partition(", ")[0]) for note in notes}
-    assert found == {
+    assert {(note["kind"], note["step"], note["text"].partition(", ")[0]) for note in found["notes"]} == {
         ("mark", 50, "marked bad"),
         ("back", 20, f"reset from step 50 by {store.engine.log._actor}".replace("two:2", "one:1")),
         ("back", 50, "went back from step 50 to save step 50"),
@@ -79,6 +65,12 @@ def test_what_happened_is_at_its_step(client: Client, store: Store) -> None:
         ("tag", 70, "tag best"),
         ("pin", 30, "pinned by ada: paper"),
     }
+    child = series(browser, store, "runs/child", "loss", "lr")  # begins with what it came from
+    loss, lr = child["charts"]
+    assert points(loss["line"]) == [(10, 9.0), (20, 8.0), (30, 5.5), (40, None), (50, 3.5), (70, 1.5)]
+    assert points(lr["line"]) == [(10, 1.0), (20, 1.0), (60, 0.5)]
+    assert loss["abandoned"] == []
+    assert ("branch", 60, "branched from runs/gpt") in [(note["kind"], note["step"], note["text"]) for note in child["notes"]]
 
 
 def test_steps_without_an_order_and_snapshots_without_a_step(client: Client, store: Store) -> None:

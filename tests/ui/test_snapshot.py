@@ -166,7 +166,7 @@ def test_damage_is_shown_in_its_place(browser: TestClient, store: Store) -> None
     assert "Tensors 1, 11.7 KiB" in words(read(browser, url_of(store, at="r")))
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_code_works_as_it_is_printed(
     sources: Callable[..., Sources], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, marked: bool
 ) -> None:

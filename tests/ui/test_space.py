@@ -179,28 +179,28 @@ def test_what_a_policy_would_do_is_what_its_command_does(browser: TestClient, st
     assert said == pytest.approx(freed, abs=4000)  # the log has grown, and tables of packs are not counted
 
 
-@pytest.mark.parametrize(
-    ("asked", "error"),
-    [
-        ({"branches": "runs/*"}, "a policy needs a rule that keeps something"),
-        ({"branches": "runs/*", "keep_last": "-5"}, "keep_last must be a whole number"),
-        ({"branches": "runs/*", "keep_last": "9" * 5000}, "keep_last is longer"),
-        ({"branches": "runs/*", "keep_steps": "--5"}, "keep_steps must be a list"),
-        ({"branches": "runs/*", "keep_last": "1", "max_bytes": "9" * 400}, "max_bytes must be a size"),
-        ({"branches": "runs/*", "keep_best": "<script>"}, "keep_best must be like"),
-        ({"branches": "nothing/*", "keep_last": "1"}, "no branch matches"),
-        ({"branches": "<script>", "keep_last": "1"}, "matches no branch"),
-        ({"branches": "", "keep_last": "1"}, "matches no branch"),
-    ],
-)
-def test_wrong_rules_are_named_at_the_form(browser: TestClient, store: Store, asked: dict[str, str], error: str) -> None:
+WRONG_RULES: list[tuple[dict[str, str], str]] = [
+    ({"branches": "runs/*"}, "a policy needs a rule that keeps something"),
+    ({"branches": "runs/*", "keep_last": "-5"}, "keep_last must be a whole number"),
+    ({"branches": "runs/*", "keep_last": "9" * 5000}, "keep_last is longer"),
+    ({"branches": "runs/*", "keep_steps": "--5"}, "keep_steps must be a list"),
+    ({"branches": "runs/*", "keep_last": "1", "max_bytes": "9" * 400}, "max_bytes must be a size"),
+    ({"branches": "runs/*", "keep_best": "<script>"}, "keep_best must be like"),
+    ({"branches": "nothing/*", "keep_last": "1"}, "no branch matches"),
+    ({"branches": "<script>", "keep_last": "1"}, "matches no branch"),
+    ({"branches": "", "keep_last": "1"}, "matches no branch"),
+]
+
+
+def test_wrong_rules_are_named_at_the_form(browser: TestClient, store: Store) -> None:
     publish(store, "runs/a", 1)
-    text = browser.get(page_of(store), params=asked).text
-    assert error in unescape(text).split('role="alert"')[1].split("</p>")[0]
-    assert "<script>" not in text
-    for name, value in asked.items():
-        if len(value) < 1000:
-            assert f'name="{name}" value="{value.replace("<", "&lt;").replace(">", "&gt;")}"' in text
+    for asked, error in WRONG_RULES:
+        text = browser.get(page_of(store), params=asked).text
+        assert error in unescape(text).split('role="alert"')[1].split("</p>")[0]
+        assert "<script>" not in text
+        for name, value in asked.items():
+            if len(value) < 1000:
+                assert f'name="{name}" value="{value.replace("<", "&lt;").replace(">", "&gt;")}"' in text
 
 
 def test_commands_name_the_store_once_and_are_completed(sources: Callable[..., Sources], store: Store) -> None:
