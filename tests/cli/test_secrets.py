@@ -170,7 +170,7 @@ def _in_files(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*") if path.is_file() and MARK.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("fails_at", [0, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4, 8))])
+@pytest.mark.parametrize("fails_at", [0, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 8))])
 def test_no_command_shows_or_keeps_a_storage_option(
     leaky: type[LeakyFileSystem], history: Tsck, tmp_path: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

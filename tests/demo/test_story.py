@@ -16,6 +16,7 @@ from examples.demo.train import SIZES
 
 
 @pytest.mark.slow
+@pytest.mark.race
 def test_killed_in_a_save_and_the_same_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_story(tmp_path, size="tiny", kills=1, seed=1) == 0
     page = capsys.readouterr().out

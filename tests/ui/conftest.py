@@ -78,6 +78,14 @@ def enter(client: TestClient) -> TestClient:
     return client
 
 
+@pytest.fixture
+def browser(client: Client) -> TestClient:
+    """Of `store`, past the token. The server has read the log: the next page reads what is added after this."""
+    entered = enter(client())
+    entered.get("/")
+    return entered
+
+
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     """A real browser; Debian's, since playwright's own cannot be downloaded everywhere."""

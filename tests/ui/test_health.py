@@ -19,12 +19,7 @@ from tensorstore_ck.ui import Sources, health, make_app
 from tensorstore_ck.ui.background import CancelledError
 from tests.catalog.made import publish
 from tests.ui.conftest import ACCESS, BASE, Client, enter
-from tests.ui.test_space import page_of, put, rows_of, settled
-
-
-@pytest.fixture
-def browser(client: Client) -> TestClient:
-    return settled(client())
+from tests.ui.test_space import page_of, put, rows_of
 
 
 def health_of(store: Store, query: str = "") -> str:

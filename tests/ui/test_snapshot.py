@@ -47,13 +47,6 @@ def words(text: str) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", text)))
 
 
-@pytest.fixture
-def browser(client: Client) -> TestClient:
-    browser = enter(client())
-    browser.get("/")  # the first reading of the log has ended
-    return browser
-
-
 def test_all_that_is_known_of_a_snapshot(browser: TestClient, store: Store) -> None:
     first = store.put_snapshot(STATE, ref="runs/gpt", step=1)
     metrics = {"loss": math.nan, "acc": 0.25}

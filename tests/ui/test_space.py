@@ -24,7 +24,7 @@ from tensorstore_ck.ui.background import Progress
 from tensorstore_ck.ui.pages import Pages
 from tests.catalog.made import publish
 from tests.effort import PATIENCE_SECONDS
-from tests.ui.conftest import ACCESS, BASE, Client, Open, enter
+from tests.ui.conftest import ACCESS, BASE, Open, enter
 
 SIZES = {"live": 100_000, "pinned": 200_000, "undo": 300_000}
 
@@ -52,17 +52,6 @@ def rows_of(text: str, table: str) -> dict[str, list[str]]:
     body = text.split(f'aria-label="{table}"')[1].split("</table>", maxsplit=1)[0]
     rows = [[unescape(re.sub(r"<[^>]*>", "", cell)).strip() for cell in re.split("</t[hd]>", row)] for row in body.split("<tr>")[2:]]
     return {row[0]: row[1:] for row in rows}
-
-
-def settled(browser: TestClient) -> TestClient:
-    """A browser whose server has read the log: the next page reads what is added after this."""
-    enter(browser).get("/")
-    return browser
-
-
-@pytest.fixture
-def browser(client: Client) -> TestClient:
-    return settled(client())
 
 
 def test_states_are_exact_and_together_the_whole_store(browser: TestClient, store: Store) -> None:
