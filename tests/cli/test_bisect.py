@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tensorstore_ck
+from tensorstore_ck.cli.options import StoreChoice
 from tests.cli.conftest import Tsck
 
 
@@ -95,3 +96,12 @@ def test_other_exit_codes_end_the_search(diverging: Tsck) -> None:
     assert "could not be run" in diverging("bisect", "runs/gpt", "--exec", "./nothing-there").err
     assert "{root}, {step}, {ref} and {store} are filled in, and {{ is a brace" in diverging("bisect", "x", "--exec", "a {b}").err
     assert "no pins" in diverging("pin").out
+
+
+def test_a_store_that_cannot_be_written_to(diverging: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = StoreChoice.open
+    monkeypatch.setattr(StoreChoice, "open", lambda self, bar=None, **_: opened(self, bar, read_only=True))
+    refused = diverging("bisect", "runs/gpt", "--nan")
+    assert refused.code == 33
+    assert "unpinned_unsafe" in refused.err
+    assert diverging("bisect", "runs/gpt", "--nan", "--unpinned-unsafe").code == 0

@@ -152,6 +152,12 @@ def test_forms_of_others_are_refused(writer: Writer, store: Store) -> None:
     ]
     for headers in others:
         assert send(browser, store, "tag", headers, at=root, name="x").status_code == 403, headers
+    assert store.tags() == {}
+
+
+def test_forms_without_our_secret_are_refused(writer: Writer, store: Store) -> None:
+    root = publish(store, "runs/a", 1)
+    browser = enter(writer())
     for csrf in ("", "0" * 64, "the-token", "\N{SNOWMAN}"):
         assert send(browser, store, "tag", at=root, name="x", csrf=csrf).status_code == 403, csrf
     assert store.tags() == {}
