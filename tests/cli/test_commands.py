@@ -260,38 +260,28 @@ def test_salvage_makes_a_new_log(history: Tsck, tmp_path: Path) -> None:
     assert history("log", "--rollback", "error").code == 0  # who salvaged it has seen it
 
 
-def test_probe_prints_guarantees_and_speeds(history: Tsck) -> None:
-    result = history("probe", "ck")
-    assert result.code == 0
-    assert "creates exclusively     yes" in result.out
-    assert history("probe", "ck", "--json").json["result"]["exclusive_create"]
-
-
-@pytest.fixture
-def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_prints_guarantees_and_speeds_and_estimates_a_snapshot(
+    history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 8 << 20)
-
-
-@pytest.mark.usefixtures("little_to_measure")
-def test_probe_estimates_a_snapshot(history: Tsck, tmp_path: Path) -> None:
-    before = sorted(tmp_path.rglob("*"))
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    probed = history("probe", "ck")
+    assert probed.code == 0
+    assert "creates exclusively     yes" in probed.out
     text = history("probe", "ck", "--size", "20MB", "--ranks", "12").out
     assert "A snapshot of 19.1 MiB by 12 ranks, with no block in the store yet:" in text
     assert "s with all ranks on this host" in text
     assert "/s by 8 ranks on this host" in text
     assert "are free: it fits" in text
     document = history("probe", "ck", "--size", "20MB", "--json").json
+    assert document["result"]["exclusive_create"]
     assert (document["forecast"]["size_bytes"], document["forecast"]["ranks"], document["forecast"]["fits"]) == (20_000_000, 1, True)
-    assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [path for path in before if path.is_file()]
-
-
-@pytest.mark.usefixtures("little_to_measure")
-def test_probe_ends_with_no_space_where_it_does_not_fit(history: Tsck) -> None:
-    probed = history("probe", "ck", "--size", "900PB")
-    assert probed.code == 34
-    assert "it does NOT fit" in probed.out
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    full = history("probe", "ck", "--size", "900PB")
+    assert full.code == 34
+    assert "it does NOT fit" in full.out
 
 
 @pytest.mark.parametrize("command", [("gc", "--dry-run"), ("fsck", "--read-data"), ("fsck", "--repair")])

@@ -23,19 +23,23 @@ from tests.servers import BUCKET, S3Server, storage_options
 ONE_TRY = {"connect_timeout": 0.3, "read_timeout": 0.3, "retries": {"max_attempts": 0}}
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes five seconds is said at once."""
+def say_after(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes five seconds is said soon."""
     assert S3Backend.__module__ in sys.modules, "it is loaded, and refers to the class"
-    monkeypatch.setattr(s3_requests, "RetryTiming", partial(s3_requests.RetryTiming, notice_seconds=0.01))
+    monkeypatch.setattr(s3_requests, "RetryTiming", partial(s3_requests.RetryTiming, notice_seconds=seconds))
 
 
+AT_ONCE = 1e-6
+"""Before the first look whether there is an answer, so that no timeout can come first."""
 SLOW_COMMANDS = ["fsck", "gc", "probe", "salvage"]
 COMMANDS = ["log", "put model.safetensors --ref runs/gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_COMMANDS)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_says_what_it_waits_for(command: str, tsck: Tsck, model: dict[str, torch.Tensor]) -> None:
+def test_a_command_says_what_it_waits_for(
+    command: str, tsck: Tsck, model: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_after(AT_ONCE, monkeypatch)
     url = f"s3://{BUCKET}/runs"
     with silent_server() as endpoint:
         given = {**storage_options(endpoint), "config_kwargs": ONE_TRY}
@@ -50,7 +54,8 @@ def test_a_command_says_what_it_waits_for(command: str, tsck: Tsck, model: dict[
     assert not logging.getLogger("tensorstore_ck").handlers, "what the command added is gone"
 
 
-def test_open_says_what_it_waits_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_says_what_it_waits_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    say_after(AT_ONCE, monkeypatch)
     with silent_server() as endpoint, pytest.raises(tensorstore_ck.BackendUnavailableError):
         tensorstore_ck.open(
             f"s3://{BUCKET}/runs", storage_options={**storage_options(endpoint), "config_kwargs": ONE_TRY}, cache_dir=tmp_path
@@ -69,8 +74,11 @@ ACTS: dict[str, tuple[str, str, Callable[[Store], object]]] = {
 }
 
 
-def test_programs_get_an_event(moto_server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_programs_get_an_event(
+    moto_server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server hangs until the event has come; then it closes the connection, and the next try succeeds."""
+    say_after(0.01, monkeypatch)
     url = f"s3://{BUCKET}/{uuid.uuid4()}"
     with (
         chaos_proxy(moto_server.port) as proxy,
