@@ -1,5 +1,6 @@
 """A store with a short history, and `tsck` run in this process."""
 
+import atexit
 import contextlib
 import json
 import shutil
@@ -74,6 +75,7 @@ def history(tsck: Tsck, model: dict[str, torch.Tensor], tmp_path: Path) -> Tsck:
 def _made_history() -> TemporaryDirectory[str]:
     """Made once: each test has a copy."""
     made = TemporaryDirectory(prefix="tsck-history-")
+    atexit.register(made.cleanup)
     folder = Path(made.name)
     model = write_model(folder)
     save_file({**model, "model.b": model["model.b"] + 1}, folder / "changed.safetensors")

@@ -1,5 +1,6 @@
 """staging: what is durable on this host's disk is shown, resumed and dropped, as a user runs it."""
 
+import atexit
 import fcntl
 import shutil
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def state_of(step: int) -> dict[str, Any]:
 def _staged() -> TemporaryDirectory[str]:
     """The store of a job that published step 0, and ended when steps 1 and 2 were staged. Made once: each test has a copy."""
     made = TemporaryDirectory(prefix="tsck-staged-")
+    atexit.register(made.cleanup)
     folder = Path(made.name)
     staging = tsck_package.Staging(folder / "stage", stagger_seconds=3600)
     with tsck_package.open(folder / "ck", create=True, cache_dir=folder / "cache") as store:
