@@ -69,6 +69,7 @@ def test_many_readers_at_once_during_a_writer(store: Store, new_url: Callable[[]
         require_whole(catalog, store, new_url)
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("new_url", ["sqlite"], indirect=True)  # to PostgreSQL, the threads above are as far apart
 def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, new_url: Callable[[], str]) -> None:
