@@ -21,6 +21,7 @@ from tensorstore_ck.log import RefTable, checkpoint
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
+from tests.effort import in_turns
 from tests.format import samples
 from tests.format.samples import ALL, SEALED, body_of, kind_of, pack, places, replaced, sealed_body, with_fields
 
@@ -64,6 +65,8 @@ WEIRD: list[object] = [
     {"op": "put", "critical": True},
     {"x": float("-inf")},
 ]
+HUGE: tuple[object, ...] = (1 << 32, (1 << 63) - 1, "9" * 5000)
+TURNS = 8
 
 
 def use(decoded: object) -> None:
@@ -121,7 +124,7 @@ def survives(kind: str, data: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", sorted(ALL))
+@pytest.mark.parametrize("kind", ALL)
 def test_the_sample_is_accepted_and_encodes_to_itself(kind: str) -> None:
     decoded = ALL[kind].decode(ALL[kind].sample)
     use(decoded)
@@ -130,13 +133,12 @@ def test_the_sample_is_accepted_and_encodes_to_itself(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(ALL))
-def test_every_flipped_bit_truncation_and_extension_is_noticed(kind: str) -> None:
+def test_every_changed_byte_truncation_and_extension_is_noticed(kind: str) -> None:
     sample = ALL[kind].sample
-    for position in range(len(sample)):
-        for bit in range(8):
-            damaged = bytearray(sample)
-            damaged[position] ^= 1 << bit
-            assert not survives(kind, bytes(damaged)), (position, bit)
+    for position, bit in in_turns(range(len(sample)), range(8)):
+        damaged = bytearray(sample)
+        damaged[position] ^= 1 << bit
+        assert not survives(kind, bytes(damaged)), (position, bit)
     for length in range(len(sample)):
         assert not survives(kind, sample[:length])
     for tail in (b"\0", b"\n", b"\xc0", sample):
@@ -161,19 +163,10 @@ def test_one_kind_never_passes_for_another(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", [0, 2, 1 << 63, -1, True, 1.0, "1", None, [1]])
-def test_only_this_version_is_read(kind: str, version: object) -> None:
-    with pytest.raises(Refused):
-        SEALED[kind].decode(with_fields(kind, v=version))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_unknown_fields_are_ignored(kind: str) -> None:
+def test_every_field_has_one_type_and_unknown_ones_are_ignored(kind: str) -> None:
     SEALED[kind].decode(with_fields(kind, unknown={"a": [1]}))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_field_has_one_type(kind: str) -> None:
+    for version in (0, 2, 1 << 63, -1, True, 1.0, "1", None, [1]):
+        assert not survives(kind, with_fields(kind, v=version)), version
     body = body_of(SEALED[kind].sample)
     for field in body.keys() - NOT_READ:
         if body[field] is not None:
@@ -189,10 +182,26 @@ def test_every_field_has_one_type(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_value_anywhere_is_accepted_or_refused(kind: str) -> None:
+    """The values take turns."""
     body = body_of(SEALED[kind].sample)
-    for number in range(len(list(places(body)))):
-        for weird in WEIRD:
+    for number, first in in_turns(range(len(list(places(body)))), range(TURNS)):
+        for weird in WEIRD[first::TURNS]:
             survives(kind, sealed_body(kind, msgpack.packb(replaced(body, number, weird))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_numbers_cost_no_memory(kind: str) -> None:
+    body = body_of(SEALED[kind].sample)
+    tracemalloc.start()
+    try:
+        for number, huge in in_turns(range(len(list(places(body)))), HUGE):
+            survives(kind, sealed_body(kind, msgpack.packb(replaced(body, number, huge))))
+        for field in ("dims_of", "shapes", "extents", "blobs", "key_sizes", "value_sizes"):
+            if field in body:
+                survives(kind, with_fields(kind, **{field: b"\xff\xff\xff\x7f" * (len(body[field]) // 4)}))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,10 +209,9 @@ def test_every_number_in_the_arrays_may_be_anything(kind: str) -> None:
     body = body_of(SEALED[kind].sample)
     for field, value in body.items():
         if type(value) is bytes:
-            for position in range(len(value)):
-                for byte in (0, 1, 0x7F, 0x80, 0xFF):
-                    changed = value[:position] + bytes([byte]) + value[position + 1 :]
-                    survives(kind, with_fields(kind, **{field: changed}))
+            for position, byte in in_turns(range(len(value)), (0, 1, 0x7F, 0x80, 0xFF)):
+                changed = value[:position] + bytes([byte]) + value[position + 1 :]
+                survives(kind, with_fields(kind, **{field: changed}))
             for length in (*range(min(len(value), 70)), len(value) - 1):
                 survives(kind, with_fields(kind, **{field: value[:length]}))
             survives(kind, with_fields(kind, **{field: value + value}))
@@ -215,7 +223,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(KINDS), st.data())
 def test_random_values_at_random_positions(kind: str, data: st.DataObject) -> None:
     body = body_of(SEALED[kind].sample)
@@ -225,7 +233,7 @@ def test_random_values_at_random_positions(kind: str, data: st.DataObject) -> No
     survives(kind, sealed_body(kind, msgpack.packb(body)))
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.sampled_from(KINDS), st.binary(max_size=200))
 @example("log", b"\x81\xa1v\x01")
 @example("log", b"\x81\xa1v" + b"\xc7\x00\x01")
@@ -235,7 +243,7 @@ def test_random_bodies_under_a_right_seal(kind: str, body: bytes) -> None:
     survives(kind, body)
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(st.sampled_from(KINDS), st.data())
 def test_bodies_with_random_bytes_changed_under_a_right_seal(kind: str, data: st.DataObject) -> None:
     body = bytearray(SEALED[kind].sample[HEADER_BYTES:-DIGEST_BYTES])
@@ -272,33 +280,17 @@ def hostile_bodies() -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", range(len(hostile_bodies())))
-def test_hostile_msgpack_costs_no_memory(kind: str, number: int) -> None:
-    data = sealed_body(kind, hostile_bodies()[number])
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptObjectError):
-            SEALED[kind].decode(data)
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hostile_numbers_cost_no_memory(kind: str) -> None:
-    body = body_of(SEALED[kind].sample)
-    tracemalloc.start()
-    try:
-        for number in range(len(list(places(body)))):
-            for weird in (1 << 32, 1 << 40, (1 << 63) - 1, "9" * 5000):
-                survives(kind, sealed_body(kind, msgpack.packb(replaced(body, number, weird))))
-        for field in ("dims_of", "shapes", "extents", "blobs", "key_sizes", "value_sizes"):
-            if field in body:
-                survives(kind, with_fields(kind, **{field: b"\xff\xff\xff\x7f" * (len(body[field]) // 4)}))
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
+def test_hostile_msgpack_costs_no_memory() -> None:
+    for number, body in enumerate(hostile_bodies()):
+        kind = KINDS[number % len(KINDS)]
+        data = sealed_body(kind, body)
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptObjectError):
+                SEALED[kind].decode(data)
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20, number
+        finally:
+            tracemalloc.stop()
 
 
 def test_messages_stay_short_whatever_the_object_says() -> None:

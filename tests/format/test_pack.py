@@ -82,7 +82,7 @@ def test_entries_tile_the_pack(sizes: list[tuple[int, int]], pack_bytes: int) ->
         decode_with(entries_of(*sizes), pack_bytes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, (1 << 64) - 1) | st.integers(0, 200), st.integers(0, (1 << 32) - 1) | st.integers(0, 64)), max_size=4)
 )
@@ -167,7 +167,7 @@ def test_a_footer_of_another_pack_does_not_pass() -> None:
         decode_pack(one[: -len(footer)] + footer)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.binary(min_size=1, max_size=3000) | st.integers(1, 5000).map(bytes))
 def test_lz4_gives_back_what_it_took(raw: bytes) -> None:
     codec, stored = encode_lz4(raw)
@@ -179,7 +179,7 @@ def test_lz4_gives_back_what_it_took(raw: bytes) -> None:
             decode(codec, memoryview(stored), wrong, "a pack")
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     st.sampled_from([Codec.RAW, Codec.LZ4]),
     st.binary(max_size=100),

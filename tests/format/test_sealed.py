@@ -23,23 +23,17 @@ def unpack(data: bytes) -> object:
     return unpack_body(memoryview(data), "a body")
 
 
-@settings(max_examples=300)
-@given(VALUES)
-def test_what_is_packed_comes_back_bit_for_bit(value: object) -> None:
+@settings(max_examples=150)
+@given(VALUES, st.data())
+def test_what_is_packed_comes_back_bit_for_bit_if_it_is_whole(value: object, data: st.DataObject) -> None:
     packed = pack_body(value)
     assert pack_body(unpack(packed)) == packed
-
-
-@settings(max_examples=300)
-@given(VALUES, st.data())
-def test_every_truncation_and_extension_is_refused(value: object, data: st.DataObject) -> None:
-    packed = pack_body(value)
     for damaged in (packed[: data.draw(st.integers(0, len(packed) - 1))], packed + data.draw(st.binary(min_size=1, max_size=5))):
         with pytest.raises(CorruptObjectError):
             unpack(damaged)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(st.binary(max_size=60))
 def test_it_accepts_what_msgpack_accepts_but_for_extensions_and_maps(data: bytes) -> None:
     """The walk and the library agree on where each value ends."""
