@@ -42,12 +42,9 @@ def catalog_tree(text: str) -> list[Any]:
     return tree(parse(text, max_chars=MAX_CHARS))
 
 
-def test_triggers_hold_as_before() -> None:
+def test_conditions_mean_what_they_meant_before() -> None:
     assert len(TRIGGERS) > 300
     assert {text: answers(text) for text in TRIGGERS} == TRIGGERS
-
-
-def test_the_catalog_understands_as_before() -> None:
     assert len(CATALOG) > 300
     assert {text: catalog_tree(text) for text in CATALOG} == CATALOG
 

@@ -311,5 +311,3 @@ def test_unknown_fields_of_store_json_are_ignored_but_not_lost_from_its_checksum
     assert decode_config(config.encode(), "memory://") == config
     with pytest.raises(CorruptObjectError):
         decode_config(data.replace(b"\\u00e9", b"\\u00e8"), "memory://")
-
-

@@ -1,6 +1,6 @@
 """A small store with one of everything, and ways to break it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -31,6 +31,29 @@ def reopen(backend: Backend) -> Store:
     config = read_config(backend)
     assert config is not None
     return Store(make_engine(backend, config, MemoryTable(), sleep=lambda _: None))
+
+
+def begun(*numbers: int, ref: str = "runs/a") -> tuple[MemoryBackend, Store]:
+    """A new store with these snapshots on `ref`."""
+    backend = MemoryBackend()
+    init_store(backend)
+    store = reopen(backend)
+    for number in numbers:
+        store.put_snapshot(state(number), ref=ref, step=number)
+    return backend, store
+
+
+def backend_of(objects: Mapping[str, bytes | None]) -> MemoryBackend:
+    """One with these objects; None: not there."""
+    backend = MemoryBackend()
+    for name, data in objects.items():
+        if data is not None:
+            backend.put(name, data)
+    return backend
+
+
+def contents(backend: Backend) -> dict[str, bytes]:
+    return {name: read(backend, name) for name in names(backend)}
 
 
 def build(backend: Backend | None = None, *, codec: CodecName = "auto") -> Backend:

@@ -1,6 +1,6 @@
 """fsck while others write, forget, free and rewrite: at each of its backend calls. What it finds then is never an error."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck import FsckReport, run_fsck
+from tensorstore_ck.maintenance.fsck.findings import Finding
 from tests.maintenance.fsck.stores import names, reopen
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
@@ -88,6 +89,11 @@ def check(backend: Backend) -> FsckReport:
     return run_fsck(make_engine(backend, config, MemoryTable()), read_data=True)
 
 
+def errors_of(report: FsckReport) -> list[Finding]:
+    return [finding for finding in report.findings if finding.severity == "error"]
+
+
+@pytest.mark.race
 @pytest.mark.parametrize("meanwhile", [free, forget_branch, put])
 def test_at_every_call(meanwhile: Callable[[Backend], None]) -> None:
     quiet = Interrupted(OBJECTS)
@@ -102,7 +108,7 @@ def test_at_every_call(meanwhile: Callable[[Backend], None]) -> None:
         backend.meanwhile = happens
         report = check(backend)
         assert backend.at == -1, "it never happened"
-        assert [finding for finding in report.findings if finding.severity == "error"] == [], at
+        assert errors_of(report) == [], at
 
 
 def test_relocated_and_freed_objects_are_no_damage() -> None:
@@ -122,7 +128,7 @@ def test_fsck_finds_missing_needed_objects_while_gc_runs() -> None:
 
     backend.at, backend.meanwhile = 3, happens
     report = check(backend)
-    assert [finding.object for finding in report.findings if finding.severity == "error"] == [lost]
+    assert [finding.object for finding in errors_of(report)] == [lost]
 
 
 def test_a_damaged_moved_object() -> None:
@@ -132,10 +138,6 @@ def test_a_damaged_moved_object() -> None:
     data = bytearray(backend.get(moved, max_bytes=1 << 20))
     data[-1] ^= 1
     backend.replace(moved, data)
-    (finding,) = of_errors(check(backend).findings)
-    assert finding.object == moved  # type: ignore[attr-defined]
-    assert "runs/a@1" in finding.hits[0]  # type: ignore[attr-defined]
-
-
-def of_errors(findings: Iterable[object]) -> list[object]:
-    return [finding for finding in findings if finding.severity == "error"]  # type: ignore[attr-defined]
+    (finding,) = errors_of(check(backend))
+    assert finding.object == moved
+    assert "runs/a@1" in finding.hits[0]

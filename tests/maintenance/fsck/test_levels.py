@@ -17,9 +17,9 @@ from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, check_data, run_fsck
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import build, names, read
+from tests.maintenance.fsck.stores import build, contents, names
 
-OBJECTS = {name: read(store, name) for store in [build()] for name in names(store)}
+OBJECTS = contents(build())
 CONFIG = decode_config(OBJECTS["store.json"], "memory:")
 PACKS = 5
 SECOND = 1_000_000_000

@@ -1,6 +1,7 @@
 """`fsck --repair` repairs from the store itself, a copy of it, or another store with the same snapshots, and marks the rest."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.opening import make_engine
 from tensorstore_ck.errors import SnapshotMarkedBadError, StoreError, UnreadableError
 from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.gc import GcOptions
@@ -18,14 +19,11 @@ from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, run_fsck, run_repair
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import ADDRESSES, build, failing_roots, is_exact, names, read, reopen
+from tests.effort import effort
+from tests.maintenance.fsck.stores import ADDRESSES, backend_of, begun, build, contents, failing_roots, is_exact, names, read, reopen
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
 Objects = dict[str, bytes]
-
-
-def contents(backend: Backend) -> Objects:
-    return {name: read(backend, name) for name in names(backend)}
 
 
 OBJECTS = contents(build())
@@ -34,22 +32,12 @@ TWIN = contents(build())
 CONFIG = decode_config(OBJECTS["store.json"], "memory:")
 
 
-def backend_of(objects: Objects) -> MemoryBackend:
-    backend = MemoryBackend()
-    for name, data in objects.items():
-        backend.put(name, data)
-    return backend
-
-
 def engine_of(backend: Backend) -> Engine:
     return make_engine(backend, CONFIG, MemoryTable(), sleep=lambda _: None)
 
 
 def other_engine(objects: Objects) -> Engine:
-    backend = backend_of(objects)
-    config = read_config(backend)
-    assert config is not None
-    return make_engine(backend, config, MemoryTable(), sleep=lambda _: None)
+    return reopen(backend_of(objects)).engine
 
 
 def repair(backend: Backend, other: Objects | None = None, *, read_data: bool = True) -> RepairReport:
@@ -85,11 +73,10 @@ def breakages(name: str) -> Iterable[Objects]:
         yield {**rest, name: data}
 
 
-@pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
 @pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-def test_another_store_repairs_it(kind: str, other: Objects) -> None:
-    for name in of_kind(kind):
-        for damaged in breakages(name):
+def test_a_copy_or_a_twin_repairs_it(kind: str) -> None:
+    for number, (name, other) in enumerate(itertools.product(of_kind(kind), (OBJECTS, TWIN))):
+        for damaged in effort([list(breakages(name))[number % 4]], list(breakages(name))):
             backend = backend_of(damaged)
             report = repair(backend, other)
             assert not report.before.ok
@@ -110,8 +97,8 @@ def test_everything_but_the_log_is_repaired_at_once(other: Objects) -> None:
 
 
 def test_a_copy_repairs_the_log_and_the_configuration() -> None:
-    for name in [*of_kind("log/")[:-1], "store.json"]:
-        for damaged in breakages(name):
+    for number, name in enumerate([*of_kind("log/")[:-1], "store.json"]):
+        for damaged in effort([list(breakages(name))[number % 4]], list(breakages(name))):
             backend = backend_of(damaged)
             report = repair(backend, OBJECTS)
             assert (report.ok, [mended.object for mended in report.mended]) == (True, [name])
@@ -173,6 +160,8 @@ def test_what_cannot_be_repaired_is_marked_and_unmarked_again() -> None:
     report = repair(backend, TWIN)
     assert (report.ok, report.unmarked) == (True, (root,))
     assert_whole(backend)
+    report, before = repair(backend, TWIN), contents(backend)
+    assert (report.ok, report.mended, report.marked, report.unmarked, contents(backend)) == (True, (), (), (), before)
 
 
 def test_a_mark_is_taken_back_only_when_the_data_was_read() -> None:
@@ -185,30 +174,26 @@ def test_a_mark_is_taken_back_only_when_the_data_was_read() -> None:
 
 
 def test_blocks_that_are_in_another_pack_are_taken_from_there() -> None:
-    backend = MemoryBackend()
-    init_store(backend)
-    for branch in ("one", "two"):  # neither knows of the other's blocks
-        reopen(backend).put_snapshot({"same": torch.arange(9000.0), branch: 1}, ref=branch, step=1)
-    before = contents(backend)
-    config = decode_config(before["store.json"], "memory:")
-    for pack in names(backend, "packs/"):
-        engine = make_engine(backend_of({name: data for name, data in before.items() if name != pack}), config, MemoryTable())
-        (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
-        assert (finding.object, finding.repairable) == (pack, False)  # the layouts differ
-        assert "1 of 2 damaged blocks" in finding.message
-        assert "--from" in finding.message
-    same = MemoryBackend()
-    init_store(same)
-    for branch in ("one", "two"):
-        reopen(same).put_snapshot({"same": torch.arange(9000.0)}, ref=branch, step=1)
-    before, config = contents(same), decode_config(read(same, "store.json"), "memory:")
-    assert len(names(same, "packs/")) == 2
-    for pack in names(same, "packs/"):
-        for data in (None, flipped(before[pack], 100), flipped(before[pack], -70), before[pack][:5000]):
+    for has_own in (True, False):
+        backend, _ = begun()
+        for branch in ("one", "two"):  # neither knows of the other's blocks; with a value of their own, the layouts differ
+            reopen(backend).put_snapshot({"same": torch.arange(9000.0)} | ({branch: 1} if has_own else {}), ref=branch, step=1)
+        before, config = contents(backend), decode_config(read(backend, "store.json"), "memory:")
+        first, second = names(backend, "packs/")
+        for pack, data in (
+            (first, None),
+            (first, flipped(before[first], 100)),
+            (second, flipped(before[second], -70)),
+            (second, before[second][:5000]),
+        ):
             damaged = backend_of({name: stored for name, stored in before.items() if name != pack} | ({pack: data} if data else {}))
             engine = make_engine(damaged, config, MemoryTable())
             (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
-            assert (finding.object, finding.repairable) == (pack, True)
+            assert (finding.object, finding.repairable) == (pack, not has_own)
+            if has_own:
+                assert "1 of 2 damaged blocks" in finding.message
+                assert "--from" in finding.message
+                break
             assert run_repair(engine, FsckOptions(read_data=True)).ok
             for branch in ("one", "two"):
                 assert torch.equal(reopen(damaged).checkout(branch)["same"], torch.arange(9000.0))
@@ -230,14 +215,11 @@ def test_a_damaged_footer_is_repaired_with_what_is_in_the_pack() -> None:
 
 def test_what_can_be_saved_of_a_pack_is_saved() -> None:
     """Two damaged blocks, of which the other store has one."""
-    backend = MemoryBackend()
-    init_store(backend)
-    store = reopen(backend)
+    backend, store = begun()
     for step in (1, 2):
         store.put_snapshot({"a": torch.arange(2000.0), **({"b": torch.ones(3000)} if step == 2 else {})}, ref="runs/a", step=step)
-    half = MemoryBackend()
-    init_store(half)
-    reopen(half).put_snapshot({"a": torch.arange(2000.0)}, ref="runs/a", step=1)
+    half, other = begun()
+    other.put_snapshot({"a": torch.arange(2000.0)}, ref="runs/a", step=1)
     first = names(backend, "packs/")[0]
     lost = [first, names(backend, "packs/")[1]]
     engine = make_engine(backend, decode_config(read(backend, "store.json"), "memory:"), MemoryTable())
@@ -327,13 +309,6 @@ def test_the_cache_of_this_host_is_rebuilt() -> None:
     assert Store(engine).resolve("paper").step == 2
 
 
-def test_an_intact_store_is_left_alone() -> None:
-    backend = backend_of(OBJECTS)
-    report = repair(backend, TWIN)
-    assert (report.ok, report.mended, report.marked, report.unmarked) == (True, (), (), ())
-    assert contents(backend) == OBJECTS
-
-
 # --- while others run -------------------------------------------------------------------------------------------------
 
 
@@ -366,8 +341,11 @@ class Interrupted(MemoryBackend):
             self.meanwhile()
 
 
-@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-@pytest.mark.parametrize("crash", [False, True], ids=["gc meanwhile", "a crash"])
+@pytest.mark.race
+@pytest.mark.parametrize(
+    ("kind", "crash"),
+    [("parts/", True), ("packs/", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("parts/", False), ("packs/", True)])],
+)
 def test_at_every_write(kind: str, crash: bool) -> None:
     """A gc runs before the k-th write, or the repair dies there: afterwards everything can be read, or be repaired again."""
     name = of_kind(kind)[0]
@@ -397,41 +375,31 @@ def test_at_every_write(kind: str, crash: bool) -> None:
     pytest.fail("more writes than expected")
 
 
-def test_a_host_that_knew_the_part_before_it_was_made_again_frees_nothing_of_it() -> None:
-    backend, table = backend_of(OBJECTS), MemoryTable()
-    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_host_that_knew_the_part_before_it_was_made_again_frees_nothing_of_it(meanwhile: bool) -> None:
+    backend = backend_of(OBJECTS)
+    host = Store(engine_of(backend))
     host.gc(AT_ONCE)  # remembers what each part needs
-    (name,) = parts_of(backend, "runs/a")
-    backend.replace(name, flipped(read(backend, name)))
-    assert repair(backend, TWIN).ok
-    for _ in range(2):
-        host.gc(AT_ONCE)
-    assert_whole(backend)
-
-
-def test_gc_of_another_host_while_a_part_is_made_again() -> None:
-    backend, table = backend_of(OBJECTS), MemoryTable()
-    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
-    host.gc(AT_ONCE)
     (name,) = parts_of(backend, "runs/a")
     backend.replace(name, flipped(read(backend, name)))
     replace, calls = backend.replace, list[str]()
 
     def replace_after_gc(name: str, data: bytes) -> None:
-        if not calls:
-            calls.append(name)
+        if not calls and meanwhile:
             host.gc(AT_ONCE)
+        calls.append(name)
         replace(name, data)
 
     backend.replace = replace_after_gc  # type: ignore[assignment, method-assign]
     assert repair(backend, TWIN).ok
     assert calls
-    host.gc(AT_ONCE)
+    for _ in range(2):
+        host.gc(AT_ONCE)
     assert_whole(backend)
 
 
 def test_a_save_writes_again_what_is_known_to_be_damaged() -> None:
-    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    store = Store(engine_of(backend := backend_of({"store.json": OBJECTS["store.json"]})))
     frozen = torch.arange(100_000, dtype=torch.int32)
     store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1, codec="raw")
     pack = next(name for name in names(backend) if name.startswith("packs"))
@@ -448,7 +416,7 @@ def test_a_save_writes_again_what_is_known_to_be_damaged() -> None:
 
 
 def test_a_save_does_not_rely_on_what_was_moved_by_an_object_that_is_lost() -> None:
-    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    store = Store(engine_of(backend := backend_of({"store.json": OBJECTS["store.json"]})))
     state = {"frozen": torch.arange(100_000, dtype=torch.int32)}
     store.put_snapshot(state, ref="job", step=1)
     other = contents(backend)
