@@ -53,26 +53,21 @@ def test_arguments_fields_and_methods() -> None:
 
 
 def test_public_options() -> None:
-    for call, option in (
-        (tsck.GcOptions, "max_bytes_per_second"),
-        (tsck.GcOptions, "settle_seconds"),
-        (tsck.FsckOptions, "max_bytes_per_second"),
-    ):
+    renamed = (tsck.GcOptions, "max_bytes_per_second"), (tsck.GcOptions, "settle_seconds"), (tsck.FsckOptions, "max_bytes_per_second")
+    for call, option in renamed:
         with pytest.warns(DeprecationWarning, match="is now"):
             found: Any = call(**{option: 60.0})
         assert 60.0 in {getattr(found, field.name) for field in dataclasses.fields(found)}
-    functions = {
-        tsck.copy: ["rate_limit_bytes_per_second"],
-        tsck.export_snapshot: ["skip", "allow_bad"],
-        **dict.fromkeys((tsck.import_checkpoint, tsck.import_history, tsck.inspect_checkpoint, tsck.inspect_history), ["leave_out"]),
-    }
-    for function, options in functions.items():
-        for option in options:
-            with (
-                pytest.warns(DeprecationWarning, match=rf"{function.__name__}\({option}=\) is now "),
-                pytest.raises(TypeError, match="missing"),
-            ):
-                function(**{option: None})
+    functions: list[tuple[Any, str]] = [
+        (tsck.copy, "rate_limit_bytes_per_second"),
+        (tsck.export_snapshot, "skip"),
+        (tsck.export_snapshot, "allow_bad"),
+        *((each, "leave_out") for each in (tsck.import_checkpoint, tsck.import_history, tsck.inspect_checkpoint, tsck.inspect_history)),
+    ]
+    for function, option in functions:
+        message = rf"{function.__name__}\({option}=\) is now "
+        with pytest.warns(DeprecationWarning, match=message), pytest.raises(TypeError, match="missing"):
+            function(**{option: None})
 
 
 def test_the_store(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Parts, records, layouts and store.json: what must hold between their fields, and what their hashes cover."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,27 +32,18 @@ def refused(part: Part, match: str) -> None:
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("pack", 2),
-        ("pack", (1 << 32) - 1),
-        ("raw", 0),
-        ("raw", MAX_BLOCK_BYTES + 1),
-        ("stored", MAX_BLOCK_BYTES + 1),
-        ("offset", 63),
-        ("offset", (1 << 40) + 1),
-        ("offset", (1 << 64) - 1),
-    ],
-)
-def test_extents_stay_in_bounds(field: str, value: int) -> None:
-    for row in range(4):
-        refused(changed_extents(field, value, row), "an extent is out of bounds")
-
-
-@pytest.mark.parametrize(("row", "base"), [(0, 0), (0, 1), (0, 4), (0, -2), (3, 3), (2, 2), (0, (1 << 31) - 1), (0, -(1 << 31))])
-def test_delta_bases_lie_behind_all_blocks_and_chains_end(row: int, base: int) -> None:
-    refused(changed_extents("base", base, row), "a delta base is out of bounds")
+def test_extents_stay_in_bounds_and_chains_of_delta_bases_end() -> None:
+    wrong = {
+        "pack": (2, (1 << 32) - 1),
+        "raw": (0, MAX_BLOCK_BYTES + 1),
+        "stored": (MAX_BLOCK_BYTES + 1,),
+        "offset": (63, (1 << 40) + 1, (1 << 64) - 1),
+    }
+    for field, values in wrong.items():
+        for value, row in product(values, range(4)):
+            refused(changed_extents(field, value, row), "an extent is out of bounds")
+    for row, base in ((0, 0), (0, 1), (0, 4), (0, -2), (3, 3), (2, 2), (0, (1 << 31) - 1), (0, -(1 << 31))):
+        refused(changed_extents("base", base, row), "a delta base is out of bounds")
 
 
 def test_tables_of_a_part_fit_each_other() -> None:
@@ -125,31 +117,24 @@ def test_the_root_covers_the_logical_content_and_nothing_else() -> None:
         assert decode_record(record._replace(step=step).encode(), "a record").step == step
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"root": bytes(32)},
-        {"parts": b""},
-        {"parts": bytes(32)},
-        {"parts": bytes(15)},
-        {"part_ids": bytes(64)},
-        {"part_ids": b"", "parts": b""},
-        {"parent": bytes(31)},
-        {"step": 1 << 63},
-        {"metrics": {"x": 1}},
-        {"metrics": {"x": True}},
-        {"time_ns": -1},
-        {"new_bytes": -1},
-        {"logical_bytes": 1 << 63},
-    ],
-    ids=str,
-)
-def test_records_that_contradict_themselves(wrong: dict[str, Any]) -> None:
-    with pytest.raises(CorruptObjectError):
-        decode_record(with_fields("snapshot", **wrong), "a record")
+def test_records_that_contradict_themselves() -> None:
+    wrong: dict[str, tuple[Any, ...]] = {
+        "root": (bytes(32),),
+        "parts": (b"", bytes(32), bytes(15)),
+        "part_ids": (bytes(64),),
+        "parent": (bytes(31),),
+        "step": (1 << 63,),
+        "metrics": ({"x": 1}, {"x": True}),
+        "time_ns": (-1,),
+        "new_bytes": (-1,),
+        "logical_bytes": (1 << 63,),
+    }
+    for changed in ({"part_ids": b"", "parts": b""}, *({field: value} for field, values in wrong.items() for value in values)):
+        with pytest.raises(CorruptObjectError):
+            decode_record(with_fields("snapshot", **changed), "a record")
 
 
-def test_metadata_comes_back_and_what_it_cannot_hold_is_refused() -> None:
+def test_metadata_comes_back_and_invalid_metadata_and_metrics_are_refused() -> None:
     metadata = {"a": [1, -1, (1 << 64) - 1, 0.5, None, True, "é"], "b": {"c": {}}}
     assert decode_metadata(samples.record()._replace(metadata=encode_metadata(metadata)), "a record") == metadata
     deep: list[Any] = []
@@ -158,14 +143,10 @@ def test_metadata_comes_back_and_what_it_cannot_hold_is_refused() -> None:
     for wrong in (1 << 64, b"x", {1: 2}, object(), "\ud800", {"\ud800": 1}, deep, {1, 2}, "x" * (1 << 20)):
         with pytest.raises(InvalidOptionError):
             encode_metadata({"key": wrong})
-
-
-@pytest.mark.parametrize(
-    "metrics", [{"": 1.0}, {"x" * 257: 1.0}, {1: 1.0}, {"x": "high"}, {"x": None}, {"x": 10**400}, {"\ud800": 1.0}, {"x": [1]}]
-)
-def test_metrics_that_cannot_rank_snapshots(metrics: Any) -> None:
-    with pytest.raises(InvalidOptionError):
-        check_metrics(metrics)
+    invalid: list[Any] = [{"": 1.0}, {"x" * 257: 1.0}, {1: 1.0}, {"x": "high"}, {"x": None}, {"x": 10**400}, {"\ud800": 1.0}, {"x": [1]}]
+    for metrics in invalid:
+        with pytest.raises(InvalidOptionError):
+            check_metrics(metrics)
 
 
 # --- layouts ------------------------------------------------------------------------------------------------------
@@ -185,26 +166,13 @@ def test_a_layout_comes_back() -> None:
         assert decode_layout(layout_with(spec), "a layout").tensors == [spec]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        TensorSpec("x", "uint8", 1, (1 << 49,)),
-        TensorSpec("x", "uint8", 1, (1 << 30, 1 << 30, 1 << 30)),
-        TensorSpec("x", "uint8", 1, (0, 1 << 40, 1 << 40)),
-        TensorSpec("x", "uint8", 1, (-1,)),
-        TensorSpec("x", "uint8", 1, (-1, -1)),
-        TensorSpec("x", "uint8", 1, (1,) * 65),
-        TensorSpec("x", "uint8", 0, (1,)),
-        TensorSpec("x", "uint8", -1, (1,)),
-        TensorSpec("x", "uint8", 4097, (1,)),
-        TensorSpec("x", "u" * 65, 1, (1,)),
-        TensorSpec("x" * (MAX_NAME_BYTES + 1), "uint8", 1, (1,)),
-    ],
-    ids=lambda spec: f"{len(spec.name)}-{spec.item_bytes}-{len(spec.dtype)}-{spec.shape[:3]}",
-)
-def test_tensors_that_cannot_be(spec: TensorSpec) -> None:
-    with pytest.raises(CorruptObjectError):
-        decode_layout(layout_with(spec), "a layout")
+def test_tensors_that_cannot_be() -> None:
+    shapes = [(1 << 49,), (1 << 30, 1 << 30, 1 << 30), (0, 1 << 40, 1 << 40), (-1,), (-1, -1), (1,) * 65]
+    specs = [TensorSpec("x", "uint8", 1, shape) for shape in shapes]
+    specs += [TensorSpec("x", "uint8", item_bytes, (1,)) for item_bytes in (0, -1, 4097)]
+    for spec in (*specs, TensorSpec("x", "u" * 65, 1, (1,)), TensorSpec("x" * (MAX_NAME_BYTES + 1), "uint8", 1, (1,))):
+        with pytest.raises(CorruptObjectError):
+            decode_layout(layout_with(spec), "a layout")
 
 
 @pytest.mark.parametrize(
@@ -244,63 +212,34 @@ def test_every_changed_byte_of_store_json_is_noticed() -> None:
                     decode_config(data[:position] + bytes([byte]) + data[position + 1 :], "memory://")
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"format": 2}, FormatVersionError),
-        ({"format": True}, CorruptObjectError),
-        ({"format": "1"}, FormatVersionError),
-        ({"hash": "blake3-keyed"}, FormatVersionError),
-        ({"features": ["new"]}, FormatVersionError),
-        ({"features": {}}, FormatVersionError),
-        ({"features": 7}, FormatVersionError),
-        ({"block_bytes": 4095}, CorruptObjectError),
-        ({"block_bytes": 1 << 40}, CorruptObjectError),
-        ({"block_bytes": 4194304.0}, CorruptObjectError),
-        ({"uuid": "x"}, CorruptObjectError),
-        ({"uuid": "{12345678-1234-5678-1234-567812345678}"}, CorruptObjectError),
-        ({"uuid": 7}, CorruptObjectError),
-        ({"log": ""}, CorruptObjectError),
-        ({"log": "../log"}, CorruptObjectError),
-        ({"log": "log\n"}, CorruptObjectError),
-        ({"log": None}, CorruptObjectError),
-        ({"exclusive_create": 1}, CorruptObjectError),
-    ],
-    ids=str,
-)
-def test_configurations_with_a_right_checksum_that_cannot_be_used(change: dict[str, Any], error: type[Exception]) -> None:
+def test_configurations_with_a_right_checksum_that_cannot_be_used() -> None:
     body = samples.config_body()
     decode_config(samples.config_bytes(body), "memory://")
-    with pytest.raises(error):
-        decode_config(samples.config_bytes({**body, **change}), "memory://")
-    for key in change:
-        without = {name: value for name, value in body.items() if name != key}
-        with pytest.raises(CorruptObjectError):
-            decode_config(samples.config_bytes(without), "memory://")
+    newer: dict[str, tuple[object, ...]] = {"format": (2, "1"), "hash": ("blake3-keyed",), "features": (["new"], {}, 7)}
+    corrupt: dict[str, tuple[object, ...]] = {
+        "format": (True,),
+        "block_bytes": (4095, 1 << 40, 4194304.0),
+        "uuid": ("x", "{12345678-1234-5678-1234-567812345678}", 7),
+        "log": ("", "../log", "log\n", None),
+        "exclusive_create": (1,),
+    }
+    for error, wrong in ((FormatVersionError, newer), (CorruptObjectError, corrupt)):
+        for key, values in wrong.items():
+            for value in values:
+                with pytest.raises(error):
+                    decode_config(samples.config_bytes({**body, key: value}), "memory://")
+            with pytest.raises(CorruptObjectError):
+                decode_config(samples.config_bytes({name: each for name, each in body.items() if name != key}), "memory://")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{}",
-        b"[]",
-        b"null",
-        b'"format"',
-        b"\xff\xfe{}",
-        b"[" * 60_000,
-        b'{"features": [], "format": 1, "hash": "blake3", "checksum": ' + b"[" * 500 + b"]" * 500 + b"}",
-        b'{"features": [], "format": 1, "hash": "blake3", "checksum": "", "x": ' + b"[" * 500 + b"]" * 500 + b"}",
-        b'{"features": [], "format": ' + b"9" * 5000 + b"}",
-        b'{"features": [], "format": 1, "hash": "blake3", "checksum": NaN}',
-        b'{"features": [], "format": 1, "format": 1, "hash": "blake3"}',
-    ],
-    ids=range(12),
-)
-def test_what_is_no_configuration(data: bytes) -> None:
-    with pytest.raises(CorruptObjectError) as caught:
-        decode_config(data, "memory://")
-    assert len(str(caught.value)) < 400
+def test_what_is_no_configuration() -> None:
+    begun, nested = b'{"features": [], "format": 1, "hash": "blake3", ', b"[" * 500 + b"]" * 500
+    fields = [b'"checksum": ' + nested, b'"checksum": "", "x": ' + nested, b'"checksum": NaN', b'"format": 1']
+    numbers = b'{"features": [], "format": ' + b"9" * 5000 + b"}"
+    for data in (b"", b"{}", b"[]", b"null", b'"format"', b"\xff\xfe{}", b"[" * 60_000, numbers, *(begun + each + b"}" for each in fields)):
+        with pytest.raises(CorruptObjectError) as caught:
+            decode_config(data, "memory://")
+        assert len(str(caught.value)) < 400
 
 
 def test_unknown_fields_of_store_json_are_ignored_but_not_lost_from_its_checksum() -> None:

@@ -1,5 +1,6 @@
 """`show` and `diff`: what they tell, and that they read no tensor's blocks."""
 
+import itertools
 import re
 
 import torch
@@ -89,15 +90,33 @@ def test_diff_by_blocks() -> None:
     assert (diff.old.step, diff.new.step) == (1, 2)
 
 
-def test_a_tensor_that_grows_out_of_the_part() -> None:
+def test_diffs_of_one_tensor() -> None:
+    """Some grow out of the part, or only their order, layout or nothing changes."""
     store = open_store(MemoryBackend())
-    store.put_snapshot({"w": torch.zeros(1000)}, ref="runs/a")
-    store.put_snapshot({"w": torch.zeros(2000)}, ref="runs/a")
-    store.put_snapshot({"w": torch.zeros(900)}, ref="runs/a")
-    (grown,) = store.diff("runs/a~2", "runs/a~1").tensors
-    (shrunk,) = store.diff("runs/a~1", "runs/a").tensors
-    assert grown.changed_bytes == 8000
-    assert shrunk.changed_bytes == 3600
+    halves = torch.cat([torch.zeros(1 << 20), torch.ones(1 << 20)])  # a block of 4 MiB each
+    states = {
+        "small": torch.zeros(1000),
+        "large": torch.zeros(2000),
+        "smaller": torch.zeros(900),
+        "again": torch.zeros(900),
+        "grad": torch.zeros(900, requires_grad=True),
+        "halves": halves,
+        "swapped": halves.flip(0),
+    }
+    for ref, tensor in states.items():
+        store.put_snapshot({"w": tensor, "v": [1, 2]}, ref=ref)
+    found = {new: store.diff(old, new) for old, new in itertools.pairwise(states)}
+    assert {new: diff.changed_bytes for new, diff in found.items() if new != "halves"} == {
+        "large": 8000,
+        "smaller": 3600,
+        "again": 0,
+        "grad": 0,
+        "swapped": 8 << 20,
+    }
+    assert [(found[new].tensors, found[new].values, found[new].layout_changed) for new in ("again", "grad")] == [
+        ((), (), False),
+        ((), (), True),
+    ]
 
 
 def test_diff_of_values() -> None:
@@ -117,29 +136,3 @@ def test_diff_of_values() -> None:
     )
     assert diff.unchanged_values == 3
     assert diff.tensors == ()
-
-
-def test_the_same_state_does_not_differ() -> None:
-    store = open_store(MemoryBackend())
-    for _ in range(2):
-        store.put_snapshot({"w": torch.ones(3000), "v": [1, 2]}, ref="runs/a")
-    diff = store.diff("runs/a~1", "runs/a")
-    assert (diff.tensors, diff.values, diff.changed_bytes, diff.layout_changed) == ((), (), 0, False)
-
-
-def test_requires_grad_shows_as_a_change_of_layout() -> None:
-    store = open_store(MemoryBackend())
-    for wanted in (False, True):
-        store.put_snapshot({"w": torch.ones(3, requires_grad=wanted)}, ref="runs/a")
-    diff = store.diff("runs/a~1", "runs/a")
-    assert diff.tensors == ()
-    assert diff.layout_changed
-
-
-def test_swapped_blocks_differ() -> None:
-    store = open_store(MemoryBackend())
-    halves = torch.cat([torch.zeros(1 << 20), torch.ones(1 << 20)])  # a block of 4 MiB each
-    store.put_snapshot({"w": halves}, ref="runs/a")
-    store.put_snapshot({"w": halves.flip(0)}, ref="runs/a")
-    (change,) = store.diff("runs/a~1", "runs/a").tensors
-    assert change.changed_bytes == 8 << 20

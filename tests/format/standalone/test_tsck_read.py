@@ -23,21 +23,22 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
+from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
+from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 from tests.effort import PATIENCE_SECONDS
 from tests.format.golden.content import golden_state
-from tests.format.golden.test_golden import CODEC_ROOTS, CODECS, GOLDEN, ROOTS
+from tests.format.golden.test_golden import CODEC_ROOTS, CODECS, GOLDEN, RANKS_ROOTS, ROOTS
+from tests.format.golden.test_golden import RANKS as UNLIKE_RANKS
 from tests.gc.relocated import footer_of, packs_of, relocate
 from tests.gc.stores import AT_ONCE, contents
 from tests.gc.stores import open_store as open_over
 from tests.session.group.built import INFOS, OBJECTS, PARTS, RANKS, stage, tensors
-from tests.session.group.states import BytesSource, Spreading, captured, cut, sharded, whole
+from tests.session.group.states import Spreading, captured, sharded, whole
 from tests.session.group.stores import put_all
 
 SCRIPT = Path(__file__).parents[3] / "tensorstore_ck" / "standalone" / "tsck_read.py"
@@ -287,26 +288,6 @@ def test_histories(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("none*"))
 
 
-def test_moved_blocks(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
-    """After compaction, twice, parts name packs that are gone."""
-    kept = {f"k{number}": torch.full((3000,), number) for number in range(4)}
-    for step in range(4):
-        store.put_snapshot({**kept, **{f"t{number}": torch.randn(40_000) for number in range(5)}}, ref="runs/a", step=step)
-    before = {path.name for path in (folder / "packs").rglob("*") if path.is_file()}
-    options = tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.95)
-    store.put_snapshot(kept, ref="runs/kept")
-    store.forget("runs/a")
-    for again in range(2):
-        store.gc(options)
-        store.put_snapshot({**kept, "more": torch.randn(40_000)}, ref="runs/b", expect=tsck.ANY, step=again)
-        store.forget("runs/b")
-    store.gc(options)
-    assert list((folder / "moved").rglob("*"))
-    after = {path.name for path in (folder / "packs").rglob("*") if path.is_file()}
-    assert not before & after
-    assert_same(store, "runs/kept", exported(folder, "runs/kept", tmp_path / "out.safetensors"))
-
-
 def move_through(store: tsck.Store, hops: int, *, back: bool) -> None:
     """Moves the only pack to others that are not there, and at last to a copy of itself, or back to itself."""
     (pack,) = packs_of(store.engine)
@@ -393,23 +374,7 @@ def odd_placements(rank: int) -> CapturedState:
     return captured(found, meshes, rank, 6)
 
 
-def flat_shards(rank: int) -> CapturedState:
-    """Intervals of a flattened tensor, of which one is cut at a border that is no block's; and boxes."""
-    array = whole((1500, 1001), 3)
-    spec = TensorSpec("flat", "np:<i4", 4, array.shape)
-    borders = [0, 100, 1_200_007, 1_501_500]
-    start, stop = borders[rank : rank + 2]
-    boxes = TensorSpec("boxes", "np:<i4", 4, (10, 900))
-    box = BoxBounds((3 * rank, 0), (4 if rank == 2 else 3, 900))
-    told = [ExplicitRegions(0, (BoxBounds((start,), (stop - start,)),)), ExplicitRegions(1, (box,))]
-    layout = Layout([spec, boxes], ["d", ["flat", "boxes"], [0, 1]], (), (), ["flat", "boxes"])
-    data = [BytesSource(array.tobytes()[4 * start : 4 * stop]), BytesSource(cut(whole((10, 900)), box))]
-    return CapturedState(layout, [], (), data, told)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "part"), [(RANKS, stage), (6, odd_placements), (3, flat_shards)], ids=["pipeline stages", "odd placements", "flat shards"]
-)
+@pytest.mark.parametrize(("ranks", "part"), [(RANKS, stage), (6, odd_placements)], ids=["pipeline stages", "odd placements"])
 def test_states_of_many_ranks(folder: Path, tmp_path: Path, ranks: int, part: Callable[[int], CapturedState]) -> None:
     backend = MemoryBackend()
     store = open_over(backend)
@@ -497,6 +462,7 @@ def test_a_damaged_moved_object(tmp_path: Path, store: tsck.Store, folder: Path)
     store.forget("runs/a")
     store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.95))
     (moved,) = [path for path in (folder / "moved").rglob("*") if path.is_file()]
+    assert_same(store, "runs/kept", exported(folder, "runs/kept", tmp_path / "sound.safetensors"))
     data = bytearray(moved.read_bytes())
     data[40] ^= 1
     moved.write_bytes(data)
@@ -511,11 +477,13 @@ def test_no_store(tmp_path: Path) -> None:
     assert run_alone().returncode == 2
 
 
-def test_every_codec(tmp_path: Path) -> None:
-    shutil.copytree(CODECS, tmp_path / "codecs")
-    with tsck.open(tmp_path / "codecs", cache_dir=tmp_path / "cache") as store:
-        for address in CODEC_ROOTS:
-            assert_same(store, address, exported(CODECS, address, tmp_path / "out.safetensors"))
+@pytest.mark.parametrize(("golden", "addresses"), [(CODECS, CODEC_ROOTS), (UNLIKE_RANKS, RANKS_ROOTS)], ids=["codecs", "ranks"])
+def test_every_codec_and_every_way_to_hold_a_tensor(golden: Path, addresses: Mapping[str, str], tmp_path: Path) -> None:
+    """Flat shards, boxes and quantised tensors are in the store of ranks that are not alike."""
+    shutil.copytree(golden, tmp_path / "golden")
+    with tsck.open(tmp_path / "golden", cache_dir=tmp_path / "cache") as store:
+        for address in addresses:
+            assert_same(store, address, exported(golden, address, tmp_path / "out.safetensors"))
 
 
 @pytest.mark.parametrize(("codec", "flags", "links"), [(3, 0, 300), (4, 65, 1), (4, 2, 2)])

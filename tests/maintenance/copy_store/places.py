@@ -12,6 +12,7 @@ from tensorstore_ck.store import Store
 from tests.maintenance.fsck.stores import ADDRESSES, is_exact
 
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0, compact_below=0.9)
+WRITES = ("put", "create", "open_writer", "replace", "delete")
 
 
 def empty() -> Backend:
@@ -59,7 +60,7 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name not in ("get", "put", "create", "open_writer", "replace", "delete"):
+        if name not in ("get", *WRITES):
             return found
 
         def call(what: str, *arguments: Any, **more: Any) -> Any:
@@ -78,4 +79,4 @@ class Watched:
         self._before(call, name)
 
     def writes(self) -> list[tuple[str, str]]:
-        return [call for call in self.calls if call[0] in ("put", "create", "open_writer", "replace", "delete")]
+        return [call for call in self.calls if call[0] in WRITES]

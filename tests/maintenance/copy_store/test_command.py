@@ -59,10 +59,18 @@ def test_rate_limit() -> None:
     assert limit.take(0) == 0
 
 
-@pytest.mark.parametrize("rate", [0, -1, float("inf"), float("nan")])
-def test_no_rate(rate: float) -> None:
-    with pytest.raises(InvalidOptionError, match="rate limit"):
-        copy(reopen(build()), open_over(empty()), rate_limit=rate)
+def test_rates() -> None:
+    rates = {"100MB": 1e8, "1.5GiB/s": 1.5 * (1 << 30), "500k": 5e5, "12": 12.0}
+    assert {text: byte_rate(text) for text in rates} == rates
+    for text in ("0", "fast", "5XB"):
+        with pytest.raises(click.BadParameter, match="is not a rate"):
+            byte_rate(text)
+    source, target = reopen(build()), open_over(empty())
+    for rate in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(InvalidOptionError, match="rate limit"):
+            copy(source, target, rate_limit=rate)
+    with pytest.raises(InvalidOptionError, match="this process only"):
+        copy_refs(source.engine, target.engine, pace=Pace.limited(1e9), executor=Elsewhere(1))
 
 
 @pytest.mark.parametrize("limited", ["reads", "writes"])
@@ -171,25 +179,13 @@ def test_pieces_run_anywhere(executor: LocalThreads, monkeypatch: pytest.MonkeyP
         assert_same(source, target)
 
 
-def test_no_rate_limit_elsewhere() -> None:
-    with pytest.raises(InvalidOptionError, match="this process only"):
-        copy_refs(reopen(build()).engine, open_over(empty()).engine, pace=Pace.limited(1e9), executor=Elsewhere(1))
-
-
-def test_runs_of_a_slow_copy_are_short() -> None:
-    rows = np.zeros(4, blocks.BLOCK_DTYPE)
-    rows["offset"] = [64, 164, 264, 364]
-    rows["stored"] = 100
-    assert [len(run) for run in blocks._runs(rows, 200)] == [2, 2]
-    assert [len(run) for run in blocks._runs(rows, 1)] == [1, 1, 1, 1]
-
-
-def test_runs_hold_neighbours() -> None:
+def test_runs_hold_neighbours_and_those_of_a_slow_copy_are_short() -> None:
     rows = np.zeros(5, blocks.BLOCK_DTYPE)
     rows["pack"] = [0, 0, 0, 1, 1]
     rows["offset"] = [64, 164, 1 << 20, 64, (4 << 20) + 60]
     rows["stored"] = [100, 200, 50, 4 << 20, 10]
     assert [run["offset"].tolist() for run in blocks._runs(rows, blocks.RUN_BYTES)] == [[64, 164], [1 << 20], [64], [(4 << 20) + 60]]
+    assert [len(run) for run in blocks._runs(rows, 1)] == [1] * 5
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------
@@ -229,32 +225,18 @@ def test_command(tmp_path: Path) -> None:
 def test_a_head_that_is_marked_damaged(tmp_path: Path) -> None:
     build(LocalBackend(str(tmp_path / "source")))
     init_store(LocalBackend(str(tmp_path / "target")))
+    places = (str(tmp_path / "source"), str(tmp_path / "target"), "--cache-dir", str(tmp_path / "cache"))
     with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source:
         root, before = source.resolve("runs/a").root, source.resolve("runs/a~1").root
         source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
-    places = (str(tmp_path / "source"), str(tmp_path / "target"), "--cache-dir", str(tmp_path / "cache"))
-    for snapshots in (2, 0):
-        code, document = tsck_copy(*places, "--ref", "runs/a")
-        (ref,) = document["refs"]
-        assert (code, document["ok"], ref["outcome"], ref["error"]["kind"]) == (DamageError.exit_code, False, "behind", "damage")
-        assert (ref["root"], ref["snapshots"], ref["error"]["object"]) == (before, snapshots, root)
-    text = CliRunner().invoke(copy_command, places, catch_exceptions=False)
-    assert text.exit_code == DamageError.exit_code
-    assert "behind" in text.stdout
-    assert "`tsck reset runs/a runs/a~1`" in text.stdout
-    with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source:
+        for snapshots in (2, 0):
+            code, document = tsck_copy(*places, "--ref", "runs/a")
+            (ref,) = document["refs"]
+            assert (code, document["ok"], ref["outcome"], ref["error"]["kind"]) == (DamageError.exit_code, False, "behind", "damage")
+            assert (ref["root"], ref["snapshots"], ref["error"]["object"]) == (before, snapshots, root)
+        text = CliRunner().invoke(copy_command, places, catch_exceptions=False)
+        assert (text.exit_code, "behind" in text.stdout) == (DamageError.exit_code, True)
+        assert "`tsck reset runs/a runs/a~1`" in text.stdout
         source.reset("runs/a", "runs/a~1")
     code, document = tsck_copy(*places)
     assert (code, document["ok"], {ref["outcome"] for ref in document["refs"]}) == (0, True, {"there"})
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("100MB", 1e8), ("1.5GiB/s", 1.5 * (1 << 30)), ("500k", 5e5), ("12", 12.0), ("0", None), ("fast", None), ("5XB", None)],
-)
-def test_rates(text: str, rate: float | None) -> None:
-    if rate is None:
-        with pytest.raises(click.BadParameter, match="is not a rate"):
-            byte_rate(text)
-    else:
-        assert byte_rate(text) == rate

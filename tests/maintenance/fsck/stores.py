@@ -52,6 +52,13 @@ def backend_of(objects: Mapping[str, bytes | None]) -> MemoryBackend:
     return backend
 
 
+def flip(backend: Backend, name: str, at: int = -1) -> None:
+    """Changes one bit of an object."""
+    data = bytearray(read(backend, name))
+    data[at] ^= 1
+    backend.replace(name, bytes(data))
+
+
 def contents(backend: Backend) -> dict[str, bytes]:
     return {name: read(backend, name) for name in names(backend)}
 

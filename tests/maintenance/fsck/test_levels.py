@@ -17,7 +17,7 @@ from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, check_data, run_fsck
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import build, contents, names
+from tests.maintenance.fsck.stores import build, contents, flip, names
 
 OBJECTS = contents(build())
 CONFIG = decode_config(OBJECTS["store.json"], "memory:")
@@ -78,16 +78,16 @@ def reads(backend: Watched, check: Callable[[], FsckReport]) -> tuple[FsckReport
     return report, list(dict.fromkeys(backend.read))
 
 
-def test_structure_reads_no_data(backend: Watched) -> None:
+def test_structure_reads_no_data_and_read_data_reads_all(backend: Watched) -> None:
     report, read = reads(backend, lambda: run_fsck(engine_of(backend)))
     assert (read, report.read_packs, report.data_bytes, report.never_verified) == ([], 0, 0, PACKS)
     assert report.oldest_verified_ns is None
-
-
-def test_all_data(backend: Watched) -> None:
     report, read = reads(backend, lambda: Store(engine_of(backend)).fsck(read_data=True))
     assert (len(read), report.read_packs, report.never_verified, report.out_of_time) == (PACKS, PACKS, 0, False)
     assert report.data_bytes > PACKS * 80_000
+    for options in ({"sample_fraction": 0}, {"sample_fraction": 1.1}, {"max_seconds": 0}, {"max_seconds": -1}):
+        with pytest.raises(InvalidOptionError):
+            FsckOptions(**options)  # type: ignore[arg-type]
 
 
 def test_samples_go_round_the_store(backend: Watched) -> None:
@@ -97,23 +97,16 @@ def test_samples_go_round_the_store(backend: Watched) -> None:
         report, read = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.1)))
         assert (len(read), report.read_packs, report.never_verified) == (1, 1, PACKS - done)
         seen += read
+        if done == 1:
+            first = report.oldest_verified_ns
+        assert report.oldest_verified_ns == first
     assert len(set(seen)) == PACKS
-    _, again = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.1)))
+    report, again = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.1)))
     assert again == seen[:1]
+    assert (report.oldest_verified_ns or 0) > (first or 0) > 0
     _, half = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.5)))
     assert half == seen[1:4]
     assert len(reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=1.0)))[1]) == PACKS
-
-
-def test_the_oldest_verification_is_reported(backend: Watched) -> None:
-    engine = engine_of(backend)
-    run_fsck(engine, FsckOptions(sample_fraction=0.1))
-    first = backend.clock.now
-    report = run_fsck(engine, FsckOptions(sample_fraction=0.1))
-    assert report.oldest_verified_ns == first
-    report = run_fsck(engine, FsckOptions(read_data=True))
-    assert report.oldest_verified_ns is not None
-    assert report.oldest_verified_ns > first
 
 
 def test_limited_time_goes_on_where_it_stopped(backend: Watched) -> None:
@@ -155,9 +148,7 @@ def test_a_damaged_pack_is_read_first_next_time(backend: Watched) -> None:
     engine = engine_of(backend)
     run_fsck(engine, FsckOptions(read_data=True))
     (damaged,) = all_packs(backend)[3:4]
-    data = bytearray(backend.get(damaged, max_bytes=1 << 20))
-    data[100] ^= 1
-    backend.replace(damaged, data)
+    flip(backend, damaged, 100)
     assert not run_fsck(engine, FsckOptions(read_data=True)).ok
     backend.read.clear()
     report = run_fsck(engine, FsckOptions(sample_fraction=0.1))
@@ -182,17 +173,9 @@ def test_pieces_may_be_run_by_anybody(tmp_path: Path) -> None:
     report = run_fsck(engine, FsckOptions(read_data=True), executor=Elsewhere())
     assert (report.ok, report.read_packs) == (True, 4)
     damaged = names(backend, "packs/")[2]
-    flipped = bytearray(OBJECTS[damaged])
-    flipped[100] ^= 1
-    backend.replace(damaged, flipped)
+    flip(backend, damaged, 100)
     (finding,) = run_fsck(engine, FsckOptions(read_data=True), executor=Elsewhere()).findings
     assert finding.object == damaged
-
-
-@pytest.mark.parametrize("options", [{"sample_fraction": 0}, {"sample_fraction": 1.1}, {"max_seconds": 0}, {"max_seconds": -1}])
-def test_impossible_options(options: dict[str, float]) -> None:
-    with pytest.raises(InvalidOptionError):
-        FsckOptions(**options)  # type: ignore[arg-type]
 
 
 def all_packs(backend: Watched) -> list[str]:

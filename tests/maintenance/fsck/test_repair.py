@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, run_fsck, run_repair
 from tensorstore_ck.store import Store
 from tests.effort import effort
+from tests.end_to_end.crash.faulty import Death
+from tests.maintenance.copy_store.places import WRITES, Watched
 from tests.maintenance.fsck.stores import ADDRESSES, backend_of, begun, build, contents, failing_roots, is_exact, names, read, reopen
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
@@ -65,48 +67,41 @@ def assert_whole(backend: Backend) -> None:
     assert list(failing_roots(backend)) == []
 
 
-def breakages(name: str) -> Iterable[Objects]:
-    """The store with that object deleted, cut short, or with a byte flipped at either end."""
-    rest = {other: data for other, data in OBJECTS.items() if other != name}
-    yield rest
-    for data in (OBJECTS[name][: len(OBJECTS[name]) // 2], flipped(OBJECTS[name]), flipped(OBJECTS[name], 70)):
-        yield {**rest, name: data}
+def breakages(name: str, number: int) -> Iterator[MemoryBackend]:
+    """The store with that object deleted, cut short, or with a byte flipped at either end; of these the one of that number."""
+    data = OBJECTS[name]
+    found = [None, data[: len(data) // 2], flipped(data), flipped(data, 70)]
+    return (backend_of({**OBJECTS, name: each}) for each in effort([found[number % 4]], found))
+
+
+def repair_whole(backend: Backend, other: Objects | None = None) -> list[str]:
+    """Repairs it so that nothing is left to mark; the objects that were repaired."""
+    report = repair(backend, other)
+    assert not report.before.ok
+    assert (report.ok, report.marked) == (True, ()), report.after.findings
+    assert_whole(backend)
+    return [mended.object for mended in report.mended]
 
 
 @pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
 def test_a_copy_or_a_twin_repairs_it(kind: str) -> None:
     for number, (name, other) in enumerate(itertools.product(of_kind(kind), (OBJECTS, TWIN))):
-        for damaged in effort([list(breakages(name))[number % 4]], list(breakages(name))):
-            backend = backend_of(damaged)
-            report = repair(backend, other)
-            assert not report.before.ok
-            assert (report.ok, report.marked) == (True, ()), (name, report.after.findings)
-            assert [mended.object for mended in report.mended] == [name]
-            assert_whole(backend)
+        for backend in breakages(name, number):
+            assert repair_whole(backend, other) == [name]
 
 
-@pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
-def test_everything_but_the_log_is_repaired_at_once(other: Objects) -> None:
-    for kind in ("snapshots/", "parts/", "packs/"):
-        backend = backend_of({name: data for name, data in OBJECTS.items() if not name.startswith(kind)})
-        assert repair(backend, other).ok
-        assert_whole(backend)
-    backend = backend_of({name: data for name, data in OBJECTS.items() if name.startswith(("log/", "store.json"))})
-    assert repair(backend, other).ok
-    assert_whole(backend)
+def test_everything_but_the_log_is_repaired_at_once() -> None:
+    every = ("snapshots/", "parts/", "packs/")
+    for lost, other in ((every[:1], OBJECTS), (every[1:2], TWIN), (every[2:], OBJECTS), (every, TWIN), (every, OBJECTS)):
+        repair_whole(backend_of({name: data for name, data in OBJECTS.items() if not name.startswith(lost)}), other)
 
 
 def test_a_copy_repairs_the_log_and_the_configuration() -> None:
     for number, name in enumerate([*of_kind("log/")[:-1], "store.json"]):
-        for damaged in effort([list(breakages(name))[number % 4]], list(breakages(name))):
-            backend = backend_of(damaged)
-            report = repair(backend, OBJECTS)
-            assert (report.ok, [mended.object for mended in report.mended]) == (True, [name])
+        for backend in breakages(name, number):
+            assert repair_whole(backend, OBJECTS) == [name]
             assert contents(backend)[name] == OBJECTS[name]
-            assert_whole(backend)
-    backend = backend_of({name: data for name, data in OBJECTS.items() if name not in of_kind("log/")[1:5]})
-    assert repair(backend, OBJECTS).ok
-    assert_whole(backend)
+    repair_whole(backend_of({**OBJECTS, **dict.fromkeys(of_kind("log/")[1:5])}), OBJECTS)
 
 
 def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
@@ -121,10 +116,9 @@ def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
 
 def test_nothing_is_written_to_a_log_that_stays_broken() -> None:
     for other in (None, TWIN):
-        backend = backend_of({name: data for name, data in OBJECTS.items() if name not in (of_kind("log/")[-2], of_kind("packs/")[0])})
+        backend = backend_of({**OBJECTS, of_kind("log/")[-2]: None, of_kind("packs/")[0]: None})
         before = contents(backend)
-        report = repair(backend, other)
-        assert not report.ok
+        assert not repair(backend, other).ok
         assert contents(backend) == before
 
 
@@ -133,7 +127,7 @@ def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
     lost = of_kind("log/")[3]
     entry = decode_entry(OBJECTS[lost], lost, 4)
     forked, _ = seal_entry(4, entry.prev, entry.ops, write_id=entry.write_id, time_ns=entry.time_ns, actor="somebody else")
-    backend = backend_of({name: data for name, data in OBJECTS.items() if name != lost})
+    backend = backend_of({**OBJECTS, lost: None})
     report = repair(backend, {**{name: data for name, data in OBJECTS.items() if name < lost or not name.startswith("log/")}, lost: forked})
     assert (report.ok, report.mended) == (False, ())
     assert lost not in names(backend)
@@ -141,12 +135,11 @@ def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
 
 def test_what_cannot_be_repaired_is_marked_and_unmarked_again() -> None:
     pack = newest_pack("runs/a@2")
-    damaged = {name: data for name, data in OBJECTS.items() if name != pack}
-    backend = backend_of(damaged)
+    backend = backend_of({**OBJECTS, pack: None})
     report = repair(backend)
     root = reopen(backend).resolve("runs/a@2").root
     assert (report.ok, report.marked) == (False, (root,))
-    assert set(names(backend)) - set(damaged) == {of_kind("log/")[-1][:-1] + "9"}  # one more entry, and nothing gone
+    assert set(names(backend)) - (set(OBJECTS) - {pack}) == {of_kind("log/")[-1][:-1] + "9"}  # one more entry, and nothing gone
     store = reopen(backend)
     shown = {snapshot.step: snapshot for snapshot in store.log("runs/a")}
     assert [shown[step].mark for step in (1, 2, 3)] == ["", "damaged", "bad"]
@@ -156,21 +149,15 @@ def test_what_cannot_be_repaired_is_marked_and_unmarked_again() -> None:
     assert repair(backend).marked == ()
     with pytest.raises(StoreError):
         store.checkout("runs/a@2", allow_marked=True)
-
+    backend.put(pack, flipped(OBJECTS[pack], 100))
+    report = repair(backend, read_data=False)
+    assert (report.unmarked, report.marked) == ((), ()), "a mark is taken back only when the data was read"
+    assert reopen(backend).resolve(root).mark == "damaged"
     report = repair(backend, TWIN)
     assert (report.ok, report.unmarked) == (True, (root,))
     assert_whole(backend)
     report, before = repair(backend, TWIN), contents(backend)
     assert (report.ok, report.mended, report.marked, report.unmarked, contents(backend)) == (True, (), (), (), before)
-
-
-def test_a_mark_is_taken_back_only_when_the_data_was_read() -> None:
-    pack = newest_pack("runs/a@2")
-    backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], 100)})
-    (root,) = repair(backend).marked
-    again = repair(backend, read_data=False)
-    assert (again.unmarked, again.marked) == ((), ())
-    assert reopen(backend).resolve(root).mark == "damaged"
 
 
 def test_blocks_that_are_in_another_pack_are_taken_from_there() -> None:
@@ -186,7 +173,7 @@ def test_blocks_that_are_in_another_pack_are_taken_from_there() -> None:
             (second, flipped(before[second], -70)),
             (second, before[second][:5000]),
         ):
-            damaged = backend_of({name: stored for name, stored in before.items() if name != pack} | ({pack: data} if data else {}))
+            damaged = backend_of({**before, pack: data})
             engine = make_engine(damaged, config, MemoryTable())
             (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
             assert (finding.object, finding.repairable) == (pack, not has_own)
@@ -202,15 +189,6 @@ def test_blocks_that_are_in_another_pack_are_taken_from_there() -> None:
 def newest_pack(address: str) -> str:
     pack = max(reopen(backend_of(OBJECTS)).show(address).packs)
     return f"packs/{pack[-2:]}/{pack}"
-
-
-def test_a_damaged_footer_is_repaired_with_what_is_in_the_pack() -> None:
-    for pack in of_kind("packs/"):
-        backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})
-        (finding,) = run_fsck(engine_of(backend), read_data=True).findings
-        assert finding.repairable
-        assert repair(backend).ok
-        assert_whole(backend)
 
 
 def test_what_can_be_saved_of_a_pack_is_saved() -> None:
@@ -232,18 +210,14 @@ def test_what_can_be_saved_of_a_pack_is_saved() -> None:
 
 
 @pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-def test_swapped_objects_are_repaired_without_another_store(kind: str) -> None:
+def test_swapped_objects_and_damaged_footers_are_repaired_without_another_store(kind: str) -> None:
     """Neither is overwritten before it lies somewhere else."""
     first, second, third, *_ = of_kind(kind)
-    for swapped in (
-        {first: OBJECTS[second], second: OBJECTS[first]},
-        {first: OBJECTS[second], second: OBJECTS[third], third: OBJECTS[first]},
-    ):
-        backend = backend_of({**OBJECTS, **swapped})
-        report = repair(backend)
-        assert not report.before.ok
-        assert (report.ok, report.marked) == (True, ())
-        assert_whole(backend)
+    repair_whole(backend_of({**OBJECTS, first: OBJECTS[second], second: OBJECTS[first]}))
+    repair_whole(backend_of({**OBJECTS, first: OBJECTS[second], second: OBJECTS[third], third: OBJECTS[first]}))
+    if kind == "packs/":
+        for pack in of_kind(kind):
+            assert repair_whole(backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})) == [pack]
 
 
 # --- what is derived --------------------------------------------------------------------------------------------------
@@ -270,7 +244,7 @@ def test_moved_objects_are_made_again(chain: bool) -> None:
     exact = 0
     for moved in [name for name in objects if name.startswith("moved/")]:
         for data in (None, flipped(objects[moved]), objects[moved][:50]):
-            backend = backend_of({name: stored for name, stored in objects.items() if name != moved} | ({moved: data} if data else {}))
+            backend = backend_of({**objects, moved: data})
             (finding,) = [each for each in run_fsck(engine_of(backend)).findings if each.severity == "error"]
             assert (finding.object, finding.repairable) == (moved, True)
             report = repair(backend)
@@ -312,65 +286,36 @@ def test_the_cache_of_this_host_is_rebuilt() -> None:
 # --- while others run -------------------------------------------------------------------------------------------------
 
 
-class Crash(BaseException):
-    """The process died."""
-
-
-class Interrupted(MemoryBackend):
-    """Something else happens before the k-th write."""
-
-    def __init__(self, objects: Objects) -> None:
-        super().__init__()
-        for name, data in objects.items():
-            self.replace(name, data)
-        self.writes, self.at = 0, -1
-        self.meanwhile: Callable[[], object] = lambda: None
-
-    def _insert(self, name: str, data: object) -> bool:
-        self._count()
-        return super()._insert(name, data)  # type: ignore[arg-type]
-
-    def replace(self, name: str, data: object) -> None:
-        if hasattr(self, "at"):
-            self._count()
-        super().replace(name, data)  # type: ignore[arg-type]
-
-    def _count(self) -> None:
-        self.writes += 1
-        if self.writes == self.at:
-            self.meanwhile()
-
-
 @pytest.mark.race
 @pytest.mark.parametrize(
     ("kind", "crash"),
     [("parts/", True), ("packs/", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("parts/", False), ("packs/", True)])],
 )
 def test_at_every_write(kind: str, crash: bool) -> None:
-    """A gc runs before the k-th write, or the repair dies there: afterwards everything can be read, or be repaired again."""
+    """A gc runs before the k-th call that writes, or the repair dies there: afterwards everything can be read, or be repaired again."""
     name = of_kind(kind)[0]
-    damaged = {other: data for other, data in OBJECTS.items() if other != name}
     for at in range(1, 60):
-        backend = Interrupted(damaged)
-        backend.at = at
+        backend = backend_of({**OBJECTS, name: None})
+        writes = 0
 
-        def happens(backend: Interrupted = backend) -> None:
-            if crash:
-                raise Crash
-            with contextlib.suppress(UnreadableError):
-                reopen(backend).gc(AT_ONCE)
+        def count(call: str, name: str, backend: MemoryBackend = backend, at: int = at) -> None:
+            nonlocal writes
+            writes += call in WRITES
+            if call in WRITES and writes == at:
+                if crash:
+                    raise Death
+                with contextlib.suppress(UnreadableError):
+                    reopen(backend).gc(AT_ONCE)
 
-        backend.meanwhile = happens
-        with contextlib.suppress(Crash):
-            repair(backend, TWIN)
-        done, backend.at = backend.writes < at, -1
+        with contextlib.suppress(Death):
+            repair(Watched(backend, count), TWIN)  # type: ignore[arg-type]
         if crash:
             repair(backend, TWIN)
         assert run_fsck(engine_of(backend), read_data=True).ok, at
         assert list(failing_roots(backend)) == []
         reopen(backend).gc(AT_ONCE)
         assert list(failing_roots(backend)) == []
-        if done:
+        if writes < at:
             return
     pytest.fail("more writes than expected")
 

@@ -3,14 +3,14 @@
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Created
-from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.errors import BackendUnavailableError, NotAStoreError, StoreError
+from tensorstore_ck.errors import NotAStoreError, StoreError
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
+from tests.end_to_end.crash.faulty import Death
+from tests.maintenance.copy_store.places import WRITES, Watched
 from tests.maintenance.fsck.stores import ADDRESSES, backend_of, build, contents, is_exact, names, read, reopen, state
 
 OBJECTS = contents(build())
@@ -180,39 +180,21 @@ def test_salvage_again_after_a_loss_in_the_new_log() -> None:
     assert_whole(reopen(backend))
 
 
-class Dying(MemoryBackend):
-    """Fails every write from the k-th on."""
-
-    left = 1 << 30
-
-    def create(self, name: str, data: Buffer) -> Created:
-        self._spend()
-        return super().create(name, data)
-
-    def replace(self, name: str, data: Buffer) -> None:
-        self._spend()
-        super().replace(name, data)
-
-    def _spend(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise BackendUnavailableError("dead")
-
-
 @pytest.mark.race
-def test_a_crash_at_any_write_leaves_the_old_state_and_salvage_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0,))
-    for writes in range(100):
-        backend = Dying()
-        for name, data in OBJECTS.items():
-            if name != LOG[1]:
-                backend.put(name, data)
-        backend.left = writes
+def test_a_crash_at_any_write_leaves_the_old_state_and_salvage_can_be_repeated() -> None:
+    for at in range(1, 100):
+        backend, writes = copy_with({LOG[1]: None}), 0
+
+        def die(call: str, name: str, at: int = at) -> None:
+            nonlocal writes
+            writes += call in WRITES
+            if call in WRITES and writes == at:
+                raise Death
+
         try:
-            salvage(backend)
-        except StoreError:
+            salvage(Watched(backend, die))  # type: ignore[arg-type]
+        except Death:
             assert read(backend, "store.json") == OBJECTS["store.json"]
-            backend.left = 1 << 30
             salvage(backend)
             assert_whole(reopen(backend))
         else:

@@ -20,7 +20,7 @@ from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import backend_of, begun, contents, is_exact, names, read, reopen, state
+from tests.maintenance.fsck.stores import backend_of, begun, contents, flip, is_exact, names, reopen, state
 
 NOW = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.9)
 LATER = GcOptions(min_age_seconds=0, max_delete=1, compact_below=0.9)
@@ -139,15 +139,6 @@ def test_the_store_has_one_of_everything() -> None:
     assert list(view.all_relocations())
 
 
-def test_store_json_alone() -> None:
-    backend = copy_with({"store.json": None})
-    report = salvage(backend)
-    assert (report.kept, report.recovered, report.lost, report.left_out) == (len(LIVE), (), (), ())
-    assert logical(view_of(backend)) == logical(view_of(copy_with({})))
-    assert_restorable(reopen(backend), LIVE)
-    assert_gc_frees_the_rest(backend)
-
-
 FIRST = {OPERATIONS.index(ops) for ops in OPERATIONS}
 """The first entry of each kind."""
 
@@ -168,49 +159,53 @@ def test_any_entry(position: int) -> None:
     assert_gc_frees_the_rest(backend)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [2, 3])
-@pytest.mark.parametrize("start", range(0, len(LOG) - 3, 4))  # the newest few leave no trace
-def test_some_entries(start: int, length: int) -> None:
-    backend = copy_with(dict.fromkeys(LOG[start : start + length]))
-    assert salvage(backend).log
+@pytest.mark.parametrize(
+    ("entries", "is_config_kept"),
+    [
+        (LOG, True),
+        (LOG, False),
+        (LOG[3:5], True),
+        *(
+            pytest.param(LOG[start : start + length], True, marks=pytest.mark.slow)
+            for start in range(0, len(LOG) - 3, 4)  # the newest few leave no trace
+            for length in (2, 3)
+        ),
+    ],
+    ids=lambda case: len(case) if isinstance(case, list) else case,
+)
+def test_several_entries(entries: list[str], is_config_kept: bool) -> None:
+    """Even without any, it is found where gc moved what."""
+    backend = copy_with(dict.fromkeys([*entries, *([] if is_config_kept else ["store.json"])]))
+    report = salvage(backend)
+    assert report.log
+    assert entries != LOG or {found.step for found in report.recovered} == LIVE
     assert_restorable(reopen(backend), LIVE)
     assert_gc_frees_the_rest(backend)
 
 
-@pytest.mark.parametrize("config", ["kept", "lost"])
-def test_all_entries(config: str) -> None:
-    """Even then it is found where gc moved what."""
-    backend = copy_with(dict.fromkeys([*LOG, *([] if config == "kept" else ["store.json"])]))
-    assert {found.step for found in salvage(backend).recovered} == LIVE
+def test_store_json_alone() -> None:
+    backend = copy_with({"store.json": None})
+    report = salvage(backend)
+    assert (report.kept, report.recovered, report.lost, report.left_out) == (len(LIVE), (), (), ())
+    assert logical(view_of(backend)) == logical(view_of(copy_with({})))
     assert_restorable(reopen(backend), LIVE)
     assert_gc_frees_the_rest(backend)
 
 
 def test_the_newest_entries_without_a_trace() -> None:
-    """The log seems intact, but says that blocks are in a pack that is gone."""
+    """The log seems intact, but says that blocks are in a pack that is gone. A damaged moved object doesn't help."""
     first = next(position for position, ops in enumerate(OPERATIONS) if "relocate" in ops)
-    backend = copy_with(dict.fromkeys(LOG[first:]))
-    report = salvage(backend)
-    assert any("no log entry names" in problem for problem in report.problems)
-    assert_restorable(reopen(backend), LIVE)
-
-
-def test_salvage_again() -> None:
-    backend = copy_with({"store.json": None})
-    salvage(backend)
-    backend.replace("store.json", b"gone again")
-    salvage(backend)
-    assert logical(view_of(backend)) == logical(view_of(copy_with({})))
-
-
-def test_dry_run_changes_nothing() -> None:
-    backend = copy_with(dict.fromkeys(LOG[5:20]))
-    before = contents(backend)
-    report = salvage(backend, dry_run=True)
-    assert report.log
-    assert contents(backend) == before
-    assert salvage(backend).recovered == report.recovered
+    moved = next(key.name for key in needed_by_all(synced(copy_with({}))) if key.kind == "moved")
+    for is_damaged in (False, True):
+        backend = copy_with(dict.fromkeys(LOG[first:]))
+        if is_damaged:
+            flip(backend, moved)
+        report = salvage(backend)
+        assert any("no log entry names" in problem for problem in report.problems) != is_damaged
+        assert bool(report.lost) == is_damaged
+        assert all("packs/" in lost.note for lost in report.lost)
+        if not is_damaged:
+            assert_restorable(reopen(backend), LIVE)
 
 
 # --- what gc let go ---------------------------------------------------------------------------------------------------
@@ -327,13 +322,20 @@ def steps_of(store: Store, ref: str) -> list[int | None]:
     return [snapshot.step for snapshot in store.log(ref)]
 
 
-def test_a_branch_that_was_undone_in_part() -> None:
+def test_a_branch_that_was_undone_in_part_and_one_that_was_moved_to_the_same_snapshots_again_and_again() -> None:
     def change(store: Store) -> None:
+        store.branch("runs/b", "runs/a@4")
+        for address in ("runs/a@2", "runs/a@4"):
+            store.reset("runs/b", address)
+        store.forget("runs/b@2")
+        for address in (store.forgotten()[0].snapshots[0].root, "runs/a@4"):
+            store.reset("runs/b", address)
         store.forget("runs/a")
         store.undo("runs/a@2")
         store.undo("runs/a@3")
 
-    assert steps_of(retold(change), "runs/a") == [3, 2]
+    store = retold(change)
+    assert (steps_of(store, "runs/a"), steps_of(store, "runs/b")) == ([3, 2], [4, 2, 4, 4])
 
 
 def test_a_branch_that_started_over() -> None:
@@ -349,17 +351,6 @@ def test_a_branch_that_started_over() -> None:
     store = retold(change)
     assert steps_of(store, "runs/a") == [5, 3]
     assert store.tags()["kept"].step == 5
-
-
-def test_moves_to_the_same_snapshot_again_and_again() -> None:
-    def change(store: Store) -> None:
-        store.reset("runs/a", "runs/a@2")
-        store.reset("runs/a", "runs/a@4")
-        store.forget("runs/a@2")
-        store.reset("runs/a", store.forgotten()[0].snapshots[0].root)
-        store.reset("runs/a", "runs/a@4")
-
-    assert steps_of(retold(change), "runs/a") == [4, 2, 4, 4, 3, 1]
 
 
 def test_snapshots_that_only_a_pin_or_a_tag_holds() -> None:
@@ -441,24 +432,12 @@ def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int
 
 
 def flip_first_block(backend: Backend, pack: ObjectKey) -> None:
-    footer = read_footer(backend, pack.ulid, backend.size(pack.name))
-    data = bytearray(read(backend, pack.name))
-    data[int(footer.entries["offset"][0]) + 5] ^= 1
-    backend.replace(pack.name, bytes(data))
+    flip(backend, pack.name, int(read_footer(backend, pack.ulid, backend.size(pack.name)).entries["offset"][0]) + 5)
 
 
 def assert_exact(store: Store) -> None:
     for info in view_of(store.engine.backend).snapshots():
         assert is_exact(store.checkout(info.root.hex(), allow_marked=True), info.step or 0)
-
-
-def test_a_damaged_moved_object_is_not_used() -> None:
-    name = next(key.name for key in needed_by_all(synced(copy_with({}))) if key.kind == "moved")
-    entry = LOG[next(position for position, ops in enumerate(OPERATIONS) if "relocate" in ops)]
-    data = OBJECTS[name]
-    report = salvage(copy_with({entry: None, name: data[:-1] + bytes([data[-1] ^ 1])}))
-    assert report.lost
-    assert all("packs/" in lost.note for lost in report.lost)
 
 
 @pytest.mark.parametrize("target", ["gone", "other blocks", "beyond its end", "elsewhere in it"])
