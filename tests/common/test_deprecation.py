@@ -53,7 +53,11 @@ def test_arguments_fields_and_methods() -> None:
 
 
 def test_public_options() -> None:
-    renamed = (tsck.GcOptions, "max_bytes_per_second"), (tsck.GcOptions, "settle_seconds"), (tsck.FsckOptions, "max_bytes_per_second")
+    renamed: list[tuple[Any, str]] = [
+        (tsck.GcOptions, "max_bytes_per_second"),
+        (tsck.GcOptions, "settle_seconds"),
+        (tsck.FsckOptions, "max_bytes_per_second"),
+    ]
     for call, option in renamed:
         with pytest.warns(DeprecationWarning, match="is now"):
             found: Any = call(**{option: 60.0})

@@ -80,18 +80,11 @@ def test_exactly_enough_is_enough_in_a_folder_too(tmp_path: Path) -> None:
         require_free_space(place, MinFree(), 1 << 60, "a put")
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (errno.EACCES, PermissionDeniedError),
-        (errno.EPERM, PermissionDeniedError),
-        (errno.EROFS, PermissionDeniedError),
-        (errno.ENOSPC, NoSpaceError),
-        (errno.EDQUOT, NoSpaceError),
-        (errno.EIO, InvalidOptionError),
-    ],
-)
-def test_what_a_folder_refuses(code: int, error: type[StoreError]) -> None:
-    message = f"the staging folder /stage cannot be written to: {os.strerror(code)}"
-    with pytest.raises(error, match=message), writing_to("/stage", "the staging folder"):
-        raise OSError(code, os.strerror(code))
+def test_what_a_folder_refuses() -> None:
+    refused = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), PermissionDeniedError)
+    full = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), NoSpaceError)
+    errors: dict[int, type[StoreError]] = {**refused, **full, errno.EIO: InvalidOptionError}
+    for code, error in errors.items():
+        message = f"the staging folder /stage cannot be written to: {os.strerror(code)}"
+        with pytest.raises(error, match=message), writing_to("/stage", "the staging folder"):
+            raise OSError(code, os.strerror(code))

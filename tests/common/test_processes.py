@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,7 @@ def child() -> Child:
     return Child(popen, Process(host, boot_id, namespace, int(pid), int(start_ticks)))
 
 
+@pytest.mark.race
 def test_a_process_has_ended_once_it_was_killed_and_not_before(child: Child) -> None:
     here, process = us(), child.process
     assert process[:3] == here[:3]
@@ -53,8 +55,9 @@ def test_a_process_has_ended_once_it_was_killed_and_not_before(child: Child) -> 
     assert has_ended(process, here), "its parent has not asked for it yet"
     child.popen.communicate()
     assert has_ended(process, here)
-    for far in ({"host": "node8/0123abcd"}, {"host": "node7/ffff"}, {"pid_namespace": CONTAINER}):
-        known = {"host": "node7/0123abcd", "pid_namespace": ROOT_PID_NAMESPACE}
+    elsewhere: list[dict[str, Any]] = [{"host": "node8/0123abcd"}, {"host": "node7/ffff"}, {"pid_namespace": CONTAINER}]
+    for far in elsewhere:
+        known: dict[str, Any] = {"host": "node7/0123abcd", "pid_namespace": ROOT_PID_NAMESPACE}
         ended, observer = process._replace(**known), here._replace(**known)
         assert has_ended(ended, observer)
         assert not has_ended(ended._replace(**far), observer), "nothing is known of other hosts and containers"

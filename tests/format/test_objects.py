@@ -46,7 +46,7 @@ def test_extents_stay_in_bounds_and_chains_of_delta_bases_end() -> None:
         refused(changed_extents("base", base, row), "a delta base is out of bounds")
 
 
-def test_tables_of_a_part_fit_each_other() -> None:
+def test_tables_of_a_part_fit_each_other_and_its_values_are_a_list() -> None:
     part = samples.part()
     blobs = np.array([(1, 0, 10), (3, 0, 10)], BLOB_DTYPE)
     overflow = np.array([((1 << 32) - 1, 0, 10)] * 2, BLOB_DTYPE)
@@ -66,6 +66,9 @@ def test_tables_of_a_part_fit_each_other() -> None:
         refused(part._replace(rank=rank, world_size=world_size), "its rank or world size")
     refused(part._replace(blobs=np.array([(1, 0, 1 << 40)], BLOB_DTYPE)), "its layout is too large")
     refused(part._replace(anchor=-1), "anchor is -1")
+    for values in (b"\x80", b"\xc0", b"", b"\x90\x90", b"\xdd\xff\xff\xff\xff"):
+        with pytest.raises(CorruptObjectError):
+            decode_values(samples.part()._replace(values=values), "a part")
 
 
 def test_the_part_id_covers_the_logical_section_and_nothing_else() -> None:
@@ -86,12 +89,6 @@ def test_the_part_id_covers_the_logical_section_and_nothing_else() -> None:
     assert len({part.part_id(), *(other.part_id() for other in logical)}) == 1 + len(logical)
     for physical in (changed_extents("offset", 100), part._replace(anchor=3), part._replace(packs=[*part.packs, samples.ULID])):
         assert physical.part_id() == part.part_id()
-
-
-def test_values_of_a_part_are_a_list() -> None:
-    for values in (b"\x80", b"\xc0", b"", b"\x90\x90", b"\xdd\xff\xff\xff\xff"):
-        with pytest.raises(CorruptObjectError):
-            decode_values(samples.part()._replace(values=values), "a part")
 
 
 # --- records ------------------------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ def layout_with(*specs: TensorSpec, storages: tuple[SharedStorage, ...] = ()) ->
     return Layout(specs, None, storages).encode()
 
 
-def test_a_layout_comes_back() -> None:
+def test_a_layout_comes_back_and_tensors_that_cannot_be_are_refused() -> None:
     layout = samples.layout()
     decoded = decode_layout(layout.encode(), "a layout")
     assert (list(decoded.tensors), decoded.tree, list(decoded.storages)) == (list(layout.tensors), layout.tree, list(layout.storages))
@@ -164,9 +161,6 @@ def test_a_layout_comes_back() -> None:
     extreme = [TensorSpec("x", "uint8", 1, shape) for shape in ((), (0,), (MAX_TENSOR_BYTES,), (0, 1 << 62), (1,) * 64)]
     for spec in extreme:
         assert decode_layout(layout_with(spec), "a layout").tensors == [spec]
-
-
-def test_tensors_that_cannot_be() -> None:
     shapes = [(1 << 49,), (1 << 30, 1 << 30, 1 << 30), (0, 1 << 40, 1 << 40), (-1,), (-1, -1), (1,) * 65]
     specs = [TensorSpec("x", "uint8", 1, shape) for shape in shapes]
     specs += [TensorSpec("x", "uint8", item_bytes, (1,)) for item_bytes in (0, -1, 4097)]
@@ -232,7 +226,7 @@ def test_configurations_with_a_right_checksum_that_cannot_be_used() -> None:
                 decode_config(samples.config_bytes({name: each for name, each in body.items() if name != key}), "memory://")
 
 
-def test_what_is_no_configuration() -> None:
+def test_what_is_no_configuration_and_that_unknown_fields_are_ignored_but_not_lost_from_the_checksum() -> None:
     begun, nested = b'{"features": [], "format": 1, "hash": "blake3", ', b"[" * 500 + b"]" * 500
     fields = [b'"checksum": ' + nested, b'"checksum": "", "x": ' + nested, b'"checksum": NaN', b'"format": 1']
     numbers = b'{"features": [], "format": ' + b"9" * 5000 + b"}"
@@ -240,9 +234,6 @@ def test_what_is_no_configuration() -> None:
         with pytest.raises(CorruptObjectError) as caught:
             decode_config(data, "memory://")
         assert len(str(caught.value)) < 400
-
-
-def test_unknown_fields_of_store_json_are_ignored_but_not_lost_from_its_checksum() -> None:
     body = {**samples.config_body(), "note": "é"}
     data = samples.config_bytes(body)
     decode_config(data, "memory://")

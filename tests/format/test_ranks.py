@@ -88,7 +88,14 @@ OF = samples.body_of(samples.SEALED["layout of ranks"].sample)["placements"]["of
 def test_meshes_that_cannot_be() -> None:
     decode_layout(changed_layout(mesh=MESHES), "a layout")
     twice, far = RANKS[:12] + RANKS[:4], RANKS[:12] + (1 << 20).to_bytes(4, "little")
-    shapes = [([2, -2], RANKS), ([4, 0], b""), ([4], RANKS), ([2, 2] + [1] * 15, RANKS), ([1 << 33, 1 << 31], b""), ([True, 4], RANKS)]
+    shapes: list[tuple[Any, ...]] = [
+        ([2, -2], RANKS),
+        ([4, 0], b""),
+        ([4], RANKS),
+        ([2, 2] + [1] * 15, RANKS),
+        ([1 << 33, 1 << 31], b""),
+        ([True, 4], RANKS),
+    ]
     shapes += [((2.0, 2), RANKS), ("22", RANKS)]
     ranks = [([2, 2], wrong) for wrong in (RANKS[:-4], RANKS[:-1], twice, far, "0123")]
     first: list[object] = [*map(list, shapes + ranks), [[2, 2], RANKS, 0], 7]
@@ -191,15 +198,12 @@ def told(*numbers: int) -> bytes:
     return np.array(numbers, "<i8").tobytes()
 
 
-def test_regions_come_back() -> None:
+def test_regions_come_back_and_those_that_cannot_be_are_refused() -> None:
     layout, part = samples.spread_layout(), samples.spread_part()
     found = decode_regions(layout, part.regions, "a part")
     assert [(each.tensor, len(each.boxes)) for each in found] == [(6, 2), (7, 1)]
     assert encode_regions(found) == part.regions
     assert decode_regions(layout, told(6, 0, 0, 7, 0, 0), "a part") == [ExplicitRegions(6, ()), ExplicitRegions(7, ())]
-
-
-def test_regions_that_cannot_be() -> None:
     box, wrong_boxes = (0, 0, 1, 1), [(0, 0, 0, 1), (0, 0, 41, 1), (-1, 0, 1, 1), ((1 << 63) - 1, 0, 1, 1)]
     headers = [(6,), (6, 2), (6, 2, 0), (6, 2, -1), (6, 2, 1 << 62), (6, 1, 1, 0, 1), (6, 2, 1, 0, 0, 1), (6, 2, 2, *box)]
     tensors = [(5, 1, 1, 0, 1), (0, 2, 1, *box), (9, 1, 1, 0, 1), (-1, 1, 1, 0, 1), (7, 1, 1, 0, 6001), (7, 2, 1, *box)]

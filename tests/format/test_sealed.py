@@ -71,7 +71,7 @@ def test_depth_is_bounded_before_anything_is_decoded() -> None:
             unpack(deep)
 
 
-def test_items_are_bounded_in_all_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_and_size_are_bounded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed, "MAX_ITEMS", 1000)
     pack_body([[None] * 499] * 2)
     unpack(b"\x92" + (b"\xdc" + struct.pack(">H", 499) + b"\xc0" * 499) * 2)
@@ -79,9 +79,6 @@ def test_items_are_bounded_in_all_and_writers_keep_to_it(monkeypatch: pytest.Mon
         pack_body([[None] * 500] * 2)
     with pytest.raises(CorruptObjectError, match="claims"):
         unpack(b"\x92" + (b"\xdc" + struct.pack(">H", 500) + b"\xc0" * 500) * 2)
-
-
-def test_size_is_bounded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed, "MAX_BODY_BYTES", 1000)
     largest = pack_body(bytes(997))
     unpack(largest)

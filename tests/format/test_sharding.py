@@ -120,15 +120,12 @@ def test_a_local_tensor_may_be_several_boxes_and_pieces_that_touch_are_one() -> 
     assert intervals((8,), (1,), (Shard(0, 4),), (0,)) == [[(0, 8)]]
 
 
-def test_a_scalar_is_one_box_and_a_rank_outside_of_the_mesh_holds_none() -> None:
+def test_replicas_of_a_scalar_outside_of_the_mesh_and_in_a_large_one() -> None:
     assert boxes((), (2,), (None,), (1,)) == [LocalBox(BoxBounds((), ()), ())]
     assert replicas(Mesh((2,), (4, 3)), (None,), (), 3) == (3, 4)
     mesh = Mesh((2,), (4, 3))  # rank 0 is not in it
     assert mesh.coordinate(0) is None
     assert replicas(mesh, (None,), (5,), 0) == ()
-
-
-def test_replicas_cost_what_they_are_not_the_mesh() -> None:
     mesh = Mesh((8, 512), tuple(range(4096)))
     assert replicas(mesh, (None, Shard(0)), (1 << 20, 4), 513) == tuple(range(1, 4096, 512))
 

@@ -2,36 +2,14 @@
 
 import itertools
 import re
+from typing import Any
 
 import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.opening import init_store, make_engine
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.describe import TensorChange, ValueChange
-from tensorstore_ck.store import Store
-
-
-class Counting(MemoryBackend):
-    """Remembers what was read of packs, and the objects that were read whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read_bytes = 0
-        self.names: list[str] = []
-
-    def get(self, name: str, *, max_bytes: int) -> bytes:
-        self.names.append(name)
-        return super().get(name, max_bytes=max_bytes)
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        self.read_bytes += len(target)
-        super().read_into(name, offset, target)
-
-
-def open_store(backend: Backend) -> Store:
-    return Store(make_engine(backend, init_store(backend), MemoryTable()))
+from tests.gc.stores import open_store
+from tests.maintenance.copy_store.places import Watched
 
 
 def test_show() -> None:
@@ -51,19 +29,19 @@ def test_show() -> None:
 
 
 def test_metadata_is_read_from_the_record_alone() -> None:
-    backend = Counting()
+    backend: Any = Watched(MemoryBackend())
     snapshot = open_store(backend).put_snapshot({"w": torch.zeros(10)}, ref="runs/a", metadata={"commit": "abc"})
     store = open_store(backend)
     store.resolve("runs/a")
-    backend.names.clear()
+    backend.calls.clear()
     assert store.metadata("runs/a") == {"commit": "abc"}
-    (read,) = [name for name in backend.names if not name.startswith("log/")]
+    (read,) = [name for call, name in backend.calls if not name.startswith("log/")]
     assert re.fullmatch(f"snapshots/../{snapshot.id}", read)
     assert store.show("runs/a").metadata == {"commit": "abc"}
 
 
 def test_diff_by_blocks() -> None:
-    backend = Counting()
+    backend: Any = Watched(MemoryBackend())
     store = open_store(backend)
     rows = torch.zeros(12, 1 << 18)  # 12 blocks of 4 rows each of 1 MiB: three blocks of 4 MiB
     state = {"rows": rows, "same": torch.ones(5000), "small": torch.zeros(10), "gone": torch.ones(2), "shape": torch.zeros(4000)}
@@ -74,9 +52,9 @@ def test_diff_by_blocks() -> None:
     store.put_snapshot(
         {"rows": rows, "same": torch.ones(5000), "small": small, "shape": torch.zeros(2000, 2), "new": torch.ones(7)}, ref="runs/a", step=2
     )
-    backend.read_bytes = 0
+    backend.bytes_read = 0
     diff = store.diff("runs/a@1", "runs/a@2")
-    assert backend.read_bytes < 2000  # layouts
+    assert backend.bytes_read < 2000  # layouts
     assert diff.tensors == (
         TensorChange("rows", "changed", ("float32", (12, 1 << 18), 12 << 20), ("float32", (12, 1 << 18), 12 << 20), 4 << 20),
         TensorChange("small", "changed", ("float32", (10,), 40), ("float32", (10,), 40), 2),

@@ -174,12 +174,20 @@ def test_where_a_branch_is_cannot_be_forgotten(store: Store, address: str) -> No
     assert steps(store) == before, "nothing of it happened"
 
 
-def test_nothing_to_forget(store: Store) -> None:
+def test_nothing_to_forget_or_undo(store: Store) -> None:
     head = store.engine.log.sync()
     for address in ("nothing", "job@9", "job~9", "0" * 64, "not an address", ""):
         with pytest.raises(NotFoundError if address and " " not in address else InvalidNameError):
             store.forget("job@1", address)
     assert store.engine.log.sync() == head
+    store.forget("job@1")
+    for address in ("nothing", "job@9", "job@1x", "ffffffff", ""):
+        with pytest.raises(NotFoundError, match="was not forgotten"):
+            store.undo(address)
+    for address in ("job~1", "fork~1", "job~9"):
+        with pytest.raises(NotFoundError):
+            store.undo(address)
+    assert steps(store) == [4, 3, 2]
 
 
 def test_addresses_after_forgetting(store: Store) -> None:
@@ -308,14 +316,3 @@ def test_undo_ends_with_the_window(store: Store, clock: Clock) -> None:
     assert steps(store) == [4, 3, 2]
     with pytest.raises(NotFoundError, match="gc has ended"):
         store.undo()
-
-
-def test_nothing_to_undo(store: Store) -> None:
-    store.forget("job@1")
-    for address in ("nothing", "job@9", "job@1x", "ffffffff", ""):
-        with pytest.raises(NotFoundError, match="was not forgotten"):
-            store.undo(address)
-    for address in ("job~1", "fork~1", "job~9"):
-        with pytest.raises(NotFoundError):
-            store.undo(address)
-    assert steps(store) == [4, 3, 2]

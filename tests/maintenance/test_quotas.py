@@ -3,17 +3,17 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.write import publish
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, NotFoundError, QuotaExceededError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.maintenance.salvage import salvage
-from tests.gc.stores import AT_ONCE, Clock, contents, leave_orphans, open_store, put_all, sizes, state
+from tests.gc.stores import AT_ONCE, Clock, contents, interrupted, leave_orphans, open_store, put_all, sizes, state
 
 
 def used(store: tsck.Store, glob: str = "*") -> int:
@@ -112,39 +112,28 @@ def test_of_several_quotas_each_counts() -> None:
         open_store(store.engine.backend).put_snapshot(state(4), ref="runs/ab", step=4, expect=other.resolve("runs/ab~1").root)
 
 
-def test_of_two_writers_that_race_the_second_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.race
+def test_of_two_writers_that_race_the_second_is_refused() -> None:
     """It was admitted, and meets the limit at the head that its entry would follow."""
     backend = MemoryBackend()
-    one, two = open_store(backend), open_store(backend)
-    one.set_quota("*", refuse=5000)
-    raced, store_record = list[str](), publish.store_record
-
-    def race(*args: object) -> bytes:
-        if not raced:
-            raced.append("once")
-            two.put_snapshot(state(2), ref="two")
-        return store_record(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("tensorstore_ck.engine.write.rank_parts.store_record", race)
+    two = open_store(backend)
+    two.set_quota("*", refuse=5000)
+    one, race = interrupted(backend, "put snapshots/", lambda: two.put_snapshot(state(2), ref="two"))
     with pytest.raises(QuotaExceededError):
         one.put_snapshot(state(1), ref="one")
-    assert raced
-    assert set(one.branches()) == {"two"}
+    assert race.struck
+    assert set(two.branches()) == {"two"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs warn= or refuse="),
-        ({"warn": "2TB", "refuse": "1TB"}, "warns before it refuses"),
-        ({"refuse": "much"}, "refuse must be a size"),
-        ({"warn": -1}, "warn must be a size"),
-    ],
-)
-def test_a_quota_that_cannot_be_set(options: dict[str, int | str], message: str) -> None:
+def test_a_quota_that_cannot_be_set() -> None:
     store = open_store()
-    with pytest.raises(InvalidOptionError, match=message):
-        store.set_quota("runs/*", **options)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("needs warn= or refuse=", {}),
+        ("warns before it refuses", {"warn": "2TB", "refuse": "1TB"}),
+    ]
+    for message, options in (*wrong, ("needs warn= or refuse=", {}), ("refuse must be a size", {"refuse": "much"})):
+        with pytest.raises(InvalidOptionError, match=message):
+            store.set_quota("runs/*", **options)
     with pytest.raises(InvalidOptionError, match="matches no ref"):
         store.set_quota("no spaces", refuse=1)
     with pytest.raises(NotFoundError, match="no quota for"):

@@ -18,6 +18,14 @@ from tensorstore_ck.log.entry import entry_name
 from tests.gc.stores import AT_ONCE, Clock, contents, leave_orphans, open_store, put_all, sizes, state
 
 
+def begun(*numbers: int) -> tuple[MemoryBackend, tsck.Store]:
+    """A store with these states on job."""
+    backend = MemoryBackend()
+    store = open_store(backend)
+    put_all(store, "job", [state(number) for number in numbers])
+    return backend, store
+
+
 def operations_after(store: tsck.Store, n: int) -> list[str]:
     return [op.name for entry in store.engine.log.entries(n + 1) for op in entry.ops]
 
@@ -68,9 +76,7 @@ def test_a_gc_that_refuses_notes_why() -> None:
 
 
 def test_fsck_notes_what_it_found_and_repair_what_is_left() -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    put_all(store, "job", [state(1), state(2)])
+    backend, store = begun(1, 2)
     before = head_of(store)
     assert store.fsck(read_data=True).not_recorded == ""
     assert operations_after(store, before) == ["report"]
@@ -132,9 +138,7 @@ def test_a_key_that_may_not_write_gets_the_result_all_the_same() -> None:
 
 @pytest.mark.parametrize(("missing", "has_cache"), [(1, True), (3, False)])
 def test_nothing_is_appended_to_a_damaged_log(missing: int, has_cache: bool) -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    put_all(store, "job", [state(1), state(2), state(3), state(4)])
+    backend, store = begun(1, 2, 3, 4)
     backend.delete([entry_name("log", missing)])
     before = contents(backend)
     checked = store if has_cache else open_store(backend)
@@ -173,9 +177,7 @@ def test_nothing_begins_a_log() -> None:
 
 
 def test_a_build_that_does_not_know_it_goes_on(forget_operation: Callable[[str], None]) -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    put_all(store, "job", [state(1)])
+    backend, store = begun(1)
     store.fsck()
     forget_operation("report")
     old = open_store(backend)

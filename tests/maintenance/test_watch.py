@@ -24,16 +24,13 @@ def watched(store: tsck.Store, acts: list[Callable[[], object]], **options: Any)
     return [snapshot.step for snapshot in store.watch("run", sleep=sleep, until=lambda: bool(done), **options)]
 
 
-def test_each_is_reported_once_and_in_order() -> None:
+def test_each_is_reported_once_and_in_order_also_of_a_branch_that_is_not_there_yet() -> None:
     store, other = open_store(backend := MemoryBackend()), open_store(backend)
     put(other, 1, 2)
     assert watched(store, [lambda: put(other, 3), lambda: put(other, 4, 5), lambda: None]) == [3, 4, 5]
     assert watched(store, [], since_step=2) == [2, 3, 4, 5]
     assert watched(store, [lambda: put(other, 6, 7, 8)], newest_only=True) == [8]
     assert store.pins() == ()
-
-
-def test_a_branch_that_is_not_there_yet() -> None:
     store, other = open_store(backend := MemoryBackend()), open_store(backend)
     assert watched(store, [lambda: None, lambda: put(other, 1)]) == [1]
 

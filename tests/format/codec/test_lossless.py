@@ -153,7 +153,7 @@ def test_damage_is_refused_or_detected(data: st.DataObject) -> None:
     assert len(found) == len(base)
 
 
-def test_what_codes_well_becomes_small() -> None:
+def test_what_codes_well_becomes_small_and_sparse_differences_tiny() -> None:
     rng = np.random.default_rng(0)
     weights = torch.from_numpy((rng.normal(size=1 << 19) * 0.02).astype("<f4"))
     cases = [
@@ -169,18 +169,15 @@ def test_what_codes_well_becomes_small() -> None:
             assert len(stored(encoded)) <= share * len(raw), (elements, mode)
     assert Encoder("small").encode_tensor(rng.bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
     assert Encoder("raw").encode_tensor(bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
-
-
-def test_sparse_differences_are_tiny() -> None:
     rng = np.random.default_rng(0)
     base = (rng.normal(size=1 << 20) * 0.02).astype("<f4")
     before = torch.from_numpy(base).bfloat16().view(torch.int16).numpy().view("<u2")
     after = before.copy()
     chosen = rng.random(len(after)) < 0.005
     after[chosen] += 1
-    encoded = Encoder("small").encode_delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=True))
-    assert encoded is not None
-    assert len(stored(encoded)) < 0.01 * after.nbytes
+    difference = Encoder("small").encode_delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=True))
+    assert difference is not None
+    assert len(stored(difference)) < 0.01 * after.nbytes
 
 
 def test_elements() -> None:

@@ -58,22 +58,20 @@ def test_what_is_saved_comes_back_with_the_same_root_and_costs_less_with_each_mo
     assert all(each == roots[0] for each in roots)
 
 
-def test_a_codec_for_a_ref_and_for_a_save(opened: Open) -> None:
-    state = {"w": torch.zeros(SIZE)}
+def test_a_codec_for_a_ref_and_for_a_save_and_unknown_ones_are_refused(opened: Open) -> None:
+    wrong: list[dict[str, Any]] = [{"codec": "zip"}, {"codec": {"a": "tiny"}}, {"delta": -1}, {"delta": "yes"}, {"delta": 0.5}]
+    for options in wrong:
+        with pytest.raises(InvalidOptionError, match=r"codec must be one of|delta must be"):
+            opened(**options)
     with opened(codec={"cold/*": "small", "*": "raw"}) as store:
+        for name in ("codec", "delta"):
+            unknown: dict[str, Any] = {name: "nothing"}
+            with pytest.raises(InvalidOptionError):
+                store.put_snapshot({}, ref="run", **unknown)
         assert share(store.put_snapshot({"w": torch.zeros(SIZE)}, ref="hot")) > 0.99
         assert share(store.put_snapshot({"w": torch.ones(SIZE)}, ref="cold/a")) < 0.01
         assert share(store.put_snapshot({"w": torch.full((SIZE,), 2.0)}, ref="warm", codec="fast")) < 0.01
-        assert torch.equal(store.checkout("hot")["w"], state["w"])
-
-
-@pytest.mark.parametrize("options", [{"codec": "zip"}, {"codec": {"a": "tiny"}}, {"delta": -1}, {"delta": "yes"}, {"delta": 0.5}])
-def test_unknown_codecs_are_refused(opened: Open, options: Any) -> None:
-    with pytest.raises(InvalidOptionError, match=r"codec must be one of|delta must be"):
-        opened(**options)
-    wrong: dict[str, Any] = dict.fromkeys(options, "nothing")
-    with opened() as store, pytest.raises(InvalidOptionError):
-        store.put_snapshot({}, ref="run", **wrong)
+        assert torch.equal(store.checkout("hot")["w"], torch.zeros(SIZE))
 
 
 def test_a_block_in_full_comes_every_so_often(opened: Open) -> None:

@@ -61,16 +61,13 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
         yield store
 
 
-def test_values(store: tsck.Store) -> None:
+def test_values_and_refs(store: tsck.Store) -> None:
     for step in (1, 2):
         state = store.checkout(f"runs/golden@{step}", allow_marked=True)
         assert same(state, golden_state(step))
         model = state["model"]
         assert model["tied"] is model["weight"] or model["tied"].data_ptr() == model["weight"].data_ptr()
         assert model["view"].data_ptr() == model["weight"][100:].data_ptr()
-
-
-def test_refs(store: tsck.Store) -> None:
     assert {name: snapshot.root for name, snapshot in store.branches().items()} == {"exp/one": ROOTS[1], "runs/golden": ROOTS[2]}
     tag = store.tags()["v1"]
     assert (tag.root, tag.step, tag.parent) == (ROOTS[2], 2, ROOTS[1])

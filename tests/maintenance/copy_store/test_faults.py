@@ -151,6 +151,7 @@ def test_it_goes_on_within_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- during gc ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.race
 def test_the_source_compacts_meanwhile() -> None:
     backend = empty()
     with open_over(backend) as store:
@@ -169,6 +170,7 @@ def test_the_source_compacts_meanwhile() -> None:
     assert torch.equal(target.checkout("job")["2"], torch.full((2000,), 2.0))
 
 
+@pytest.mark.race
 def test_the_source_forgets_meanwhile() -> None:
     backend = build()
 
@@ -189,6 +191,7 @@ def test_the_source_forgets_meanwhile() -> None:
     assert all("was forgotten in the source" in warning for warning in report.warnings)
 
 
+@pytest.mark.race
 def test_the_target_frees_what_it_relies_on() -> None:
     """The copy would reuse blocks of a snapshot that is forgotten and freed before the commit: it starts over."""
     source, target_backend, table = reopen(build()), empty(), MemoryTable()

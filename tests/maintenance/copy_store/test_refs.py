@@ -13,6 +13,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.format.codec import Codec, CodecName
 from tensorstore_ck.maintenance.copy_store import copy
+from tests.gc.stores import interrupted
 from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty, open_over
 from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
 from tests.servers import S3Server
@@ -80,14 +81,6 @@ def test_a_history_that_went_back_after_a_copy_too() -> None:
     assert [snap.step for snap in target.log("runs/b")] == [7, 5, 6, 5, 4, 1]
 
 
-def test_a_bad_snapshot_is_never_there_unmarked() -> None:
-    source, target = reopen(build()), open_over(empty())
-    copy(source, target)
-    bad = bytes.fromhex(source.resolve("runs/a@3").root)
-    (entry,) = [entry for entry in target.engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
-    assert [op.name for op in entry.ops] == ["put", "annotate", "mark"]
-
-
 @pytest.mark.parametrize(("codec", "used"), [("raw", {Codec.RAW, Codec.LZ4}), ("fast", {Codec.PLANES, Codec.LZ4})])
 def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -> None:
     source, target = reopen(build(codec=codec)), open_over(empty())
@@ -107,8 +100,8 @@ def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -
 # --- nothing twice --------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_copy_moves_nothing() -> None:
-    source_backend, target_backend = build(), empty()
+def test_a_second_copy_moves_nothing_but_new_blocks() -> None:
+    source_backend, target_backend = build(codec="raw"), empty()
     copy(reopen(source_backend), open_over(target_backend))
     source, target = Watched(source_backend), Watched(target_backend)
     report = copy(open_over(source), open_over(target))
@@ -116,21 +109,14 @@ def test_a_second_copy_moves_nothing() -> None:
     assert {ref.outcome for ref in report.refs} == {"there"}
     assert source.bytes_read == target.bytes_read == 0
     assert source.writes() == target.writes() == []
-
-
-def test_only_new_blocks_travel() -> None:
-    source_backend, target_backend = build(codec="raw"), empty()
-    copy(reopen(source_backend), open_over(target_backend))
     with reopen(source_backend) as store:
         store.checkout("runs/a", allow_marked=True)
         new = store.put_snapshot({**state(3), "weight": torch.full((1500,), 9.0)}, ref="runs/a", step=6, codec="raw")
-    source = Watched(source_backend)
     report = copy(open_over(source), open_over(target_backend))  # without a cache: by what the parent's part says
     assert (report.snapshots, report.blocks, report.read_bytes, source.bytes_read) == (1, 1, 6000, 6000)
     assert report.written_bytes < 6000 + 3000
-    with reopen(target_backend) as target:
-        assert target.resolve("runs/a").root == new.root
-        assert target.resolve("runs/a").new_bytes < 6000 + 3000
+    copied = reopen(target_backend).resolve("runs/a")
+    assert (copied.root, copied.new_bytes < 6000 + 3000) == (new.root, True)
 
 
 def test_blocks_are_shared_between_branches() -> None:
@@ -155,9 +141,12 @@ def test_what_the_target_forgot_comes_back() -> None:
     assert_same(source, target)
 
 
-def test_what_was_said_later_travels() -> None:
+def test_marks_travel_with_their_snapshot_and_what_was_said_later_follows() -> None:
     source, target = reopen(build()), open_over(empty())
     copy(source, target)
+    bad = bytes.fromhex(source.resolve("runs/a@3").root)
+    (entry,) = [entry for entry in target.engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
+    assert [op.name for op in entry.ops] == ["put", "annotate", "mark"], "it is never there unmarked"
     source.annotate("runs/a@1", {"late": 1.5, "odd": float("nan")})
     source.mark("runs/a@2", reason="diverged")
     copy(source, target)
@@ -274,7 +263,7 @@ def test_what_the_source_forgot_stays_in_the_target() -> None:
 def test_a_tag_that_is_taken(kind: str) -> None:
     source, target = reopen(build()), open_over(empty())
     copy(source, target, refs="runs/*")
-    (target.tag if kind == "tag" else target.branch)("paper", "runs/a@1")
+    getattr(target, kind)("paper", "runs/a@1")
     with pytest.raises(ConflictError, match="tag 'paper' was not copied"):
         copy(source, target)
     assert target.resolve("paper").step == 1
@@ -284,15 +273,12 @@ def test_a_tag_that_is_taken(kind: str) -> None:
         copy(source, target, refs="runs/c")
 
 
+@pytest.mark.race
 def test_a_ref_that_moves_meanwhile() -> None:
-    source, target_backend = reopen(build()), empty()
-    with reopen(target_backend) as other:
-
-        def intrude(call: str, name: str) -> None:
-            if call == "put" and name.startswith("snapshots/") and not other.branches():
-                other.put_snapshot(state(9), ref="runs/a", step=9)
-
-        with pytest.raises(ConflictError, match="moved in memory: by another process"):
-            copy(source, open_over(Watched(target_backend, intrude)))
-        assert [snap.step for snap in other.log("runs/a")] == [9]
-        assert is_exact(other.checkout("runs/b@4"), 4)
+    source, backend = reopen(build()), empty()
+    other = reopen(backend)
+    target, _ = interrupted(backend, "put snapshots/", lambda: other.put_snapshot(state(9), ref="runs/a", step=9))
+    with pytest.raises(ConflictError, match="moved in memory: by another process"):
+        copy(source, target)
+    assert [snap.step for snap in other.log("runs/a")] == [9]
+    assert is_exact(other.checkout("runs/b@4"), 4)

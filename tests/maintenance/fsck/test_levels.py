@@ -1,7 +1,6 @@
 """How much fsck reads: all of it, a sample, or what there is time for; and in which order."""
 
-import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.common.executor import Piece, Result
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import InvalidOptionError
@@ -17,6 +15,7 @@ from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, check_data, run_fsck
 from tensorstore_ck.store import Store
+from tests.maintenance.copy_store.places import Elsewhere
 from tests.maintenance.fsck.stores import build, contents, flip, names
 
 OBJECTS = contents(build())
@@ -87,7 +86,7 @@ def test_structure_reads_no_data_and_read_data_reads_all(backend: Watched) -> No
     assert report.data_bytes > PACKS * 80_000
     for options in ({"sample_fraction": 0}, {"sample_fraction": 1.1}, {"max_seconds": 0}, {"max_seconds": -1}):
         with pytest.raises(InvalidOptionError):
-            FsckOptions(**options)  # type: ignore[arg-type]
+            FsckOptions(**options)
 
 
 def test_samples_go_round_the_store(backend: Watched) -> None:
@@ -153,16 +152,6 @@ def test_a_damaged_pack_is_read_first_next_time(backend: Watched) -> None:
     backend.read.clear()
     report = run_fsck(engine, FsckOptions(sample_fraction=0.1))
     assert (set(backend.read), report.ok, report.never_verified) == ({damaged}, False, 1)
-
-
-class Elsewhere:
-    """As a cluster does: pieces, results and the work travel, and results come in any order."""
-
-    is_remote = True
-
-    def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-        work = pickle.loads(pickle.dumps(work))
-        yield from reversed([pickle.loads(pickle.dumps(work(pickle.loads(pickle.dumps(piece))))) for piece in pieces])
 
 
 def test_pieces_may_be_run_by_anybody(tmp_path: Path) -> None:

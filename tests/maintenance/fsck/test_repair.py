@@ -308,7 +308,7 @@ def test_at_every_write(kind: str, crash: bool) -> None:
                     reopen(backend).gc(AT_ONCE)
 
         with contextlib.suppress(Death):
-            repair(Watched(backend, count), TWIN)  # type: ignore[arg-type]
+            repair(Watched(backend, count), TWIN)
         if crash:
             repair(backend, TWIN)
         assert run_fsck(engine_of(backend), read_data=True).ok, at

@@ -8,18 +8,18 @@ import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.engine.reachability import snapshot_closure
-from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
+from tests.end_to_end.crash.faulty import Death, FaultyBackend
+from tests.gc.stores import Clock, DiesAt, open_store
 from tests.maintenance.fsck.stores import backend_of, begun, contents, flip, is_exact, names, reopen, state
 
 NOW = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.9)
@@ -275,24 +275,18 @@ def test_what_expired_can_be_undone_where_a_lost_entry_may_have_held_it() -> Non
 
 def test_a_lost_undo_leaves_time_for_another() -> None:
     """The undo window would have ended long ago."""
-    times = [1_000_000_000_000_000_000]
-
-    def open_at(days: int) -> Store:
-        times[0] += days * 86_400_000_000_000
-        config = read_config(backend) or init_store(backend)
-        return Store(make_engine(backend, config, MemoryTable(), clock=lambda: times[0], sleep=lambda _: None))
-
-    backend = MemoryBackend(clock=lambda: times[0])
-    store = open_at(0)
+    clock = Clock()
+    backend = MemoryBackend(clock=clock)
+    store = open_store(backend, clock=clock)
     for number in (1, 2):
         store.put_snapshot(state(number), ref="runs/a", step=number)
     store.forget("runs/a@1")
     store.undo()
     store.annotate("runs/a", {"x": 1.0})
     backend.delete([names(backend, "log/")[-2]])
-    open_at(10)
-    salvage(backend, clock=lambda: times[0])
-    store = open_at(0)
+    clock.advance(10 * 86_400)
+    salvage(backend, clock=clock)
+    store = open_store(backend, clock=clock)
     assert store.gc(GcOptions(max_delete=1)).snapshots == ()
     assert [snapshot.step for snapshot in store.undo()[0].snapshots] == [1]
 
@@ -419,11 +413,12 @@ def needed_by_all(store: Store) -> set[ObjectKey]:
     return {key for info in store.engine.log.view().snapshots() for key in closure(store, info.root)}
 
 
-def a_pack(store: Store) -> tuple[ObjectKey, Footer]:
-    """One that snapshots need."""
-    backend = store.engine.backend
+def with_a_pack() -> tuple[MemoryBackend, Store, ObjectKey, Footer]:
+    """The store, and a pack that snapshots need."""
+    backend = copy_with({})
+    store = synced(backend)
     key = max((key for key in needed_by_all(store) if key.kind == "pack"), key=lambda key: backend.size(key.name))
-    return key, read_footer(backend, key.ulid, backend.size(key.name))
+    return backend, store, key, read_footer(backend, key.ulid, backend.size(key.name))
 
 
 def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int]) -> CompactedPack:
@@ -442,9 +437,8 @@ def assert_exact(store: Store) -> None:
 
 @pytest.mark.parametrize("target", ["gone", "other blocks", "beyond its end", "elsewhere in it"])
 def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(target: str) -> None:
-    backend = copy_with({"store.json": None})
-    store = synced(copy_with({}))
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
+    backend.delete(["store.json"])
     one, other = footer.entries[0], footer.entries[1]
     where = {
         "gone": (0, one["stored"], one["offset"], one["codec"]),
@@ -463,9 +457,7 @@ def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(ta
 
 def test_a_pack_that_repair_replaced_is_not_used_again() -> None:
     """The moved object says where its good copies are, though its entry is lost and the pack is there."""
-    backend = copy_with({})
-    store = synced(backend)
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
     commit_relocation(store.engine, copy_blocks(store, pack, footer, list(range(len(footer.entries)))), 0)
     store.annotate("runs/a", {"x": 1.0})
     flip_first_block(backend, pack)
@@ -475,9 +467,7 @@ def test_a_pack_that_repair_replaced_is_not_used_again() -> None:
 
 
 def test_of_two_relocations_the_newer_counts() -> None:
-    backend = copy_with({})
-    store = synced(backend)
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
     newer = copy_blocks(store, pack, footer, [0])
     older = copy_blocks(store, pack, footer, list(range(len(footer.entries))))
     commit_relocation(store.engine, older, 0)
@@ -491,9 +481,7 @@ def test_of_two_relocations_the_newer_counts() -> None:
 
 def test_a_moved_object_that_was_swept_is_not_used() -> None:
     """Its pack is gone, and it is still there: so is a pack that it leads to, which a newer moved object replaced."""
-    backend = copy_with({})
-    store = synced(backend)
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
     move = copy_blocks(store, pack, footer, list(range(len(footer.entries))))
     moved = ObjectKey("moved", move.ulid)
     listed = Objects([moved, ObjectKey("pack", move.targets[0])])
@@ -510,14 +498,9 @@ def test_a_moved_object_that_was_swept_is_not_used() -> None:
 
 def test_what_gc_condemned_was_not_published_by_an_entry_before() -> None:
     backend, store = begun(1)
-    dying = reopen(backend)
+    dying = open_store(FaultyBackend(backend, DiesAt("create log"), atomic_put=True))
     dying.checkout("runs/a")
-
-    def die(*_: object, **__: object) -> None:
-        raise BackendUnavailableError("dead")
-
-    dying.engine.log.append = die  # type: ignore[method-assign, assignment]
-    with pytest.raises(BackendUnavailableError):
+    with pytest.raises(Death):
         dying.put_snapshot(state(9), ref="runs/a", step=9)
     store.annotate("runs/a", {"x": 1.0})
     store.put_snapshot(state(2), ref="runs/a", step=2)
