@@ -114,8 +114,6 @@ def test_blocks_at_the_limits() -> None:
     assert cut_box((0, 0), (3, 11), 1, 40).tolist() == [22, 11]
 
 
-# --- what re-sharding keeps ---------------------------------------------------------------------------------------
-
 LLAMA_8B = {(128_256, 4096): 2, (4096,): 65, (4096, 4096): 64, (1024, 4096): 64, (14_336, 4096): 64, (4096, 14_336): 32}
 LLAMA_405B = {
     (128_256, 16_384): 2,
@@ -164,9 +162,6 @@ def shared(model: dict[tuple[int, ...], int], item_bytes: int, before: int, afte
 def test_what_resharding_shares(model: dict[tuple[int, ...], int], before: int, after: int, expected: float) -> None:
     """fp32 masters; the numbers of README.md."""
     assert shared(model, 4, before, after) == pytest.approx(expected, abs=0.005)
-
-
-# --- opaque bytes -------------------------------------------------------------------------------------------------
 
 
 def noise(size: int, seed: int = 0) -> bytes:

@@ -33,7 +33,7 @@ def table(header: str) -> list[list[str]]:
     return rows
 
 
-def test_kinds() -> None:
+def test_kinds_and_limits() -> None:
     assert {kind: code.strip("`").encode() for kind, code in table("| kind | four bytes |")} == KINDS
     assert f'"{MAGIC.decode()}"' in TEXT
     assert f"the format version: {FORMAT_VERSION}" in TEXT
@@ -43,6 +43,22 @@ def test_kinds() -> None:
     assert MAX_ITEMS == 1 << 24
     assert "2^24 items" in TEXT
     assert f"`{CONFIG_NAME}`" in TEXT
+    assert f"Values of more than {layout.INLINE_VALUE_BYTES >> 10} KiB are blobs" in TEXT
+    assert f"tensor of up to {layout.INLINE_TENSOR_BYTES:,} bytes" in TEXT
+    assert f"`block_bytes`, {BLOCK_BYTES >> 20} MiB" in TEXT
+    assert f"at most {pack.MAX_BLOCK_BYTES >> 20} MiB" in TEXT
+    assert f"T // {MIN_RUN_BYTES >> 20} MiB" in TEXT
+    assert layout.MAX_RANKS == layout.MAX_REGIONS == 1 << 20
+    assert "more than 2^20 ranks" in TEXT
+    assert f"more than {layout.MAX_MESH_DIMS} mesh dims" in TEXT
+    assert f"more than {layout.MAX_BOXES:,} boxes" in TEXT
+    assert f"{layout.MAX_ALL_BOXES:,} and {layout.BOXES_A_TENSOR} for each tensor" in TEXT
+    assert pack.PACK_LIMIT_BYTES == 1 << 30
+    assert pack.MAX_ENTRIES == 1 << 22
+    assert MAX_ENTRY_BYTES == 1 << 20
+    assert f"after {MIN_TAIL_ENTRIES} entries at least and {MAX_TAIL_ENTRIES:,} at most" in TEXT
+    assert f"average {content_defined.OPAQUE_AVERAGE_BYTES >> 20} MiB, from {content_defined.OPAQUE_MIN_BYTES >> 10} KiB" in TEXT
+    assert f"to {content_defined.OPAQUE_MAX_BYTES >> 20} MiB" in TEXT
 
 
 def check_dtype(dtype: np.dtype[np.void], rows: list[list[str]]) -> None:
@@ -80,22 +96,3 @@ def test_codecs_and_operations() -> None:
         for name in re.findall(r"`(\w+)`", names):
             operations[name] = set(re.findall(r"`(\w+)`", fields)) - {"bad", "damaged", "drift", "unpin"}
     assert operations == {name: set(fields) for name, fields in SCHEMA.items()}
-
-
-def test_limits() -> None:
-    assert f"Values of more than {layout.INLINE_VALUE_BYTES >> 10} KiB are blobs" in TEXT
-    assert f"tensor of up to {layout.INLINE_TENSOR_BYTES:,} bytes" in TEXT
-    assert f"`block_bytes`, {BLOCK_BYTES >> 20} MiB" in TEXT
-    assert f"at most {pack.MAX_BLOCK_BYTES >> 20} MiB" in TEXT
-    assert f"T // {MIN_RUN_BYTES >> 20} MiB" in TEXT
-    assert layout.MAX_RANKS == layout.MAX_REGIONS == 1 << 20
-    assert "more than 2^20 ranks" in TEXT
-    assert f"more than {layout.MAX_MESH_DIMS} mesh dims" in TEXT
-    assert f"more than {layout.MAX_BOXES:,} boxes" in TEXT
-    assert f"{layout.MAX_ALL_BOXES:,} and {layout.BOXES_A_TENSOR} for each tensor" in TEXT
-    assert pack.PACK_LIMIT_BYTES == 1 << 30
-    assert pack.MAX_ENTRIES == 1 << 22
-    assert MAX_ENTRY_BYTES == 1 << 20
-    assert f"after {MIN_TAIL_ENTRIES} entries at least and {MAX_TAIL_ENTRIES:,} at most" in TEXT
-    assert f"average {content_defined.OPAQUE_AVERAGE_BYTES >> 20} MiB, from {content_defined.OPAQUE_MIN_BYTES >> 10} KiB" in TEXT
-    assert f"to {content_defined.OPAQUE_MAX_BYTES >> 20} MiB" in TEXT

@@ -29,9 +29,6 @@ def refused(part: Part, match: str) -> None:
         decode_part(part.encode(), "a part")
 
 
-# --- parts --------------------------------------------------------------------------------------------------------
-
-
 def test_extents_stay_in_bounds_and_chains_of_delta_bases_end() -> None:
     wrong = {
         "pack": (2, (1 << 32) - 1),
@@ -91,9 +88,6 @@ def test_the_part_id_covers_the_logical_section_and_nothing_else() -> None:
         assert physical.part_id() == part.part_id()
 
 
-# --- records ------------------------------------------------------------------------------------------------------
-
-
 def test_the_root_covers_the_logical_content_and_nothing_else() -> None:
     record = samples.record()
     logical = [
@@ -146,9 +140,6 @@ def test_metadata_comes_back_and_invalid_metadata_and_metrics_are_refused() -> N
             check_metrics(metrics)
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------
-
-
 def layout_with(*specs: TensorSpec, storages: tuple[SharedStorage, ...] = ()) -> bytes:
     return Layout(specs, None, storages).encode()
 
@@ -192,9 +183,6 @@ def test_shared_storages_hold_their_tensors_side_by_side(storage: SharedStorage)
     for encoded in (layout_with(*specs, storages=(storage,)), layout_with(*specs, storages=twice), layout_with(specs[0], specs[0])):
         with pytest.raises(CorruptObjectError):
             decode_layout(encoded, "a layout")
-
-
-# --- store.json ---------------------------------------------------------------------------------------------------
 
 
 def test_every_changed_byte_of_store_json_is_noticed() -> None:

@@ -23,9 +23,6 @@ def refused(part: Part, match: str) -> None:
         decode_part(part.encode(), "a part")
 
 
-# --- parts --------------------------------------------------------------------------------------------------------
-
-
 def numbering(*numbers: int) -> bytes:
     return np.array(numbers, "<u2").tobytes()
 
@@ -62,9 +59,6 @@ def test_the_part_id_covers_with_whom_and_which_regions() -> None:
         many._replace(rank=1),
     ]
     assert len({samples.part().part_id(), many.part_id(), *(other.part_id() for other in logical)}) == 2 + len(logical)
-
-
-# --- layouts --------------------------------------------------------------------------------------------------------
 
 
 def spread(shape: tuple[int, ...], *placements: Shard | None, tensors: int = 1, ranks: int = 4, meshes: int = 1) -> Layout:

@@ -64,14 +64,7 @@ def test_maps_have_each_key_once_and_only_text(keys: bytes) -> None:
         unpack(b"\x82" + keys)
 
 
-def test_depth_is_bounded_before_anything_is_decoded() -> None:
-    unpack(b"\x91" * (MAX_DEPTH - 1) + b"\xc0")
-    for deep in (b"\x91" * MAX_DEPTH + b"\xc0", b"\x81\xa0" * MAX_DEPTH + b"\xc0", b"\x91" * 100_000 + b"\xc0"):
-        with pytest.raises(CorruptObjectError, match="nested deeper"):
-            unpack(deep)
-
-
-def test_items_and_size_are_bounded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_size_and_depth_are_bounded_before_anything_is_decoded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed, "MAX_ITEMS", 1000)
     pack_body([[None] * 499] * 2)
     unpack(b"\x92" + (b"\xdc" + struct.pack(">H", 499) + b"\xc0" * 499) * 2)
@@ -86,6 +79,10 @@ def test_items_and_size_are_bounded_and_writers_keep_to_it(monkeypatch: pytest.M
         pack_body(bytes(998))
     with pytest.raises(CorruptObjectError, match="more than an object"):
         unpack(largest + b"\0")
+    unpack(b"\x91" * (MAX_DEPTH - 1) + b"\xc0")
+    for deep in (b"\x91" * MAX_DEPTH + b"\xc0", b"\x81\xa0" * MAX_DEPTH + b"\xc0", b"\x91" * 100_000 + b"\xc0"):
+        with pytest.raises(CorruptObjectError, match="nested deeper"):
+            unpack(deep)
 
 
 @pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800", object(), [{1, 2}], {"a": "\udfff"}])

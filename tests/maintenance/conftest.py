@@ -1,4 +1,4 @@
-"""A fixture for tests of operations that builds before them ignore."""
+"""A clock that tests move, and a build that does not know an operation."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -6,6 +6,12 @@ from importlib import import_module
 import pytest
 
 from tensorstore_ck.log import operations
+from tests.gc.stores import Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

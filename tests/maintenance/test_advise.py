@@ -55,7 +55,7 @@ def test_failures_are_counted_where_they_were_noted() -> None:
     assert (found.sources["stall"], found.sources["lag"], found.sources["restart"]) == ("measured", "assumed", "given")
 
 
-def test_what_is_advised(store: tsck.Store) -> None:
+def test_what_is_advised_and_bad_input_is_refused(store: tsck.Store) -> None:
     advice: list[tuple[str, dict[str, Any]]] = [
         ("save every 119 s of training instead of every 10 min", {"mtbf_seconds": 3600.0}),
         ("keep saving every", {"mtbf_seconds": 90_000.0}),
@@ -67,9 +67,6 @@ def test_what_is_advised(store: tsck.Store) -> None:
     for said, options in advice:
         found = store.advise("run", **{"stall_seconds": 2.0, **options})
         assert any(said in each for each in found.advice), found.advice
-
-
-def test_bad_input(store: tsck.Store) -> None:
     with pytest.raises(NotFoundError):
         store.advise("none", stall_seconds=1.0)
     for options in (

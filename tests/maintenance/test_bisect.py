@@ -34,7 +34,7 @@ def store() -> tsck.Store:
     return store
 
 
-def test_it_finds_the_first_bad_one_and_tests_both_ends_or_the_chosen_ones_first(store: tsck.Store) -> None:
+def test_it_tests_the_ends_first_and_finds_the_first_bad_one_or_a_range_around_what_cannot_be_tested(store: tsck.Store) -> None:
     found = store.bisect("run", bad_from(4))
     assert (found.last_good.step, found.first_bad.step, found.skipped) == (3, 4, ())
     assert [each.snapshot.step for each in found.tested][:2] == [1, 9]
@@ -44,9 +44,6 @@ def test_it_finds_the_first_bad_one_and_tests_both_ends_or_the_chosen_ones_first
     found = store.bisect("run", bad_from(6), good="run@5", bad=store.resolve("run@7").root)
     assert [each.snapshot.step for each in found.tested] == [5, 7, 6]
     assert found.first_bad.step == 6
-
-
-def test_around_what_cannot_be_tested_the_answer_is_a_range(store: tsck.Store) -> None:
     found = store.bisect("run", bad_from(4, 4, 5, 1, 9))
     assert (found.last_good.step, found.first_bad.step) == (3, 6)
     assert [each.step for each in found.skipped] == [4, 5]

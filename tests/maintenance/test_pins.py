@@ -15,11 +15,6 @@ DAY = 86_400
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> Iterator[Store]:
     """Steps 1 and 2 on job."""
     with open_store(MemoryBackend(clock=clock), clock=clock) as store:

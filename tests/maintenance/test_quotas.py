@@ -128,7 +128,7 @@ def test_of_two_writers_that_race_the_second_is_refused() -> None:
 def test_a_quota_that_cannot_be_set() -> None:
     store = open_store()
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("needs warn= or refuse=", {}),
+        ("warn must be a size", {"warn": -1}),
         ("warns before it refuses", {"warn": "2TB", "refuse": "1TB"}),
     ]
     for message, options in (*wrong, ("needs warn= or refuse=", {}), ("refuse must be a size", {"refuse": "much"})):

@@ -9,8 +9,6 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Created
-from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import GcRefusedError, PermissionDeniedError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import Op
@@ -115,21 +113,12 @@ def test_nothing_is_noted_by_who_only_looks(tmp_path: Path) -> None:
         assert store.last_runs() == {}
 
 
-class OnlyReads(MemoryBackend):
-    """A key that may not create entries, as of a server."""
+def test_a_key_that_may_not_write_gets_the_result_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, data: object) -> None:
+        raise PermissionDeniedError("403: this key may only read", object_id=name)
 
-    refuses = False
-
-    def create(self, name: str, data: Buffer) -> Created:
-        if self.refuses and name.startswith("log/"):
-            raise PermissionDeniedError("403: this key may only read", object_id=name)
-        return super().create(name, data)
-
-
-def test_a_key_that_may_not_write_gets_the_result_all_the_same() -> None:
-    backend = OnlyReads()
-    put_all(open_store(backend), "job", [state(1)])
-    backend.refuses = True
+    backend, _ = begun(1)
+    monkeypatch.setattr(backend, "create", refuse)
     report = open_store(backend).fsck(read_data=True)
     assert report.ok
     assert "403" in report.not_recorded

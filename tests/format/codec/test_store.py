@@ -105,22 +105,17 @@ def tsck_cli(folder: Path, *arguments: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_a_copy_stands_for_itself(opened: Open, tmp_path: Path) -> None:
+def test_a_copy_stands_for_itself_and_show_prints_the_size_of_each_group(opened: Open, tmp_path: Path) -> None:
     with opened(codec="small") as store, opened("other") as other:
-        steps = put_steps(store, 3)
-        tsck.copy(store, other, refs="run")
-        assert [snapshot.root for snapshot in other.log("run")] == [snapshot.root for snapshot in store.log("run")]
-        assert all(same(other.checkout(snapshot.root), state) for snapshot, state in steps)
-        assert other.fsck(read_data=True).ok
-
-
-def test_show_prints_the_size_of_each_group(opened: Open, tmp_path: Path) -> None:
-    with opened(codec="small") as store:
-        put_steps(store, 2)
+        steps = put_steps(store, 2)
         groups = {group.name: group for group in store.show("run").groups}
         assert groups["weights"].codecs == {"cast": 3 * 2 * SIZE}
         assert groups["masters"].codecs == {"delta": 3 * 4 * SIZE}
         assert groups["weights"].stored_bytes < 100 < groups["masters"].stored_bytes < 0.7 * groups["masters"].raw_bytes
+        tsck.copy(store, other, refs="run")
+        assert [snapshot.root for snapshot in other.log("run")] == [snapshot.root for snapshot in store.log("run")]
+        assert all(same(other.checkout(snapshot.root), state) for snapshot, state in steps)
+        assert other.fsck(read_data=True).ok
     result = CliRunner().invoke(main, ["show", "run", "-s", str(tmp_path / "store"), "--cache-dir", str(tmp_path / "cache-cli")])
     assert "cast 100%" in result.stdout
 

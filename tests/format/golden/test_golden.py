@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
         yield store
 
 
-def test_values_and_refs(store: tsck.Store) -> None:
+def test_values_and_refs_and_the_same_state_still_has_the_same_root(store: tsck.Store, tmp_path: Path) -> None:
     for step in (1, 2):
         state = store.checkout(f"runs/golden@{step}", allow_marked=True)
         assert same(state, golden_state(step))
@@ -76,9 +76,6 @@ def test_values_and_refs(store: tsck.Store) -> None:
     assert store.resolve("exp/one").mark == "bad"
     report = store.fsck(read_data=True)
     assert (report.ok, report.findings) == (True, ())
-
-
-def test_the_same_state_still_has_the_same_root(store: tsck.Store, tmp_path: Path) -> None:
     with tsck.open(tmp_path / "again", create=True, cache_dir=tmp_path / "cache") as again:
         for step in (1, 2):
             put = again.put_snapshot(golden_state(step), ref="runs/golden", step=step, metadata={"lr": 0.1, "tags": ["a", None]})

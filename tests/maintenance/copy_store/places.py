@@ -7,9 +7,8 @@ from typing import Any
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.executor import Piece, Result
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
 from tests.maintenance.fsck.stores import ADDRESSES, is_exact
 
@@ -21,12 +20,6 @@ def empty() -> Backend:
     backend = MemoryBackend()
     init_store(backend)
     return backend
-
-
-def open_over(backend: Any, table: Table | None = None) -> Store:
-    config = read_config(backend)
-    assert config is not None
-    return Store(make_engine(backend, config, table or MemoryTable(), sleep=lambda _: None))
 
 
 def contents(store: Store) -> dict[str, object]:
@@ -82,6 +75,12 @@ class Watched:
 
     def writes(self) -> list[tuple[str, str]]:
         return [call for call in self.calls if call[0] in WRITES]
+
+
+def at_write(inner: Backend, at: int, action: Callable[[], object]) -> Watched:
+    """A backend in which `action` happens before the call number `at` that writes."""
+    watched = Watched(inner, lambda call, name: action() if call in WRITES and len(watched.writes()) == at else None)
+    return watched
 
 
 class Elsewhere:

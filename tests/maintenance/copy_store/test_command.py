@@ -25,10 +25,8 @@ from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.log import Op
 from tensorstore_ck.maintenance.copy_store import Pace, RateLimit, blocks, copy, copy_refs
 from tests.effort import PATIENCE_SECONDS
-from tests.maintenance.copy_store.places import Elsewhere, Watched, assert_same, empty, open_over
+from tests.maintenance.copy_store.places import Elsewhere, Watched, assert_same, empty
 from tests.maintenance.fsck.stores import build, reopen
-
-# --- pace, progress, executor ---------------------------------------------------------------------------------------------
 
 
 class FakeTime:
@@ -46,7 +44,18 @@ class FakeTime:
             self.now += seconds
 
 
-def test_rate_limit() -> None:
+def test_rates_and_rate_limits() -> None:
+    rates = {"100MB": 1e8, "1.5GiB/s": 1.5 * (1 << 30), "500k": 5e5, "12": 12.0}
+    assert {text: byte_rate(text) for text in rates} == rates
+    for text in ("0", "fast", "5XB"):
+        with pytest.raises(click.BadParameter, match="is not a rate"):
+            byte_rate(text)
+    source, target = reopen(build()), reopen(empty())
+    for rate in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(InvalidOptionError, match="rate limit"):
+            copy(source, target, rate_limit=rate)
+    with pytest.raises(InvalidOptionError, match="this process only"):
+        copy_refs(source.engine, target.engine, pace=Pace.limited(1e9), executor=Elsewhere())
     time = FakeTime()
     limit = RateLimit(100.0, clock=time.clock)
     assert limit.take(50) == 0.5
@@ -58,33 +67,19 @@ def test_rate_limit() -> None:
     assert limit.take(0) == 0
 
 
-def test_rates() -> None:
-    rates = {"100MB": 1e8, "1.5GiB/s": 1.5 * (1 << 30), "500k": 5e5, "12": 12.0}
-    assert {text: byte_rate(text) for text in rates} == rates
-    for text in ("0", "fast", "5XB"):
-        with pytest.raises(click.BadParameter, match="is not a rate"):
-            byte_rate(text)
-    source, target = reopen(build()), open_over(empty())
-    for rate in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(InvalidOptionError, match="rate limit"):
-            copy(source, target, rate_limit=rate)
-    with pytest.raises(InvalidOptionError, match="this process only"):
-        copy_refs(source.engine, target.engine, pace=Pace.limited(1e9), executor=Elsewhere())
-
-
 @pytest.mark.parametrize("limited", ["reads", "writes"])
 def test_both_directions_are_limited(limited: str) -> None:
     time = FakeTime()
     slow, fast = RateLimit(1000.0, clock=time.clock), RateLimit(1e15, clock=time.clock)
     pace = Pace(*((slow, fast) if limited == "reads" else (fast, slow)), time.wait)
-    report = copy_refs(reopen(build()).engine, open_over(empty()).engine, pace=pace)
+    report = copy_refs(reopen(build()).engine, reopen(empty()).engine, pace=pace)
     assert time.now >= 0.95 * (report.read_bytes if limited == "reads" else 4 * 6000) / 1000
 
 
 def test_a_slow_copy_ends_with_its_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or with Ctrl-C: in the thread that called, and while the others wait."""
-    source_backend, target = empty(), open_over(empty())
-    with open_over(source_backend) as store:
+    source_backend, target = empty(), reopen(empty())
+    with reopen(source_backend) as store:
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(20)}, ref="job")
     waiting = threading.Semaphore(0)
     took = []
@@ -100,7 +95,7 @@ def test_a_slow_copy_ends_with_its_first_error(monkeypatch: pytest.MonkeyPatch) 
     pace = Pace(RateLimit(100.0), RateLimit(100.0), wait)
     source = Watched(source_backend)
     with pytest.raises(KeyboardInterrupt):
-        copy_refs(open_over(source).engine, target.engine, pace=pace)
+        copy_refs(reopen(source).engine, target.engine, pace=pace)
     assert took
     assert all(took)
     assert source.bytes_read == 0, "nobody went on"
@@ -137,7 +132,7 @@ def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress() -> None:
     source = reopen(build())
     seen: list[tuple[int, int]] = []
-    copy(source, open_over(empty()), progress=lambda done, total: seen.append((done, total)))
+    copy(source, reopen(empty()), progress=lambda done, total: seen.append((done, total)))
     total = sum(snap.logical_bytes for snap in {snap.root: snap for snap in source.log()}.values())
     assert {at for _, at in seen} == {total}
     assert seen[-1] == (total, total)
@@ -162,9 +157,6 @@ def test_runs_hold_neighbours_and_those_of_a_slow_copy_are_short() -> None:
     rows["stored"] = [100, 200, 50, 4 << 20, 10]
     assert [run["offset"].tolist() for run in blocks._runs(rows, blocks.RUN_BYTES)] == [[64, 164], [1 << 20], [64], [(4 << 20) + 60]]
     assert [len(run) for run in blocks._runs(rows, 1)] == [1] * 5
-
-
-# --- the command ----------------------------------------------------------------------------------------------------------
 
 
 def tsck_copy(*arguments: str) -> tuple[int, Any]:

@@ -18,12 +18,10 @@ from tensorstore_ck.maintenance.copy_store import blocks, copy, copy_refs
 from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import interrupted, open_store
-from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty, open_over
+from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
 from tests.maintenance.fsck.stores import build, flip, is_exact, reopen, state
 from tests.session.group.built import RANKS, stage
 from tests.session.group.stores import put_all
-
-# --- damage ---------------------------------------------------------------------------------------------------------------
 
 
 def damage(backend: Backend, store: Store, address: str) -> str:
@@ -40,7 +38,7 @@ def damage(backend: Backend, store: Store, address: str) -> str:
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_damaged_block_or_a_missing_pack(is_there: bool) -> None:
-    source_backend, target = build(codec="raw"), open_over(empty())
+    source_backend, target = build(codec="raw"), reopen(empty())
     source = reopen(source_backend)
     name = damage(source_backend, source, "runs/a@2")
     if not is_there:
@@ -55,7 +53,7 @@ def test_a_damaged_block_or_a_missing_pack(is_there: bool) -> None:
 
 
 def test_a_snapshot_that_is_marked_damaged() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     root = source.resolve("runs/a@2").root
     source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     report = copy(source, target, refs="runs/a")
@@ -65,7 +63,7 @@ def test_a_snapshot_that_is_marked_damaged() -> None:
 
 @pytest.mark.parametrize(("name", "advice"), [("runs/a", "tsck reset runs/a runs/a~1"), ("paper", "tsck untag paper")])
 def test_a_ref_at_a_snapshot_that_is_marked_damaged(name: str, advice: str) -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     root = source.resolve(name).root
     source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     with pytest.raises(DamageError, match=f"marked damaged and was left out.*{advice}"):
@@ -79,9 +77,6 @@ def test_a_ref_at_a_snapshot_that_is_marked_damaged(name: str, advice: str) -> N
     source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "", "")])  # type: ignore[arg-type]
     assert copy(source, target).ok
     assert target.resolve(name).root == root
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------------
 
 
 def small(backend: Backend) -> Backend:
@@ -109,13 +104,13 @@ def test_a_fault_at_every_call(side: str, place: str, tmp_path: Path) -> None:
         table = MemoryTable()
         failed = False
         try:
-            copy(open_over(sides["source"]), open_over(sides["target"], table))
+            copy(reopen(sides["source"]), reopen(sides["target"], table))
         except (Death, StoreError):
             failed = True
         half = reopen(target_backend)
         for snapshot in half.log():
             assert is_exact(half.checkout(snapshot.root), snapshot.step or 0)
-        fresh = open_over(target_backend, table)
+        fresh = reopen(target_backend, table)
         assert copy(reopen(source_backend), fresh).ok
         assert contents(fresh) == expected
         report = fresh.fsck(read_data=True)
@@ -129,7 +124,7 @@ def test_a_fault_at_every_call(side: str, place: str, tmp_path: Path) -> None:
 def test_it_goes_on_within_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "PIECE_BYTES", 10_000)
     source_backend, target_backend, table = empty(), empty(), MemoryTable()
-    with open_over(source_backend) as store:
+    with reopen(source_backend) as store:
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(10)}, ref="job", codec="raw")
     packs = []
 
@@ -139,22 +134,19 @@ def test_it_goes_on_within_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Death
 
     with pytest.raises(Death):
-        copy(open_over(source_backend), open_over(Watched(target_backend, die), table))
+        copy(reopen(source_backend), reopen(Watched(target_backend, die), table))
     source = Watched(source_backend)
-    report = copy(open_over(source), open_over(target_backend, table))
+    report = copy(reopen(source), reopen(target_backend, table))
     assert report.ok
     assert report.blocks < 8
     assert source.bytes_read == report.read_bytes < 8 * 8000
     assert torch.equal(reopen(target_backend).checkout("job")["7"], torch.full((2000,), 7.0))
 
 
-# --- during gc ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.race
 def test_the_source_compacts_meanwhile() -> None:
     backend = empty()
-    with open_over(backend) as store:
+    with reopen(backend) as store:
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(8)}, ref="job", step=1)
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(3)}, ref="job", step=2)
         store.forget("job@1")
@@ -164,7 +156,7 @@ def test_the_source_compacts_meanwhile() -> None:
         assert report.rewritten
         assert report.deleted["pack"]
 
-    (source, compaction), target = interrupted(backend, "read packs/", compact), open_over(empty())
+    (source, compaction), target = interrupted(backend, "read packs/", compact), reopen(empty())
     assert copy(source, target, refs="job").ok
     assert compaction.struck
     assert torch.equal(target.checkout("job")["2"], torch.full((2000,), 2.0))
@@ -181,7 +173,7 @@ def test_the_source_forgets_meanwhile() -> None:
             other.gc(EVERYTHING)
             other.gc(EVERYTHING)
 
-    (source, forgetting), target = interrupted(backend, "get snapshots/", forget), open_over(empty())
+    (source, forgetting), target = interrupted(backend, "get snapshots/", forget), reopen(empty())
     report = copy(source, target)
     assert forgetting.struck
     assert {ref.name: ref.outcome for ref in report.refs} == {"runs/a": "copied", "runs/b": "copied", "paper": "behind"}
@@ -195,7 +187,7 @@ def test_the_source_forgets_meanwhile() -> None:
 def test_the_target_frees_what_it_relies_on() -> None:
     """The copy would reuse blocks of a snapshot that is forgotten and freed before the commit: it starts over."""
     source, target_backend, table = reopen(build()), empty(), MemoryTable()
-    with open_over(target_backend, table) as store:
+    with reopen(target_backend, table) as store:
         store.put_snapshot({**state(1), "other": torch.ones(5000)}, ref="old", step=0)
 
     def free() -> None:
@@ -210,12 +202,9 @@ def test_the_target_frees_what_it_relies_on() -> None:
     assert_same(source, reopen(target_backend))
 
 
-# --- many ranks -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_snapshot_of_many_ranks() -> None:
     backend = MemoryBackend()
-    source, target = open_store(backend), open_over(empty())
+    source, target = open_store(backend), reopen(empty())
     put_all(backend, RANKS, stage)
     assert copy(source, target, refs="job").snapshots == 1
     assert target.resolve("job").root == source.resolve("job").root

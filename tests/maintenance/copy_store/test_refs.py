@@ -14,11 +14,9 @@ from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.format.codec import Codec, CodecName
 from tensorstore_ck.maintenance.copy_store import copy
 from tests.gc.stores import interrupted
-from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty, open_over
+from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
 from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
 from tests.servers import S3Server
-
-# --- what arrives -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -40,7 +38,7 @@ def test_all_of_a_store_and_a_copy_of_the_copy(place: str, tmp_path: Path, reque
         assert {ref.name: ref.root for ref in report.refs} == {
             name: snap.root for name, snap in {**source.branches(), **source.tags()}.items()
         }
-        last = open_over(empty())
+        last = reopen(empty())
         copy(target, last)
         for each in (target, last):
             assert_same(source, each)
@@ -65,7 +63,7 @@ def test_by_url(tmp_path: Path) -> None:
 
 
 def test_a_history_that_went_back_after_a_copy_too() -> None:
-    source, target = open_over(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     source.reset("runs/a", "runs/a@1")
     for ref, number in (("runs/a", 5), ("runs/b", 5)):
         source.checkout(ref)
@@ -83,7 +81,7 @@ def test_a_history_that_went_back_after_a_copy_too() -> None:
 
 @pytest.mark.parametrize(("codec", "used"), [("raw", {Codec.RAW, Codec.LZ4}), ("fast", {Codec.PLANES, Codec.LZ4})])
 def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -> None:
-    source, target = reopen(build(codec=codec)), open_over(empty())
+    source, target = reopen(build(codec=codec)), reopen(empty())
     copy(source, target)
 
     def extents(store: Store) -> list[tuple[int, int, int]]:
@@ -97,14 +95,11 @@ def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -
     assert {number for _, _, number in extents(source)} == used
 
 
-# --- nothing twice --------------------------------------------------------------------------------------------------------
-
-
 def test_a_second_copy_moves_nothing_but_new_blocks() -> None:
     source_backend, target_backend = build(codec="raw"), empty()
-    copy(reopen(source_backend), open_over(target_backend))
+    copy(reopen(source_backend), reopen(target_backend))
     source, target = Watched(source_backend), Watched(target_backend)
-    report = copy(open_over(source), open_over(target))
+    report = copy(reopen(source), reopen(target))
     assert (report.snapshots, report.snapshots_there, report.blocks, report.read_bytes, report.written_bytes) == (0, 4, 0, 0, 0)
     assert {ref.outcome for ref in report.refs} == {"there"}
     assert source.bytes_read == target.bytes_read == 0
@@ -112,7 +107,7 @@ def test_a_second_copy_moves_nothing_but_new_blocks() -> None:
     with reopen(source_backend) as store:
         store.checkout("runs/a", allow_marked=True)
         new = store.put_snapshot({**state(3), "weight": torch.full((1500,), 9.0)}, ref="runs/a", step=6, codec="raw")
-    report = copy(open_over(source), open_over(target_backend))  # without a cache: by what the parent's part says
+    report = copy(reopen(source), reopen(target_backend))  # without a cache: by what the parent's part says
     assert (report.snapshots, report.blocks, report.read_bytes, source.bytes_read) == (1, 1, 6000, 6000)
     assert report.written_bytes < 6000 + 3000
     copied = reopen(target_backend).resolve("runs/a")
@@ -121,16 +116,16 @@ def test_a_second_copy_moves_nothing_but_new_blocks() -> None:
 
 def test_blocks_are_shared_between_branches() -> None:
     backend = empty()
-    with open_over(backend) as store:
+    with reopen(backend) as store:
         store.put_snapshot(state(1), ref="one")
         store.put_snapshot({**state(1), "bias": torch.zeros(3)}, ref="two")
-    report = copy(reopen(backend), open_over(empty()))
+    report = copy(reopen(backend), reopen(empty()))
     assert (report.snapshots, report.blocks, report.blocks_there) == (2, 4, 4)  # layout, blob and two tensors
 
 
 def test_what_the_target_forgot_comes_back() -> None:
     """From the list of what is to be deleted: nothing travels, and gc does not take it any more."""
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     target.untag("paper")
     target.forget("runs/a", "runs/b")
@@ -142,7 +137,7 @@ def test_what_the_target_forgot_comes_back() -> None:
 
 
 def test_marks_travel_with_their_snapshot_and_what_was_said_later_follows() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     bad = bytes.fromhex(source.resolve("runs/a@3").root)
     (entry,) = [entry for entry in target.engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
@@ -157,28 +152,25 @@ def test_marks_travel_with_their_snapshot_and_what_was_said_later_follows() -> N
     assert target.engine.log.sync().n == entries
 
 
-# --- which refs -----------------------------------------------------------------------------------------------------------
-
-
 def test_globs() -> None:
     backend = empty()
-    target = open_over(backend)
+    target = reopen(backend)
     report = copy(reopen(build()), target, refs=["*/b", "pap*"])
     assert [ref.name for ref in report.refs] == ["runs/b", "paper"]
     assert (list(target.branches()), list(target.tags())) == (["runs/b"], ["paper"])
     assert is_exact(target.checkout("runs/b~1"), 1)
     watched = Watched(backend)
     with pytest.raises(NotFoundError, match=r"matches 'run/\*' \(refs: runs/a, runs/b, paper\)"):
-        copy(reopen(build()), open_over(watched), refs=["runs/*", "run/*"])
+        copy(reopen(build()), reopen(watched), refs=["runs/*", "run/*"])
     assert watched.writes() == []
     with pytest.raises(NotFoundError, match="it has no refs yet"):
-        copy(open_over(empty()), open_over(empty()), refs="*")
-    assert copy(open_over(empty()), open_over(empty())).refs == ()
+        copy(reopen(empty()), reopen(empty()), refs="*")
+    assert copy(reopen(empty()), reopen(empty())).refs == ()
 
 
 def test_a_tag_alone() -> None:
     source, target_backend = reopen(build()), empty()
-    target = open_over(target_backend)
+    target = reopen(target_backend)
     copy(source, target, refs="paper")
     assert list(target.branches()) == []
     assert target.forgotten() == ()
@@ -203,14 +195,11 @@ def test_stores_that_cannot_be_copied_between(tmp_path: Path) -> None:
     assert config is not None
     target.replace("store.json", dataclasses.replace(config, block_bytes=1 << 20).encode())
     with pytest.raises(InvalidOptionError, match="block size"):
-        copy(reopen(backend), open_over(target))
-
-
-# --- histories that differ ------------------------------------------------------------------------------------------------
+        copy(reopen(backend), reopen(target))
 
 
 def test_diverged() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     target.checkout("runs/a", allow_marked=True)
     target.put_snapshot(state(7), ref="runs/a", step=7)
@@ -231,7 +220,7 @@ def test_diverged() -> None:
 
 
 def test_the_target_is_ahead() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     target.checkout("runs/b")
     target.put_snapshot(state(7), ref="runs/b", step=7)
@@ -245,7 +234,7 @@ def test_the_target_is_ahead() -> None:
 
 
 def test_what_the_source_forgot_stays_in_the_target() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target, refs="runs/b")
     source.checkout("runs/b")
     for number in (5, 6, 7):
@@ -261,7 +250,7 @@ def test_what_the_source_forgot_stays_in_the_target() -> None:
 
 @pytest.mark.parametrize("kind", ["tag", "branch"])
 def test_a_tag_that_is_taken(kind: str) -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target, refs="runs/*")
     getattr(target, kind)("paper", "runs/a@1")
     with pytest.raises(ConflictError, match="tag 'paper' was not copied"):

@@ -15,23 +15,13 @@ from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, check_data, run_fsck
 from tensorstore_ck.store import Store
+from tests.gc.stores import Clock
 from tests.maintenance.copy_store.places import Elsewhere
 from tests.maintenance.fsck.stores import build, contents, flip, names
 
 OBJECTS = contents(build())
 CONFIG = decode_config(OBJECTS["store.json"], "memory:")
 PACKS = 5
-SECOND = 1_000_000_000
-
-
-class Clock:
-    """Moves on by a second with each pack that is read."""
-
-    def __init__(self) -> None:
-        self.now = 10**18
-
-    def __call__(self) -> int:
-        return self.now
 
 
 class Watched(MemoryBackend):
@@ -46,7 +36,7 @@ class Watched(MemoryBackend):
         super().read_into(name, offset, target)
         if offset and len(target) > 4096:  # a run of blocks, not a header or a footer
             self.read.append(name)
-            self.clock.now += SECOND
+            self.clock.advance(1)
 
 
 @pytest.fixture
@@ -58,7 +48,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
     init_store(backend)
     store = Store(engine_of(backend))
     for step in range(PACKS):
-        backend.clock.now += 10**7
+        backend.clock.advance(0.01)
         store.put_snapshot({"weight": torch.full((20_000,), float(step))}, ref="runs/a", step=step, codec="raw")
     backend.read.clear()
     return backend

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, run_fsck,
 from tensorstore_ck.store import Store
 from tests.effort import effort
 from tests.end_to_end.crash.faulty import Death
-from tests.maintenance.copy_store.places import WRITES, Watched
+from tests.maintenance.copy_store.places import at_write
 from tests.maintenance.fsck.stores import ADDRESSES, backend_of, begun, build, contents, failing_roots, is_exact, names, read, reopen
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
@@ -104,7 +105,7 @@ def test_a_copy_repairs_the_log_and_the_configuration() -> None:
     repair_whole(backend_of({**OBJECTS, **dict.fromkeys(of_kind("log/")[1:5])}), OBJECTS)
 
 
-def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
+def test_the_last_entry_comes_back_only_where_the_host_remembers_it_and_nothing_is_written_to_a_log_that_stays_broken() -> None:
     last = of_kind("log/")[-1]
     backend = backend_of(OBJECTS)
     engine = engine_of(backend)
@@ -112,9 +113,6 @@ def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
     backend.delete([last])
     assert run_repair(engine, other=other_engine(OBJECTS)).ok
     assert contents(backend)[last] == OBJECTS[last]
-
-
-def test_nothing_is_written_to_a_log_that_stays_broken() -> None:
     for other in (None, TWIN):
         backend = backend_of({**OBJECTS, of_kind("log/")[-2]: None, of_kind("packs/")[0]: None})
         before = contents(backend)
@@ -220,9 +218,6 @@ def test_swapped_objects_and_damaged_footers_are_repaired_without_another_store(
             assert repair_whole(backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})) == [pack]
 
 
-# --- what is derived --------------------------------------------------------------------------------------------------
-
-
 def with_moved(*, chain: bool) -> Objects:
     """A store with relocations in force, whose sources are gone; with `chain`, packs were moved twice."""
     backend = backend_of(OBJECTS)
@@ -283,9 +278,6 @@ def test_the_cache_of_this_host_is_rebuilt() -> None:
     assert Store(engine).resolve("paper").step == 2
 
 
-# --- while others run -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.race
 @pytest.mark.parametrize(
     ("kind", "crash"),
@@ -293,29 +285,25 @@ def test_the_cache_of_this_host_is_rebuilt() -> None:
 )
 def test_at_every_write(kind: str, crash: bool) -> None:
     """A gc runs before the k-th call that writes, or the repair dies there: afterwards everything can be read, or be repaired again."""
-    name = of_kind(kind)[0]
     for at in range(1, 60):
-        backend = backend_of({**OBJECTS, name: None})
-        writes = 0
+        backend = backend_of({**OBJECTS, of_kind(kind)[0]: None})
 
-        def count(call: str, name: str, backend: MemoryBackend = backend, at: int = at) -> None:
-            nonlocal writes
-            writes += call in WRITES
-            if call in WRITES and writes == at:
-                if crash:
-                    raise Death
-                with contextlib.suppress(UnreadableError):
-                    reopen(backend).gc(AT_ONCE)
+        def happens(backend: Backend = backend) -> None:
+            if crash:
+                raise Death
+            with contextlib.suppress(UnreadableError):
+                reopen(backend).gc(AT_ONCE)
 
+        watched: Any = at_write(backend, at, happens)
         with contextlib.suppress(Death):
-            repair(Watched(backend, count), TWIN)
+            repair(watched, TWIN)
         if crash:
             repair(backend, TWIN)
         assert run_fsck(engine_of(backend), read_data=True).ok, at
         assert list(failing_roots(backend)) == []
         reopen(backend).gc(AT_ONCE)
         assert list(failing_roots(backend)) == []
-        if writes < at:
+        if len(watched.writes()) < at:
             return
     pytest.fail("more writes than expected")
 

@@ -1,5 +1,7 @@
 """Whatever happens to log and store.json: salvage brings every intact snapshot back, and a crash during it changes nothing."""
 
+from typing import Any
+
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
@@ -11,7 +13,7 @@ from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.end_to_end.crash.faulty import Death
 from tests.gc.stores import interrupted
-from tests.maintenance.copy_store.places import WRITES, Watched
+from tests.maintenance.copy_store.places import at_write
 from tests.maintenance.fsck.stores import ADDRESSES, backend_of, build, contents, is_exact, names, read, reopen, state
 
 OBJECTS = contents(build())
@@ -40,7 +42,7 @@ def logical(store: Store) -> tuple[dict[str, str], dict[str, list[SnapshotInfo]]
     return {ref: snapshot.root for ref, snapshot in refs.items()}, histories
 
 
-def test_an_intact_store_is_left_alone_and_a_dry_run_changes_nothing() -> None:
+def test_an_intact_store_is_left_alone_a_dry_run_changes_nothing_and_what_is_no_store_is_refused() -> None:
     backend = copy_with({})
     report = salvage(backend)
     assert report.log == ""
@@ -52,6 +54,8 @@ def test_an_intact_store_is_left_alone_and_a_dry_run_changes_nothing() -> None:
     assert report.log
     assert [found.step for found in report.recovered] == [2]
     assert contents(backend) == before
+    with pytest.raises(NotAStoreError):
+        salvage(MemoryBackend())
 
 
 @pytest.mark.parametrize(
@@ -170,17 +174,14 @@ def test_a_checkpoint_holds_what_lost_entries_did(lost: list[int]) -> None:
 
 @pytest.mark.race
 def test_a_crash_at_any_write_leaves_the_old_state_and_salvage_can_be_repeated() -> None:
+    def die() -> None:
+        raise Death
+
     for at in range(1, 100):
-        backend, writes = copy_with({LOG[1]: None}), 0
-
-        def die(call: str, name: str, at: int = at) -> None:
-            nonlocal writes
-            writes += call in WRITES
-            if call in WRITES and writes == at:
-                raise Death
-
+        backend = copy_with({LOG[1]: None})
+        watched: Any = at_write(backend, at, die)
         try:
-            salvage(Watched(backend, die))
+            salvage(watched)
         except Death:
             assert read(backend, "store.json") == OBJECTS["store.json"]
             salvage(backend)
@@ -188,8 +189,3 @@ def test_a_crash_at_any_write_leaves_the_old_state_and_salvage_can_be_repeated()
         else:
             return
     raise AssertionError("never came to an end")
-
-
-def test_nothing_of_a_store() -> None:
-    with pytest.raises(NotAStoreError):
-        salvage(MemoryBackend())
