@@ -79,6 +79,7 @@ def test_items_size_and_depth_are_bounded_before_anything_is_decoded_and_writers
         pack_body(bytes(998))
     with pytest.raises(CorruptObjectError, match="more than an object"):
         unpack(largest + b"\0")
+    monkeypatch.undo()
     unpack(b"\x91" * (MAX_DEPTH - 1) + b"\xc0")
     for deep in (b"\x91" * MAX_DEPTH + b"\xc0", b"\x81\xa0" * MAX_DEPTH + b"\xc0", b"\x91" * 100_000 + b"\xc0"):
         with pytest.raises(CorruptObjectError, match="nested deeper"):
