@@ -171,8 +171,10 @@ def test_what_large_jobs_have_is_written_and_read() -> None:
         assert decode_layout(layout.encode(), "a layout").spreads == layout.spreads
 
 
-@pytest.mark.parametrize("spec", [(1 << 40,), (1 << 20, 1 << 20)])
-@pytest.mark.parametrize("sharding", [Shard(0, 4096), Shard(0), None])
+@pytest.mark.parametrize(
+    ("spec", "sharding"),
+    [((1 << 40,), Shard(0, 4096)), ((1 << 20, 1 << 20), Shard(0, 4096)), ((1 << 40,), Shard(0)), ((1 << 20, 1 << 20), None)],
+)
 def test_a_part_without_the_bytes_costs_nothing_to_refuse(spec: tuple[int, ...], sharding: Shard | None) -> None:
     """However many blocks its layout stands for."""
     ranks = 64
