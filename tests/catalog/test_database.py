@@ -3,7 +3,6 @@
 import importlib
 import json
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -28,7 +27,6 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.log import Op
 from tests.catalog.made import publish
-from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import AT_ONCE, open_store, state
 
 
@@ -185,12 +183,6 @@ def test_without_a_library_the_error_says_what_to_install(monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingExtraError, match=rf"pip install 'tensorstore_ck\[{extra}\]'"):
         importlib.import_module("tensorstore_ck.catalog").Catalog("postgresql://host/db")
-
-
-def test_nothing_else_loads_it() -> None:
-    code = "import sys, tensorstore_ck, tensorstore_ck.cli; print({'sqlalchemy', 'psycopg'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
-    assert done.stdout == "set()\n"
 
 
 def test_views_and_tables_in_plain_sql(url: str) -> None:

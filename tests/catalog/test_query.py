@@ -190,7 +190,7 @@ def _joined(inner: st.SearchStrategy[Said]) -> st.SearchStrategy[Said]:
     )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.recursive(TESTS, _joined, max_leaves=6))
 @example(Said("not (step < 100)", lambda found: found.step is None or found.step >= 100))
 @example(Said("not (loss < 1 or loss >= 1)", lambda found: math.isnan(found.metrics.get("loss", math.nan))))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.catalog import Catalog, SyncOutcome
+from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.store import Store
 from tests.catalog.made import publish
 from tests.effort import PATIENCE_SECONDS
@@ -31,30 +31,7 @@ def open_store(tmp_path: Path) -> Callable[[str], Store]:
     return lambda url: tsck.open(url, cache_dir=tmp_path / "cache")
 
 
-def test_all_that_can_be_read_are_synced(url: str, urls: list[str], open_store: Callable[[str], Store], tmp_path: Path) -> None:
-    def open_some(url: str) -> Store:
-        if url.endswith("/1"):
-            raise tsck.BackendUnavailableError("injected", object_id=url)
-        return open_store(url)
-
-    told: list[SyncOutcome] = []
-    with Catalog(url) as catalog:
-        nowhere = str(tmp_path / "nowhere")
-        outcomes = catalog.sync_all([*urls, nowhere], open_store=open_some, synced=told.append)
-        assert [outcome.url for outcome in outcomes] == [*urls, nowhere]
-        assert {outcome.url: type(outcome.error) for outcome in outcomes if outcome.error is not None} == {
-            urls[1]: tsck.BackendUnavailableError,
-            nowhere: tsck.NotAStoreError,
-        }
-        assert [outcome.report.snapshots for outcome in outcomes if outcome.report is not None] == [1] * (STORES - 1)
-        assert sorted(told, key=lambda outcome: outcome.url) == sorted(outcomes, key=lambda outcome: outcome.url)
-        assert {found.store for found in catalog.find()} == {*urls} - {urls[1]}
-        again = catalog.sync_all(open_store=open_store)  # all that it knows
-        assert sorted(outcome.url for outcome in again) == sorted({*urls} - {urls[1]})
-        rebuilt = catalog.sync_all(open_store=open_store, rebuild=True)
-        assert [outcome.report.entries for outcome in rebuilt if outcome.report is not None] == [1] * (STORES - 1)
-
-
+@pytest.mark.race
 def test_several_at_a_time_but_not_more(url: str, urls: list[str], open_store: Callable[[str], Store]) -> None:
     meeting = threading.Barrier(3)
     under_way: set[str] = set()

@@ -125,7 +125,6 @@ def test_what_was_let_go(catalog: Tsck) -> None:
         (("find", "--sort", "nope"), 25, "has a metric 'nope'"),
         (("find", "--desc"), 2, "--desc is for --sort"),
         (("find", "-n", "0"), 2, "-n"),
-        (("find", "--db", "mysql://u:sekret@h/d"), 23, "cannot be in mysql"),
         (("catalog", "sync", "nowhere"), 30, "there is no store"),
         (("catalog", "show", "ck"), 2, "for the whole catalog"),
         (("catalog", "drop"), 2, "drop"),

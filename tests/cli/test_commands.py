@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from matplotlib.image import imread
@@ -21,21 +20,15 @@ def test_init_makes_a_store_once(tsck: Tsck) -> None:
     again = tsck("init", "new", store=None)
     assert again.code == 28
     assert "already" in again.err
-
-
-def test_init_takes_the_store_from_the_environment(tsck: Tsck, tmp_path: Path) -> None:
     assert tsck("init", store="here").code == 0
-    assert (tmp_path / "here/store.json").exists()
+    assert Path("here/store.json").exists()
 
 
 def test_the_current_folder_is_the_default_store(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
     assert history("log", store=None).code == 30
+    assert len(history("log", "--json", "-s", "ck", store="elsewhere").json) == 2
     monkeypatch.chdir("ck")
     assert len(history("log", "--json", store=None).json) == 2
-
-
-def test_store_option_wins_over_the_environment(history: Tsck) -> None:
-    assert len(history("log", "--json", "-s", "ck", store="elsewhere").json) == 2
 
 
 def test_log_lists_newest_first_in_aligned_columns(history: Tsck) -> None:
@@ -146,7 +139,7 @@ def test_usage_sums_per_ref(history: Tsck) -> None:
 
 
 def test_codecs_are_chosen_shown_and_changed(tsck: Tsck, tmp_path: Path) -> None:
-    save_file({"w": torch.randn(100_000) * 0.02}, tmp_path / "w.safetensors")
+    save_file({"w": torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 0.02}, tmp_path / "w.safetensors")
     tsck("init", "ck")
     assert tsck("put", "w.safetensors", "--ref", "raw", "--codec", "raw").code == 0
     first = tsck("usage", "--codecs", "--json").json["codecs"][0]
@@ -161,9 +154,6 @@ def test_codecs_are_chosen_shown_and_changed(tsck: Tsck, tmp_path: Path) -> None
     line = next(line for line in tsck("usage", "--codecs").out.splitlines() if line.startswith("planes"))
     assert line.split()[-1] in ("83%", "84%")
     assert tsck("import", "w.safetensors", "--ref", "fast", "--codec", "fast").code == 0
-    assert tsck("put", "w.safetensors", "--ref", "x", "--codec", "best").code == 2
-    for misuse in ([], ["raw", "--all"]):
-        assert "Give branches or snapshots, or --all." in tsck("recode", *misuse).err
 
 
 def test_fsck_says_what_it_checked(history: Tsck) -> None:
@@ -190,10 +180,7 @@ def test_quotas_are_set_shown_met_and_removed(history: Tsck, tmp_path: Path) -> 
     assert refused.code == 47
     assert "`tsck quota set 'runs/*' --refuse SIZE" in refused.err
     assert history("put", "model.safetensors", "--ref", "other").code == 0
-    for misuse in (["set"], ["set", "runs/*"], ["show", "runs/*"], ["remove", "runs/*", "--warn", "1TB"], ["set", "x", "--warn", "lots"]):
-        assert history("quota", *misuse).code == 2, misuse
     assert "removed" in history("quota", "remove", "runs/*").out
-    assert history("quota", "remove", "runs/*").code == 25
     assert history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3").code == 0
 
 
@@ -251,15 +238,10 @@ def test_fsck_frees_stale_uploads_only_when_asked(history: Tsck, tmp_path: Path,
     assert freed == ["old"]
 
 
-def test_salvage_does_nothing_to_a_sound_store(history: Tsck) -> None:
-    result = history("salvage")
-    assert result.code == 0
-    assert "nothing to do" in result.out
-    assert history("salvage", "--json").json["log"] == ""
-
-
 def test_salvage_makes_a_new_log(history: Tsck, tmp_path: Path) -> None:
     before = history("log", "--json").json
+    assert "nothing to do" in history("salvage").out
+    assert history("salvage", "--json").json["log"] == ""
     history("tag", "v1", "runs/gpt@1")
     for entry in sorted(path for path in (tmp_path / "ck/log").rglob("*") if path.is_file())[:2]:
         entry.unlink()
@@ -278,45 +260,28 @@ def test_salvage_makes_a_new_log(history: Tsck, tmp_path: Path) -> None:
     assert history("log", "--rollback", "error").code == 0  # who salvaged it has seen it
 
 
-def test_probe_prints_guarantees_and_speeds(history: Tsck) -> None:
-    result = history("probe", "ck")
-    assert result.code == 0
-    assert "creates exclusively     yes" in result.out
-    assert history("probe", "ck", "--json").json["result"]["exclusive_create"]
-
-
-@pytest.fixture
-def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_prints_guarantees_and_speeds_and_estimates_a_snapshot(
+    history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 8 << 20)
-
-
-@pytest.mark.usefixtures("little_to_measure")
-def test_probe_estimates_a_snapshot(history: Tsck, tmp_path: Path) -> None:
-    before = sorted(tmp_path.rglob("*"))
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    probed = history("probe", "ck")
+    assert probed.code == 0
+    assert "creates exclusively     yes" in probed.out
     text = history("probe", "ck", "--size", "20MB", "--ranks", "12").out
     assert "A snapshot of 19.1 MiB by 12 ranks, with no block in the store yet:" in text
     assert "s with all ranks on this host" in text
     assert "/s by 8 ranks on this host" in text
     assert "are free: it fits" in text
     document = history("probe", "ck", "--size", "20MB", "--json").json
+    assert document["result"]["exclusive_create"]
     assert (document["forecast"]["size_bytes"], document["forecast"]["ranks"], document["forecast"]["fits"]) == (20_000_000, 1, True)
-    assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [path for path in before if path.is_file()]
-
-
-@pytest.mark.usefixtures("little_to_measure")
-def test_probe_ends_with_no_space_where_it_does_not_fit(history: Tsck) -> None:
-    probed = history("probe", "ck", "--size", "900PB")
-    assert probed.code == 34
-    assert "it does NOT fit" in probed.out
-
-
-@pytest.mark.parametrize(("options", "said"), [(("--ranks", "8"), "--ranks is for --size"), (("--size", "much"), "is not a size")])
-def test_probe_takes_sizes(tsck: Tsck, options: tuple[str, str], said: str) -> None:
-    refused = tsck("probe", "ck", *options)
-    assert refused.code == 2
-    assert said in refused.err
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    full = history("probe", "ck", "--size", "900PB")
+    assert full.code == 34
+    assert "it does NOT fit" in full.out
 
 
 @pytest.mark.parametrize("command", [("gc", "--dry-run"), ("fsck", "--read-data"), ("fsck", "--repair")])
@@ -339,15 +304,13 @@ def test_gc_and_fsck_keep_their_rate_limit(history: Tsck, command: tuple[str, st
     assert rates == [100_000_000, 100_000_000]
 
 
-@pytest.mark.parametrize("name", [*commands()])
-def test_help_is_a_sentence_and_an_example(tsck: Tsck, name: str) -> None:
-    command = commands()[name]
-    assert command.get_short_help_str().endswith((".", "?"))
-    shown = tsck(name, "--help")
-    assert shown.code == 0
-    assert f"  tsck {name}" in shown.out.partition("Example")[2]
-    assert "--json" in shown.out
-    assert isinstance(command, click.Command)
+def test_help_is_a_sentence_and_an_example(tsck: Tsck) -> None:
+    for name, command in commands().items():
+        assert command.get_short_help_str().endswith((".", "?")), name
+        shown = tsck(name, "--help")
+        assert shown.code == 0
+        assert f"  tsck {name}" in shown.out.partition("Example")[2], name
+        assert "--json" in shown.out, name
 
 
 def test_help_lists_commands_in_order(tsck: Tsck) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tensorstore_ck.cli import model_files
 from tests.cli.conftest import Tsck
 
 
@@ -27,11 +28,6 @@ def test_safetensors_round_trip(history: Tsck, model: dict[str, torch.Tensor]) -
     assert all(torch.equal(back[name], model[name]) and back[name].dtype == model[name].dtype for name in model)
     with safe_open("out.safetensors", "pt") as file:
         assert file.metadata() == {"author": "me", "format": "pt", "lr": "0.0003"}
-
-
-def test_the_same_file_has_the_same_root(history: Tsck) -> None:
-    roots = {history("put", "model.safetensors", "--ref", f"new/{number}", "--json").json["root"] for number in range(3)}
-    assert len(roots) == 1
 
 
 def test_torch_round_trip_keeps_values_and_aliases(store: Tsck, tmp_path: Path) -> None:
@@ -91,6 +87,14 @@ def test_a_get_that_fails_leaves_the_target_alone(history: Tsck, monkeypatch: py
     assert not [name for name in os.listdir() if name.startswith(".out.pt")]
 
 
+def test_a_file_is_durable_before_it_replaces_another_and_so_is_its_name(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("out.pt").write_text("precious")
+    synced = list[tuple[str, bool]]()
+    monkeypatch.setattr(model_files, "sync_path", lambda path: synced.append((path[:9], Path("out.pt").read_bytes() == b"precious")))
+    assert history("get", "runs/gpt", "out.pt", "--force").code == 0
+    assert synced == [("./.out.pt", True), (".", False)]
+
+
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
 def test_files_have_the_mode_of_the_umask(history: Tsck, name: str) -> None:
     before = os.umask(0o027)
@@ -144,12 +148,6 @@ def test_truncated_files(history: Tsck, name: str) -> None:
     result = history("put", name, "--ref", "x")
     assert result.code == 41
     assert name in result.err
-
-
-def test_names_that_say_no_format(history: Tsck) -> None:
-    assert history("put", "model.gguf", "--ref", "x").code == 22
-    assert history("get", "runs/gpt", "out.gguf").code == 22
-    assert history("get", "runs/gpt", "nowhere/out.pt").code == 25
 
 
 def test_dtypes_that_safetensors_lacks(store: Tsck) -> None:

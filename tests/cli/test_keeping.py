@@ -42,22 +42,6 @@ def test_forget_undo_and_gc(history: Tsck) -> None:
     assert history("fsck", "--read-data").code == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("forget", "runs/gpt~0"), 11, "is the head of branch"),
-        (("forget", "nope"), 25, "no ref or snapshot"),
-        (("undo", "nope"), 25, "cannot be undone"),
-        (("pin", "runs/gpt", "--expires", "soon"), 2, "not a duration"),
-        (("gc", "--max-delete", "120%"), 2, "not between"),
-        (("gc", "--grace", "-1s"), 2, "not a duration"),
-    ],
-)
-def test_what_cannot_be_done(history: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
-    result = history(*arguments)
-    assert (result.code, message in result.err) == (code, True), result
-
-
 def test_gc_refuses_to_free_too_much(history: Tsck) -> None:
     history("forget", "runs/gpt")
     refused = history("gc", "--undo-window", "0s", "--min-age", "0s", "--max-delete", "10%")
@@ -94,31 +78,6 @@ def test_policies(history: Tsck) -> None:
     assert "no policy matches these branches" in history("policy", "apply", "--dry-run").out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("set", "runs/*"), 2, "needs at least one"),
-        (("set", "runs/*", "keep_last"), 2, "is not RULE=VALUE"),
-        (("set", "runs/*", "keep_last=1", "keep_last=2"), 2, "given twice"),
-        (("set", "runs/*", "keep_last=many"), 22, "a whole number"),
-        (("set", "runs/*", "keep_best=3:loss"), 22, 'must be like (3, "val_loss", "min")'),
-        (("set", "runs/*", "keep_steps=1,x"), 22, "a list"),
-        (("set", "runs/*", "keep_lsat=1"), 22, "there is no rule 'keep_lsat'"),
-        (("set", "runs/*", "expire_after=30d"), 22, "keeps something"),
-        (("remove", "runs/*"), 25, "there is no policy"),
-        (("test", "nope"), 25, "there is no branch"),
-        (("test",), 2, "need a GLOB"),
-        (("test", "runs/gpt", "--dry-run"), 2, "for apply"),
-        (("apply", "nope"), 25, "there is no branch"),
-        (("show", "runs/*"), 2, "lists all policies"),
-        (("remove", "runs/*", "keep_last=1"), 2, "RULE=VALUE is for set"),
-    ],
-)
-def test_policies_that_make_no_sense(history: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
-    result = history("policy", *arguments)
-    assert (result.code, message in result.err) == (code, True), result
-
-
 def test_a_command_is_run_for_each(history: Tsck, capfd: pytest.CaptureFixture[str]) -> None:
     shown = history("watch", "runs/gpt", "--since-step", "1", "--count", "2", "--exec", "echo step={step} ref={ref}")
     assert shown.code == 0
@@ -127,14 +86,11 @@ def test_a_command_is_run_for_each(history: Tsck, capfd: pytest.CaptureFixture[s
     failing = history("watch", "runs/gpt", "--since-step", "2", "--count", "1", "--exec", "false")
     assert (failing.code, failing.err) == (0, "tsck: false for step 2 ended with 1\n")
     assert "could not be run" in history("watch", "runs/gpt", "--since-step", "2", "--count", "1", "--exec", "/none").err
-    assert history("watch", "runs/gpt", "--count", "1", "--exec", "x {oops}").code == 22
     assert history("pin", "--json").json == []
 
 
 def test_tier(history: Tsck, tmp_path: Path) -> None:
     assert "no policy has an age rule" in history("tier").out
-    refused = history("policy", "set", "runs/*", "move_after=1s")
-    assert (refused.code, "must be like" in refused.err) == (22, True)
     made = history("policy", "set", "runs/*", f"move_after=1s:{tmp_path / 'cold'},90d:s3://colder/x", "recode_after=7d")
     assert made.out == f"runs/*: recode_after 1w, move_after 1s to {tmp_path / 'cold'}; 90d to s3://colder/x\n"
     root = history("log", "runs/gpt", "--json").json[0]["root"]

@@ -121,13 +121,12 @@ def test_a_file_that_cannot_be_written_is_reported(history: Tsck, tmp_path: Path
     assert "commands need --allow-place s3://cold/ckpt" in made.err
 
 
-@pytest.mark.parametrize("line", ["cold", "s3://", "../cold", "s3://cold/../x", "simplecache::s3://cold/x"])
-def test_a_line_that_names_no_location(history: Tsck, config: Path, line: str) -> None:
+def test_a_line_that_names_no_location(history: Tsck, config: Path) -> None:
     config.parent.mkdir(parents=True)
-    config.write_text(f"s3://cold\n{line}\n")
+    config.write_text("s3://cold\n../cold\n")
     refused = history("log", "runs/gpt")
     assert (refused.code, str(config) in refused.err) == (22, True)
-    assert history("log", "runs/gpt", "--allow-place", line).code == 22
+    assert history("log", "runs/gpt", "--allow-place", "../cold").code == 22
 
 
 def test_every_command_that_opens_a_store_takes_it(moved: Tsck, cold: Path) -> None:

@@ -8,10 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from safetensors.torch import save_file
-
 import tensorstore_ck
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import RUNS
@@ -50,39 +46,11 @@ def _tsck(folder: Path, *args: str, **options: Any) -> "subprocess.CompletedProc
     return _python(folder, "-m", "tensorstore_ck.cli", *args, **options)
 
 
-COMMANDS = [
-    "log",
-    "log runs/gpt --json",
-    "show runs/gpt",
-    "diff runs/gpt~1 runs/gpt",
-    "usage",
-    "fsck",
-    "fsck --read-data",
-    "branch",
-    "branch b runs/gpt",
-    "reset b runs/gpt~1",
-    "tag",
-    "tag t runs/gpt",
-    "untag t",
-    "annotate runs/gpt a=1",
-    "mark runs/gpt",
-    "salvage",
-    "probe ck",
-    "init other",
-    "--help",
-    "put --help",
-]
-
-
-def test_commands_without_tensors_load_no_torch(history: Tsck, tmp_path: Path) -> None:
-    done = _python(tmp_path, "-W", "error", "-c", RUN, *COMMANDS)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_only_commands_on_tensors_load_torch(history: Tsck, tmp_path: Path) -> None:
     left_out = {"put", "get", "import", "export", "verify-resume", "init", "staging"}  # the last two would fail here
     each = [json.dumps(run) for name, several in RUNS.items() if name not in left_out for run in several if "--stats" not in run]
-    done = _python(tmp_path, "-c", RUN, "init copied", *each, "log runs/gpt --plot val_loss", "gc --dry-run")
+    more = ["log runs/gpt --json", "log runs/gpt --plot val_loss", "gc --dry-run", "salvage", "--help", "put --help"]
+    done = _python(tmp_path, "-W", "error", "-c", RUN, "init copied", *each, *more)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -92,19 +60,16 @@ def test_the_version_is_printed_without_loading_the_store(tmp_path: Path) -> Non
     assert version == f"tsck {tensorstore_ck.__version__}"
     own = [name for name in loaded.split() if name.startswith("tensorstore_ck")]
     assert len(own) < 20
-    assert not {"torch", "numpy", "fsspec", "rich"} & set(loaded.split())
+    assert not {"torch", "numpy", "fsspec", "rich", "sqlalchemy", "psycopg"} & set(loaded.split())
 
 
-def test_exit_codes_and_streams(history: Tsck, tmp_path: Path) -> None:
-    done = _tsck(tmp_path, "log")
+def test_exit_codes_and_streams_without_bars_and_colours(history: Tsck, tmp_path: Path) -> None:
+    done = _tsck(tmp_path, "fsck", "--read-data")
     assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
     done = _tsck(tmp_path, "show", "nope")
     assert (done.returncode, done.stdout) == (25, "")
     assert done.stderr.startswith("tsck: there is no ref or snapshot 'nope'")
-    done = _tsck(tmp_path, "show", "nope", "--json")
-    assert done.returncode == 25
-    assert json.loads(done.stdout)["error"]["object"] == "nope"
-    assert _tsck(tmp_path, "show").returncode == 2
 
 
 def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
@@ -118,23 +83,10 @@ def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_an_interrupted_process_ends_with_130(history: Tsck, tmp_path: Path) -> None:
-    code = "import signal\nfrom tensorstore_ck.store import Store\n"
-    code += "Store.log = lambda *_, **__: signal.raise_signal(signal.SIGINT)\n"  # in this thread: handled before the call returns
-    code += "from tensorstore_ck.cli import main\nmain(['log'])"
-    done = _python(tmp_path, "-c", code)
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "args", [("put", "new.safetensors", "--ref", "new"), ("get", "runs/gpt", "out.pt"), ("fsck", "--read-data")], ids=["put", "get", "fsck"]
-)
-def test_bars_and_colours_only_on_a_terminal(history: Tsck, tmp_path: Path, args: tuple[str, ...]) -> None:
-    save_file({"a": torch.randn(1000)}, tmp_path / "new.safetensors")
+def test_bars_on_a_terminal(history: Tsck, tmp_path: Path) -> None:
     terminal, child = pty.openpty()
     try:
-        done = _tsck(tmp_path, *args, "--json", stderr=child)
+        done = _tsck(tmp_path, "fsck", "--read-data", "--json", stderr=child)
         os.close(child)
         shown = _read_all(terminal)
     finally:
@@ -142,9 +94,6 @@ def test_bars_and_colours_only_on_a_terminal(history: Tsck, tmp_path: Path, args
     assert done.returncode == 0
     assert b"100%" in shown
     json.loads(done.stdout)
-    again = _tsck(tmp_path, *(arg.replace("out.pt", "again.pt") for arg in args))
-    assert (again.returncode, again.stderr) == (0, "")
-    assert "\x1b" not in again.stdout
 
 
 def _read_all(descriptor: int) -> bytes:

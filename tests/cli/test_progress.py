@@ -3,10 +3,15 @@
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tensorstore_ck.cli import main
 from tensorstore_ck.cli.progress import Bar
+from tests.cli.conftest import Tsck
 
 
 class Terminal(io.StringIO):
@@ -66,6 +71,17 @@ def test_a_long_label_leaves_the_percentage_its_place(monkeypatch: pytest.Monkey
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.getvalue())]
     assert max(map(len, lines)) <= columns
     assert any(line.startswith("a-long-label"[: columns // 2 - 1]) and "… " in line and " 25% " in line for line in lines)
+
+
+@pytest.mark.parametrize("args", [("put", "new.safetensors", "--ref", "new"), ("get", "runs/gpt", "out.pt")], ids=["put", "get"])
+def test_put_and_get_have_a_bar(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
+    save_file({"a": torch.randn(1000)}, tmp_path / "new.safetensors")
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setenv("TSCK_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "-s", "ck", "--json"])
+    assert ended.value.code == 0
+    assert "100%" in terminal.getvalue()
 
 
 def test_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

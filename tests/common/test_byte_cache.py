@@ -3,7 +3,7 @@
 from tensorstore_ck.common.byte_cache import ByteCache
 
 
-def test_it_drops_the_oldest_and_counts_each_object_once() -> None:
+def test_it_drops_the_oldest_counts_each_object_once_and_keeps_one_that_is_larger_than_the_limit() -> None:
     cache = ByteCache[int, bytes](10, len)
     for _ in range(5):
         cache.put(1, bytes(4))
@@ -11,11 +11,5 @@ def test_it_drops_the_oldest_and_counts_each_object_once() -> None:
     assert [cache.get(key) for key in (1, 2)] == [bytes(4), bytes(6)]
     cache.put(3, bytes(1))
     assert [cache.get(key) for key in (1, 2, 3)] == [None, bytes(6), bytes(1)]
-
-
-def test_it_keeps_one_object_that_is_larger_than_the_limit() -> None:
-    cache = ByteCache[int, bytes](10, len)
-    cache.put(1, bytes(11))
-    assert cache.get(1) == bytes(11)
-    cache.put(2, bytes(12))
-    assert (cache.get(1), cache.get(2)) == (None, bytes(12))
+    cache.put(4, bytes(11))
+    assert [cache.get(key) for key in (2, 3, 4)] == [None, None, bytes(11)]

@@ -30,7 +30,7 @@ class Shelf:
     store = renamed_method("store", put)
 
 
-def test_arguments() -> None:
+def test_arguments_fields_and_methods() -> None:
     call: Any = made
     with pytest.warns(DeprecationWarning, match=r"made\(old=\) is now new=") as warned:
         assert call(1, old=2, count=3) == (1, 2, 3)
@@ -42,51 +42,36 @@ def test_arguments() -> None:
         call(1, old=2, new=3)
     assert made(1, new=2) == (1, 2, 0), "without a warning"
     assert (made.__name__, made.__doc__, *inspect.signature(made).parameters) == ("made", "Made.", "first", "new", "count")
-
-
-def test_fields_of_options() -> None:
-    call: Any = Options
+    options: Any = Options
     with pytest.warns(DeprecationWarning, match=r"Options\(old=\) is now new=") as warned:
-        assert call(old=2) == Options(2) == dataclasses.replace(Options(1), new=2)
+        assert options(old=2) == Options(2) == dataclasses.replace(Options(1), new=2)
     assert warned[0].filename == __file__
-
-
-def test_methods() -> None:
     with pytest.warns(DeprecationWarning, match=r"store\(\) is now put\(\)") as warned:
         assert Shelf().store("it") == "put it"
     assert warned[0].filename == __file__
     assert Shelf().put("it") == "put it"
 
 
-@pytest.mark.parametrize(
-    ("call", "options"),
-    [
-        (tsck.GcOptions, {"max_bytes_per_second": 5e6}),
-        (tsck.GcOptions, {"settle_seconds": 60.0}),
-        (tsck.FsckOptions, {"max_bytes_per_second": 5e6}),
-    ],
-)
-def test_public_options(call: Any, options: dict[str, Any]) -> None:
-    with pytest.warns(DeprecationWarning, match="is now"):
-        made = call(**options)
-    assert set(options.values()) < {getattr(made, field.name) for field in dataclasses.fields(made)}
-
-
-@pytest.mark.parametrize(
-    ("call", "option"),
-    [
+def test_public_options() -> None:
+    renamed: list[tuple[Any, str]] = [
+        (tsck.GcOptions, "max_bytes_per_second"),
+        (tsck.GcOptions, "settle_seconds"),
+        (tsck.FsckOptions, "max_bytes_per_second"),
+    ]
+    for call, option in renamed:
+        with pytest.warns(DeprecationWarning, match="is now"):
+            found: Any = call(**{option: 60.0})
+        assert 60.0 in {getattr(found, field.name) for field in dataclasses.fields(found)}
+    functions: list[tuple[Any, str]] = [
         (tsck.copy, "rate_limit_bytes_per_second"),
         (tsck.export_snapshot, "skip"),
         (tsck.export_snapshot, "allow_bad"),
-        (tsck.import_checkpoint, "leave_out"),
-        (tsck.import_history, "leave_out"),
-        (tsck.inspect_checkpoint, "leave_out"),
-        (tsck.inspect_history, "leave_out"),
-    ],
-)
-def test_public_functions(call: Any, option: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"{call.__name__}\({option}=\) is now "), pytest.raises(TypeError, match="missing"):
-        call(**{option: None})
+        *((each, "leave_out") for each in (tsck.import_checkpoint, tsck.import_history, tsck.inspect_checkpoint, tsck.inspect_history)),
+    ]
+    for function, option in functions:
+        message = rf"{function.__name__}\({option}=\) is now "
+        with pytest.warns(DeprecationWarning, match=message), pytest.raises(TypeError, match="missing"):
+            function(**{option: None})
 
 
 def test_the_store(tmp_path: Path) -> None:

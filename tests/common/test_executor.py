@@ -43,21 +43,25 @@ def cluster() -> Iterator[Any]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def threads_of_dask() -> Iterator[Any]:
+    """In this process: it starts quickly."""
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None, silence_logs=50) as cluster:
+        yield cluster
+
+
 @pytest.fixture(params=["threads", "dask"])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "threads":
         yield LocalThreads(3)
     else:
-        with DaskCluster(request.getfixturevalue("cluster").scheduler_address) as dask:
+        with DaskCluster(request.getfixturevalue("threads_of_dask").scheduler_address) as dask:
             yield dask
 
 
-def test_every_piece_runs(executor: Executor) -> None:
+def test_every_piece_runs_and_the_first_error_is_raised(executor: Executor) -> None:
     assert sorted(executor.run(square, range(100))) == [number * number for number in range(100)]
     assert list(executor.run(square, [])) == []
-
-
-def test_the_first_error_is_raised(executor: Executor) -> None:
     with pytest.raises(ValueError, match="three"):
         list(executor.run(fail_at_three, range(1000)))
 
@@ -70,6 +74,8 @@ def test_pieces_are_drawn_as_they_are_needed() -> None:
     results.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+@pytest.mark.race
 def test_a_worker_dies(cluster: Any, tmp_path: Path) -> None:
     with DaskCluster(cluster.scheduler_address) as dask:
         found = list(dask.run(die_once, ((number, str(tmp_path)) for number in range(20))))
@@ -78,6 +84,6 @@ def test_a_worker_dies(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.common.executor.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("tensorstore_ck.common.executor.CONNECT_SECONDS", 0.1)
     with pytest.raises(BackendUnavailableError, match="no Dask scheduler"):
         DaskCluster("tcp://127.0.0.1:9")

@@ -25,42 +25,6 @@ class Disk:
         return self._space
 
 
-@pytest.mark.parametrize(
-    ("value", "kept_bytes"),
-    [("5%", 5 * GIB), (" 0.5 % ", GIB // 2), ("50GB", 50 * 10**9), ("1.5GiB", GIB * 3 // 2), (4096, 4096), (0, 0), ("0", 0), ("0%", 0)],
-)
-def test_min_free_is_a_part_or_a_size(value: object, kept_bytes: int) -> None:
-    assert MinFree.parse(value).of(100 * GIB) == kept_bytes
-
-
-@pytest.mark.parametrize("value", ["100%", "-1%", "5 percent", "", "much", -1, 0.05, True, None])
-def test_anything_else_is_refused(value: object) -> None:
-    with pytest.raises(InvalidOptionError, match="min_free must be") as refused:
-        MinFree.parse(value)
-    assert repr(value) in str(refused.value)
-    assert "'5%'" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("12", 12), ("500k", 500_000), ("10 GB", 10**10), ("2TiB", 2 << 40), ("0.5KiB", 512), (7, 7), ("1pb", 10**15)]
-)
-def test_sizes(text: object, count: int) -> None:
-    assert parse_bytes(text, "size") == count
-
-
-@pytest.mark.parametrize("text", ["fast", "5XB", "1e9", "-5MB", "5MB/s", -1, 1.5, False])
-def test_no_sizes(text: object) -> None:
-    with pytest.raises(InvalidOptionError, match="size must be a size like 500MB"):
-        parse_bytes(text, "size")
-
-
-def test_exactly_enough_is_enough() -> None:
-    min_free = MinFree.parse("5%")
-    require_free_space(Disk(15 * GIB), min_free, 10 * GIB, "a put")
-    with pytest.raises(NoSpaceError):
-        require_free_space(Disk(15 * GIB - 1), min_free, 10 * GIB, "a put")
-
-
 def test_the_message_has_all_sizes_and_what_to_do() -> None:
     with pytest.raises(NoSpaceError) as refused:
         require_free_space(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
@@ -80,29 +44,47 @@ def test_the_message_has_all_sizes_and_what_to_do() -> None:
     assert "min_free" not in str(refused.value)
 
 
-def test_a_backend_that_does_not_report_its_space_passes() -> None:
-    require_free_space(MemoryBackend(), MinFree.parse("99%"), 1 << 60, "a put")
+def test_what_must_stay_free_is_a_part_or_a_size() -> None:
+    kept: dict[object, int] = {
+        "5%": 5 * GIB,
+        " 0.5 % ": GIB // 2,
+        "50GB": 50 * 10**9,
+        "1.5GiB": GIB * 3 // 2,
+        4096: 4096,
+        0: 0,
+        "0": 0,
+        "0%": 0,
+    }
+    for value, kept_bytes in kept.items():
+        assert MinFree.parse(value).of(100 * GIB) == kept_bytes
+    for wrong in ("100%", "-1%", "5 percent", "", "much", -1, 0.05, True, None):
+        with pytest.raises(InvalidOptionError, match=r"min_free must be.*'5%'") as refused:
+            MinFree.parse(wrong)
+        assert repr(wrong) in str(refused.value)
+    sizes: dict[object, int] = {"12": 12, "500k": 500_000, "10 GB": 10**10, "2TiB": 2 << 40, "0.5KiB": 512, 7: 7, "1pb": 10**15}
+    assert {text: parse_bytes(text, "size") for text in sizes} == sizes
+    for wrong in ("fast", "5XB", "1e9", "-5MB", "5MB/s", -1, 1.5, False):
+        with pytest.raises(InvalidOptionError, match="size must be a size like 500MB"):
+            parse_bytes(wrong, "size")
 
 
-def test_a_folder_is_a_location(tmp_path: Path) -> None:
+def test_exactly_enough_is_enough_in_a_folder_too(tmp_path: Path) -> None:
+    min_free = MinFree.parse("5%")
+    require_free_space(Disk(15 * GIB), min_free, 10 * GIB, "a put")
+    with pytest.raises(NoSpaceError):
+        require_free_space(Disk(15 * GIB - 1), min_free, 10 * GIB, "a put")
+    require_free_space(MemoryBackend(), MinFree.parse("99%"), 1 << 60, "a put")  # it does not report its space
     place = LocalBackend(str(tmp_path / "not" / "there"))
     require_free_space(place, MinFree(), 0, "a put")
     with pytest.raises(NoSpaceError, match=r"1\.0 EiB, and there is too little free space"):
         require_free_space(place, MinFree(), 1 << 60, "a put")
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (errno.EACCES, PermissionDeniedError),
-        (errno.EPERM, PermissionDeniedError),
-        (errno.EROFS, PermissionDeniedError),
-        (errno.ENOSPC, NoSpaceError),
-        (errno.EDQUOT, NoSpaceError),
-        (errno.EIO, InvalidOptionError),
-    ],
-)
-def test_what_a_folder_refuses(code: int, error: type[StoreError]) -> None:
-    message = f"the staging folder /stage cannot be written to: {os.strerror(code)}"
-    with pytest.raises(error, match=message), writing_to("/stage", "the staging folder"):
-        raise OSError(code, os.strerror(code))
+def test_what_a_folder_refuses() -> None:
+    refused = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), PermissionDeniedError)
+    full = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), NoSpaceError)
+    errors: dict[int, type[StoreError]] = {**refused, **full, errno.EIO: InvalidOptionError}
+    for code, error in errors.items():
+        message = f"the staging folder /stage cannot be written to: {os.strerror(code)}"
+        with pytest.raises(error, match=message), writing_to("/stage", "the staging folder"):
+            raise OSError(code, os.strerror(code))

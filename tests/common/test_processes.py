@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -40,54 +41,34 @@ def child() -> Child:
     return Child(popen, Process(host, boot_id, namespace, int(pid), int(start_ticks)))
 
 
+@pytest.mark.race
 def test_a_process_has_ended_once_it_was_killed_and_not_before(child: Child) -> None:
-    assert child.process[:3] == us()[:3]
-    assert not has_ended(child.process, us())
+    here, process = us(), child.process
+    assert process[:3] == here[:3]
+    assert not has_ended(process, here)
+    assert not has_ended(here, here)
+    assert has_ended(process._replace(start_ticks=process.start_ticks - 1), here), "another process has its number now"
     os.kill(child.popen.pid, signal.SIGSTOP)
-    assert not has_ended(child.process, us()), "it may go on"
+    assert not has_ended(process, here), "it may go on"
     child.popen.kill()
     os.waitid(os.P_PID, child.popen.pid, os.WEXITED | os.WNOWAIT)
-    assert has_ended(child.process, us()), "its parent has not asked for it yet"
+    assert has_ended(process, here), "its parent has not asked for it yet"
     child.popen.communicate()
-    assert has_ended(child.process, us())
+    assert has_ended(process, here)
+    elsewhere: list[dict[str, Any]] = [{"host": "node8/0123abcd"}, {"host": "node7/ffff"}, {"pid_namespace": CONTAINER}]
+    for far in elsewhere:
+        known: dict[str, Any] = {"host": "node7/0123abcd", "pid_namespace": ROOT_PID_NAMESPACE}
+        ended, observer = process._replace(**known), here._replace(**known)
+        assert has_ended(ended, observer)
+        assert not has_ended(ended._replace(**far), observer), "nothing is known of other hosts and containers"
+        assert not has_ended(ended._replace(**far, boot_id="before"), observer)
 
 
-def test_another_process_with_its_number_is_another_one(child: Child) -> None:
-    assert has_ended(child.process._replace(start_ticks=child.process.start_ticks - 1), us())
-    child.popen.kill()
-    child.popen.communicate()
-
-
-def test_this_process_goes_on() -> None:
-    assert not has_ended(us(), us())
-
-
-@pytest.mark.parametrize(
-    "elsewhere",
-    [("node8/0123abcd", ROOT_PID_NAMESPACE), ("node7/ffff", ROOT_PID_NAMESPACE), ("node7/0123abcd", CONTAINER)],
-    ids=["name", "machine", "namespace"],
-)
-def test_nothing_is_known_of_other_hosts_and_containers(elsewhere: tuple[str, str], child: Child) -> None:
-    child.popen.kill()
-    child.popen.communicate()
-    ended = child.process._replace(host="node7/0123abcd", pid_namespace=ROOT_PID_NAMESPACE)
-    observer = us()._replace(host="node7/0123abcd", pid_namespace=ROOT_PID_NAMESPACE)
-    assert has_ended(ended, observer)
-    host, namespace = elsewhere
-    far = ended._replace(host=host, pid_namespace=namespace)
-    assert not has_ended(far, observer)
-    assert not has_ended(far._replace(boot_id="before"), observer)
-
-
-def test_a_reboot_ends_all_processes_of_the_host() -> None:
+def test_a_reboot_ends_all_processes_of_a_host_but_not_of_what_may_be_another_one() -> None:
     assert has_ended(HERE._replace(boot_id="boot-b"), HERE)
-
-
-def test_two_containers_may_have_one_name_and_one_machine_id_on_two_hosts() -> None:
-    inside = HERE._replace(pid_namespace=CONTAINER)
-    assert not has_ended(inside._replace(boot_id="boot-b"), inside)
+    inside, nameless = HERE._replace(pid_namespace=CONTAINER), HERE._replace(host="node7/")
+    assert not has_ended(inside._replace(boot_id="boot-b"), inside), "two containers may have one name and one machine id on two hosts"
     assert not has_ended(HERE._replace(boot_id="boot-b"), inside)
-    nameless = HERE._replace(host="node7/")
     assert not has_ended(nameless._replace(boot_id="boot-b"), nameless)
 
 

@@ -25,13 +25,7 @@ def meter(clock: Clock) -> PutMeter:
     return PutMeter(clock)
 
 
-def test_a_meter_without_input_says_so(meter: PutMeter) -> None:
-    progress = meter.snapshot()
-    assert (progress.stage, progress.done_bytes, progress.total_bytes, progress.fraction) == ("queued", 0, 0, 0.0)
-    assert progress.seconds_fields() == {f"{stage}_seconds": 0.0 for stage in STAGES}
-
-
-def test_seconds_are_those_in_which_at_least_one_thread_was_at_it(meter: PutMeter, clock: Clock) -> None:
+def test_seconds_are_those_in_which_at_least_one_thread_was_at_it_and_bytes_those_that_did_not_fail(meter: PutMeter, clock: Clock) -> None:
     first, second = meter.timed("hash", 10), meter.timed("hash", 20)
     first.__enter__()
     clock.now += 1
@@ -47,8 +41,19 @@ def test_seconds_are_those_in_which_at_least_one_thread_was_at_it(meter: PutMete
     assert (meter.snapshot().stage_seconds["hash"], meter.snapshot().stage_bytes["hash"]) == (7.0, 60)
     assert meter.snapshot().stage_seconds["write"] == 0.0
 
+    def fail() -> None:
+        clock.now += 2
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), meter.timed("write", 10):
+        fail()
+    assert (meter.snapshot().stage_seconds["write"], meter.snapshot().stage_bytes["write"]) == (2.0, 0)
+
 
 def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: PutMeter, clock: Clock) -> None:
+    progress = meter.snapshot()
+    assert (progress.stage, progress.done_bytes, progress.total_bytes, progress.fraction) == ("queued", 0, 0, 0.0)
+    assert progress.seconds_fields() == {f"{stage}_seconds": 0.0 for stage in STAGES}
     meter.expect("hash", 100)
     with meter.timed("capture", 70):
         assert meter.snapshot().stage == "capture"
@@ -73,16 +78,6 @@ def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: PutMete
         progress = meter.snapshot()
         assert (progress.stage, progress.done_bytes, progress.total_bytes) == ("commit", 15, 15)
     assert dict(progress.stage_seconds) == {"capture": 0.5, "hash": 3.0, "encode": 0.0, "write": 3.0, "upload": 1.0, "commit": 0.0}
-
-
-def test_what_fails_took_time_but_its_bytes_do_not_count(meter: PutMeter, clock: Clock) -> None:
-    def fail() -> None:
-        clock.now += 2
-        raise OSError("full")
-
-    with pytest.raises(OSError, match="full"), meter.timed("write", 10):
-        fail()
-    assert (meter.snapshot().stage_seconds["write"], meter.snapshot().stage_bytes["write"]) == (2.0, 0)
 
 
 def test_many_threads_lose_nothing(meter: PutMeter) -> None:

@@ -10,28 +10,12 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.engine.object_ids import ObjectIds
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, PermissionDeniedError, StoreError
+from tensorstore_ck.errors import CorruptObjectError, PermissionDeniedError, StoreError
 from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, decode_writer_record, series_of, writer_record_name
 from tests.effort import PATIENCE_SECONDS
-from tests.gc.stores import Clock
+from tests.gc.stores import Clock, contents
 
 PROCESS = Process("node7/0123abcd", "boot", "pid:[4026532222]", 42, 4711)
-
-
-class Slow(MemoryBackend):
-    """Writes nothing before it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_go_on = threading.Event()
-
-    def put(self, name: str, data: Buffer) -> None:
-        assert self.may_go_on.wait(PATIENCE_SECONDS)
-        super().put(name, data)
-
-
-def names(backend: MemoryBackend) -> list[str]:
-    return sorted(info.name for info in backend.list(""))
 
 
 def source(backend: MemoryBackend, clock: Clock | None = None) -> ObjectIds:
@@ -45,47 +29,36 @@ def written(ids: ObjectIds) -> None:
 
 def test_all_names_of_a_process_are_of_the_series_in_its_record() -> None:
     backend = MemoryBackend()
-    ids = source(backend)
+    ids, other = source(backend), source(backend)
     drawn = [ids() for _ in range(100)]
     written(ids)
-    [name] = names(backend)
-    record = decode_writer_record(backend.get(name, max_bytes=1000), name)
+    [(name, data)] = contents(backend).items()
+    record = decode_writer_record(data, name)
     assert record.process == PROCESS
     assert {series_of(ulid) for ulid in drawn} == {record.series}
     assert {f"writers/{ulid_text(ulid)[10:18]}" for ulid in drawn} == {name}, "as a person sees it"
     assert len(set(drawn)) == 100
+    assert series_of(other()) != record.series
+    nameless = ObjectIds(MemoryBackend(), new_ulid, Clock(), lambda: None)
+    assert series_of(nameless()) != series_of(nameless()), "where the process is not known"
 
 
-def test_nobody_waits_for_the_record() -> None:
-    backend = Slow()
+def test_nobody_waits_for_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, may_go_on = MemoryBackend(), threading.Event()
+    put = backend.put
+
+    def put_later(name: str, data: Buffer) -> None:
+        assert may_go_on.wait(PATIENCE_SECONDS)
+        put(name, data)
+
+    monkeypatch.setattr(backend, "put", put_later)
     ids = source(backend)
     ids()
     ids()
-    assert names(backend) == []
-    backend.may_go_on.set()
+    assert not contents(backend)
+    may_go_on.set()
     written(ids)
-    assert len(names(backend)) == 1
-
-
-def test_a_record_that_cannot_be_written_hurts_nobody() -> None:
-    class Refusing(MemoryBackend):
-        def put(self, name: str, data: Buffer) -> None:
-            raise BackendUnavailableError("injected")
-
-    ids = source(Refusing())
-    ids()
-    written(ids)
-    ids()
-    ids.close()
-
-
-def test_two_processes_have_two_series() -> None:
-    backend = MemoryBackend()
-    one, two = source(backend), source(backend)
-    assert series_of(one()) != series_of(two())
-    written(one)
-    written(two)
-    assert len(names(backend)) == 2
+    assert len(contents(backend)) == 1
 
 
 def test_a_long_run_begins_a_new_series_now_and_then() -> None:
@@ -98,7 +71,7 @@ def test_a_long_run_begins_a_new_series_now_and_then() -> None:
     clock.advance(1)
     assert series_of(ids()) != series_of(first)
     written(ids)
-    assert len(names(backend)) == 2
+    assert len(sorted(contents(backend))) == 2
 
 
 def test_a_fork_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,55 +86,36 @@ def test_a_fork_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(os, "getpid", lambda: pid)
     ids.published()
     ids.close()
-    assert len(names(backend)) == 2, "a parent removes nothing of its child's"
+    assert len(sorted(contents(backend))) == 2, "a parent removes nothing of its child's"
 
 
-def test_who_leaves_nothing_behind_takes_the_record_away() -> None:
+@pytest.mark.parametrize(("saves", "records"), [(["published"], 0), (["published", "dead"], 1), ([], 0)])
+def test_who_leaves_nothing_behind_takes_the_record_away(saves: list[str], records: int) -> None:
     backend = MemoryBackend()
     ids = source(backend)
+    for outcome in saves:
+        ids()
+        if outcome == "published":
+            ids.published()
+    for _ in range(2):
+        ids.close()
+        assert len(contents(backend)) == records
+
+
+@pytest.mark.parametrize("refused", ["put", "delete"])
+def test_a_key_that_may_not_write_or_delete_records_hurts_nobody(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionDeniedError("injected")
+
+    backend = MemoryBackend()
+    monkeypatch.setattr(backend, refused, refuse)
+    ids = source(backend)
+    ids()
+    written(ids)
     ids()
     ids.published()
     ids.close()
-    assert names(backend) == []
-    ids.close()
-
-
-def test_who_leaves_something_behind_leaves_the_record() -> None:
-    backend = MemoryBackend()
-    ids = source(backend)
-    ids()
-    ids.published()
-    ids()
-    ids.close()
-    assert len(names(backend)) == 1
-
-
-def test_a_process_that_saved_nothing_writes_nothing() -> None:
-    backend = MemoryBackend()
-    ids = source(backend)
-    ids.close()
-    assert names(backend) == []
-
-
-def test_a_writer_that_may_not_delete_leaves_it_to_gc() -> None:
-    class Creating(MemoryBackend):
-        def delete(self, names: object) -> None:
-            raise PermissionDeniedError("injected")
-
-    backend = Creating()
-    ids = source(backend)
-    ids()
-    ids.published()
-    ids.close()
-    assert len(names(backend)) == 1
-
-
-def test_where_the_process_is_not_known_names_are_of_no_series() -> None:
-    backend = MemoryBackend()
-    ids = ObjectIds(backend, new_ulid, Clock(), lambda: None)
-    assert series_of(ids()) != series_of(ids())
-    ids.close()
-    assert names(backend) == []
+    assert len(contents(backend)) == (refused == "delete"), "gc will remove it"
 
 
 def test_a_record_under_another_name_or_damaged_is_none() -> None:

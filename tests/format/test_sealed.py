@@ -23,23 +23,17 @@ def unpack(data: bytes) -> object:
     return unpack_body(memoryview(data), "a body")
 
 
-@settings(max_examples=300)
-@given(VALUES)
-def test_what_is_packed_comes_back_bit_for_bit(value: object) -> None:
+@settings(max_examples=150)
+@given(VALUES, st.data())
+def test_what_is_packed_comes_back_bit_for_bit_if_it_is_whole(value: object, data: st.DataObject) -> None:
     packed = pack_body(value)
     assert pack_body(unpack(packed)) == packed
-
-
-@settings(max_examples=300)
-@given(VALUES, st.data())
-def test_every_truncation_and_extension_is_refused(value: object, data: st.DataObject) -> None:
-    packed = pack_body(value)
     for damaged in (packed[: data.draw(st.integers(0, len(packed) - 1))], packed + data.draw(st.binary(min_size=1, max_size=5))):
         with pytest.raises(CorruptObjectError):
             unpack(damaged)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(st.binary(max_size=60))
 def test_it_accepts_what_msgpack_accepts_but_for_extensions_and_maps(data: bytes) -> None:
     """The walk and the library agree on where each value ends."""
@@ -70,14 +64,7 @@ def test_maps_have_each_key_once_and_only_text(keys: bytes) -> None:
         unpack(b"\x82" + keys)
 
 
-def test_depth_is_bounded_before_anything_is_decoded() -> None:
-    unpack(b"\x91" * (MAX_DEPTH - 1) + b"\xc0")
-    for deep in (b"\x91" * MAX_DEPTH + b"\xc0", b"\x81\xa0" * MAX_DEPTH + b"\xc0", b"\x91" * 100_000 + b"\xc0"):
-        with pytest.raises(CorruptObjectError, match="nested deeper"):
-            unpack(deep)
-
-
-def test_items_are_bounded_in_all_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_size_and_depth_are_bounded_before_anything_is_decoded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed, "MAX_ITEMS", 1000)
     pack_body([[None] * 499] * 2)
     unpack(b"\x92" + (b"\xdc" + struct.pack(">H", 499) + b"\xc0" * 499) * 2)
@@ -85,9 +72,6 @@ def test_items_are_bounded_in_all_and_writers_keep_to_it(monkeypatch: pytest.Mon
         pack_body([[None] * 500] * 2)
     with pytest.raises(CorruptObjectError, match="claims"):
         unpack(b"\x92" + (b"\xdc" + struct.pack(">H", 500) + b"\xc0" * 500) * 2)
-
-
-def test_size_is_bounded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed, "MAX_BODY_BYTES", 1000)
     largest = pack_body(bytes(997))
     unpack(largest)
@@ -95,6 +79,11 @@ def test_size_is_bounded_and_writers_keep_to_it(monkeypatch: pytest.MonkeyPatch)
         pack_body(bytes(998))
     with pytest.raises(CorruptObjectError, match="more than an object"):
         unpack(largest + b"\0")
+    monkeypatch.undo()
+    unpack(b"\x91" * (MAX_DEPTH - 1) + b"\xc0")
+    for deep in (b"\x91" * MAX_DEPTH + b"\xc0", b"\x81\xa0" * MAX_DEPTH + b"\xc0", b"\x91" * 100_000 + b"\xc0"):
+        with pytest.raises(CorruptObjectError, match="nested deeper"):
+            unpack(deep)
 
 
 @pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800", object(), [{1, 2}], {"a": "\udfff"}])

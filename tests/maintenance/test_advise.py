@@ -55,23 +55,18 @@ def test_failures_are_counted_where_they_were_noted() -> None:
     assert (found.sources["stall"], found.sources["lag"], found.sources["restart"]) == ("measured", "assumed", "given")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"stall_seconds": 2.0, "mtbf_seconds": 3600.0}, "save every 119 s of training instead of every 10 min"),
-        ({"stall_seconds": 2.0, "mtbf_seconds": 90_000.0}, "keep saving every"),
-        ({"stall_seconds": 2.0, "bandwidth": 1.0}, "the store is too slow for a snapshot every"),
-        ({"stall_seconds": 2.0, "bytes_per_day": 10_000}, "times the allowed bytes per day"),
-        ({"stall_seconds": 300.0, "mtbf_seconds": 3600.0, "restart_seconds": 1.0}, "the stall of a save"),
-        ({"stall_seconds": 0.1, "mtbf_seconds": 3600.0, "restart_seconds": 1800.0}, "the restart"),
-    ],
-)
-def test_what_is_advised(store: tsck.Store, options: dict[str, Any], said: str) -> None:
-    found = store.advise("run", **options)
-    assert any(said in each for each in found.advice), found.advice
-
-
-def test_bad_input(store: tsck.Store) -> None:
+def test_what_is_advised_and_bad_input_is_refused(store: tsck.Store) -> None:
+    advice: list[tuple[str, dict[str, Any]]] = [
+        ("save every 119 s of training instead of every 10 min", {"mtbf_seconds": 3600.0}),
+        ("keep saving every", {"mtbf_seconds": 90_000.0}),
+        ("the store is too slow for a snapshot every", {"bandwidth": 1.0}),
+        ("times the allowed bytes per day", {"bytes_per_day": 10_000}),
+        ("the stall of a save", {"stall_seconds": 300.0, "mtbf_seconds": 3600.0, "restart_seconds": 1.0}),
+        ("the restart", {"stall_seconds": 0.1, "mtbf_seconds": 3600.0, "restart_seconds": 1800.0}),
+    ]
+    for said, options in advice:
+        found = store.advise("run", **{"stall_seconds": 2.0, **options})
+        assert any(said in each for each in found.advice), found.advice
     with pytest.raises(NotFoundError):
         store.advise("none", stall_seconds=1.0)
     for options in (

@@ -1,36 +1,15 @@
 """`show` and `diff`: what they tell, and that they read no tensor's blocks."""
 
+import itertools
 import re
+from typing import Any
 
 import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.opening import init_store, make_engine
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.describe import TensorChange, ValueChange
-from tensorstore_ck.store import Store
-
-
-class Counting(MemoryBackend):
-    """Remembers what was read of packs, and the objects that were read whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read_bytes = 0
-        self.names: list[str] = []
-
-    def get(self, name: str, *, max_bytes: int) -> bytes:
-        self.names.append(name)
-        return super().get(name, max_bytes=max_bytes)
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        self.read_bytes += len(target)
-        super().read_into(name, offset, target)
-
-
-def open_store(backend: Backend) -> Store:
-    return Store(make_engine(backend, init_store(backend), MemoryTable()))
+from tests.gc.stores import open_store
+from tests.maintenance.copy_store.places import Watched
 
 
 def test_show() -> None:
@@ -50,19 +29,19 @@ def test_show() -> None:
 
 
 def test_metadata_is_read_from_the_record_alone() -> None:
-    backend = Counting()
+    backend: Any = Watched(MemoryBackend())
     snapshot = open_store(backend).put_snapshot({"w": torch.zeros(10)}, ref="runs/a", metadata={"commit": "abc"})
     store = open_store(backend)
     store.resolve("runs/a")
-    backend.names.clear()
+    backend.calls.clear()
     assert store.metadata("runs/a") == {"commit": "abc"}
-    (read,) = [name for name in backend.names if not name.startswith("log/")]
+    (read,) = [name for call, name in backend.calls if not name.startswith("log/")]
     assert re.fullmatch(f"snapshots/../{snapshot.id}", read)
     assert store.show("runs/a").metadata == {"commit": "abc"}
 
 
 def test_diff_by_blocks() -> None:
-    backend = Counting()
+    backend: Any = Watched(MemoryBackend())
     store = open_store(backend)
     rows = torch.zeros(12, 1 << 18)  # 12 blocks of 4 rows each of 1 MiB: three blocks of 4 MiB
     state = {"rows": rows, "same": torch.ones(5000), "small": torch.zeros(10), "gone": torch.ones(2), "shape": torch.zeros(4000)}
@@ -73,9 +52,9 @@ def test_diff_by_blocks() -> None:
     store.put_snapshot(
         {"rows": rows, "same": torch.ones(5000), "small": small, "shape": torch.zeros(2000, 2), "new": torch.ones(7)}, ref="runs/a", step=2
     )
-    backend.read_bytes = 0
+    backend.bytes_read = 0
     diff = store.diff("runs/a@1", "runs/a@2")
-    assert backend.read_bytes < 2000  # layouts
+    assert backend.bytes_read < 2000  # layouts
     assert diff.tensors == (
         TensorChange("rows", "changed", ("float32", (12, 1 << 18), 12 << 20), ("float32", (12, 1 << 18), 12 << 20), 4 << 20),
         TensorChange("small", "changed", ("float32", (10,), 40), ("float32", (10,), 40), 2),
@@ -89,15 +68,33 @@ def test_diff_by_blocks() -> None:
     assert (diff.old.step, diff.new.step) == (1, 2)
 
 
-def test_a_tensor_that_grows_out_of_the_part() -> None:
+def test_diffs_of_one_tensor() -> None:
+    """Some grow out of the part, or only their order, layout or nothing changes."""
     store = open_store(MemoryBackend())
-    store.put_snapshot({"w": torch.zeros(1000)}, ref="runs/a")
-    store.put_snapshot({"w": torch.zeros(2000)}, ref="runs/a")
-    store.put_snapshot({"w": torch.zeros(900)}, ref="runs/a")
-    (grown,) = store.diff("runs/a~2", "runs/a~1").tensors
-    (shrunk,) = store.diff("runs/a~1", "runs/a").tensors
-    assert grown.changed_bytes == 8000
-    assert shrunk.changed_bytes == 3600
+    halves = torch.cat([torch.zeros(1 << 20), torch.ones(1 << 20)])  # a block of 4 MiB each
+    states = {
+        "small": torch.zeros(1000),
+        "large": torch.zeros(2000),
+        "smaller": torch.zeros(900),
+        "again": torch.zeros(900),
+        "grad": torch.zeros(900, requires_grad=True),
+        "halves": halves,
+        "swapped": halves.flip(0),
+    }
+    for ref, tensor in states.items():
+        store.put_snapshot({"w": tensor, "v": [1, 2]}, ref=ref)
+    found = {new: store.diff(old, new) for old, new in itertools.pairwise(states)}
+    assert {new: diff.changed_bytes for new, diff in found.items() if new != "halves"} == {
+        "large": 8000,
+        "smaller": 3600,
+        "again": 0,
+        "grad": 0,
+        "swapped": 8 << 20,
+    }
+    assert [(found[new].tensors, found[new].values, found[new].layout_changed) for new in ("again", "grad")] == [
+        ((), (), False),
+        ((), (), True),
+    ]
 
 
 def test_diff_of_values() -> None:
@@ -117,29 +114,3 @@ def test_diff_of_values() -> None:
     )
     assert diff.unchanged_values == 3
     assert diff.tensors == ()
-
-
-def test_the_same_state_does_not_differ() -> None:
-    store = open_store(MemoryBackend())
-    for _ in range(2):
-        store.put_snapshot({"w": torch.ones(3000), "v": [1, 2]}, ref="runs/a")
-    diff = store.diff("runs/a~1", "runs/a")
-    assert (diff.tensors, diff.values, diff.changed_bytes, diff.layout_changed) == ((), (), 0, False)
-
-
-def test_requires_grad_shows_as_a_change_of_layout() -> None:
-    store = open_store(MemoryBackend())
-    for wanted in (False, True):
-        store.put_snapshot({"w": torch.ones(3, requires_grad=wanted)}, ref="runs/a")
-    diff = store.diff("runs/a~1", "runs/a")
-    assert diff.tensors == ()
-    assert diff.layout_changed
-
-
-def test_swapped_blocks_differ() -> None:
-    store = open_store(MemoryBackend())
-    halves = torch.cat([torch.zeros(1 << 20), torch.ones(1 << 20)])  # a block of 4 MiB each
-    store.put_snapshot({"w": halves}, ref="runs/a")
-    store.put_snapshot({"w": halves.flip(0)}, ref="runs/a")
-    (change,) = store.diff("runs/a~1", "runs/a").tensors
-    assert change.changed_bytes == 8 << 20

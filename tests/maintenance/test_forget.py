@@ -16,11 +16,6 @@ HOUR = 3600
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> Iterator[Store]:
     """Steps 1 to 4 on job; fork is at job@2."""
     with open_store(MemoryBackend(clock=clock), clock=clock) as store:
@@ -38,9 +33,6 @@ def roots(store: Store) -> list[str]:
     return [snapshot.root for snapshot in reversed(store.log("job"))]
 
 
-# --- forget -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("address", ["job@3", "job~1", "root", "prefix"])
 def test_one_snapshot(store: Store, address: str) -> None:
     root = roots(store)[2]
@@ -56,23 +48,31 @@ def test_several_at_once_are_one_entry(store: Store) -> None:
     forgotten = store.forget("job@1", "job@3", "job~1", "fork")
     assert {each.entry for each in forgotten} == {entry + 1}
     assert {each.ref: [snapshot.step for snapshot in each.snapshots] for each in forgotten} == {"job": [1, 3], "fork": [2]}
-    assert steps(store) == [4, 2]
+    assert steps(store) == [4, 2] == [snapshot.step for snapshot in store.log()]
     assert list(store.branches()) == ["job"]
 
 
-def test_from_one_branch_only(store: Store) -> None:
+def test_from_one_branch_or_by_its_root_from_every_one(store: Store) -> None:
+    root = store.resolve("job@2").root
+    with pytest.raises(ConflictError, match="'fork'"):
+        store.forget(root)
     store.reset("fork", "job@3")
     store.forget("job@2")
-    assert steps(store) == [4, 3, 1]
-    assert steps(store, "fork") == [3, 2]
+    assert (steps(store), steps(store, "fork")) == ([4, 3, 1], [3, 2])
     assert store.resolve("fork@2").step == 2
-
-
-def test_a_root_leaves_every_history(store: Store) -> None:
-    store.reset("fork", "job@3")
-    root = store.resolve("job@2").root
+    store.undo()
     assert sorted(each.ref for each in store.forget(root)) == ["fork", "job"]
     assert (steps(store), steps(store, "fork")) == ([4, 3, 1], [3])
+    other = open_store(store.engine.backend)
+    put_all(other, "twin", [state(step) for step in range(1, 4)])
+    root = store.resolve("job@1").root
+    assert other.resolve("twin@1").root == root
+    store.tag("best", root)
+    assert {each.ref for each in store.forget("job@1")} == {"job"}
+    assert {each.ref for each in store.forget(root)} == {"twin"}
+    with pytest.raises(NotFoundError, match="no branch has"):
+        store.forget(root)  # a tag is no history
+    assert [snapshot.step for snapshot in store.log("job", limit=1)] == [4]
 
 
 def test_a_snapshot_that_a_branch_came_to_twice(store: Store) -> None:
@@ -120,25 +120,6 @@ def test_training_that_was_repeated_to_the_bit_goes_as_one(store: Store) -> None
     assert steps(store) == [5, 2, 4, 2, 1]
 
 
-def test_where_a_branch_came_by_repeated_training_is_held(store: Store) -> None:
-    store.checkout("job@3")
-    store.put_snapshot(state(4), ref="job", step=4, expect=ANY)
-    with pytest.raises(ConflictError, match="the head of branch 'job'"):
-        store.forget("job@4")
-    assert steps(store) == [4, 4, 3, 2, 1]
-
-
-def test_of_two_branches_with_equal_snapshots(store: Store) -> None:
-    other = open_store(store.engine.backend)
-    put_all(other, "twin", [state(step) for step in range(1, 4)])
-    root = store.resolve("job@1").root
-    assert other.resolve("twin@1").root == root
-    assert {each.ref for each in store.forget("job@1")} == {"job"}
-    assert {each.ref for each in store.forget(root)} == {"twin"}
-    with pytest.raises(NotFoundError, match="no branch has"):
-        store.forget(root)
-
-
 def test_many_at_once_read_the_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(MemoryBackend())
     put_all(store, "job", [{} for _ in range(40)])
@@ -155,78 +136,50 @@ def test_many_at_once_read_the_history_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert walked == ["job"]
 
 
-def test_a_whole_branch(store: Store) -> None:
-    (forgotten,) = store.forget("job")
-    assert (forgotten.kind, [snapshot.step for snapshot in forgotten.snapshots]) == ("branch", [1, 2, 3, 4])
-    assert list(store.branches()) == ["fork"]
-    with pytest.raises(NotFoundError):
-        store.checkout("job")
-    with pytest.raises(NotFoundError):
-        store.resolve("job@2")
-    require_sound(store, {"fork": state(2)})
-
-
 @pytest.mark.parametrize("remove", ["forget", "untag"])
 def test_a_tag(store: Store, remove: str) -> None:
     store.tag("best", "job@1")
+    tagged = store.tags()
     getattr(store, remove)("best")
     (forgotten,) = store.forgotten()
     assert (forgotten.ref, forgotten.kind, [snapshot.step for snapshot in forgotten.snapshots]) == ("best", "tag", [1])
     assert store.tags() == {}
     assert steps(store) == [4, 3, 2, 1]
+    store.undo("best")
+    assert store.tags() == tagged
+    store.pin("job@1", owner="me")
+    (forgotten,) = store.forget("job@1", "job@3")
+    assert [forgotten.held_by[snapshot.id] for snapshot in forgotten.snapshots] == [("best", "pin:me"), ()], "what else holds it"
 
 
-def test_it_says_what_else_holds_a_snapshot(store: Store) -> None:
-    store.tag("best", "job@2")
-    store.pin("job@2", owner="me")
-    (forgotten,) = store.forget("job@1", "job@2")
-    assert [forgotten.held_by[snapshot.id] for snapshot in forgotten.snapshots] == [(), ("fork", "best", "pin:me")]
-
-
-@pytest.mark.parametrize("address", ["job~0", "job@4", "root"])
+@pytest.mark.parametrize("address", ["job~0", "job@4", "root", "job@2"])
 def test_where_a_branch_is_cannot_be_forgotten(store: Store, address: str) -> None:
-    root = store.resolve("job").root
+    """Also where it was before, or came again by training that was repeated to the bit."""
+    if address == "job@2":
+        store.reset("job", "job@2")
+    elif address == "job@4":
+        store.checkout("job@3")
+        store.put_snapshot(state(4), ref="job", step=4, expect=ANY)
+    root, before = store.resolve("job").root, steps(store)
     with pytest.raises(ConflictError, match="the head of branch 'job'"):
         store.forget("job@1", root if address == "root" else address)
-    assert steps(store) == [4, 3, 2, 1], "nothing of it happened"
+    assert steps(store) == before, "nothing of it happened"
 
 
-def test_what_another_branch_is_at_cannot_be_forgotten_by_root(store: Store) -> None:
-    with pytest.raises(ConflictError, match="'fork'"):
-        store.forget(store.resolve("job@2").root)
-    assert steps(store) == [4, 3, 2, 1]
-
-
-def test_where_a_branch_was_reset_to_again_is_held(store: Store) -> None:
-    store.reset("job", "job@2")
-    with pytest.raises(ConflictError):
-        store.forget("job@2")
-
-
-@pytest.mark.parametrize(
-    ("address", "error"),
-    [
-        ("nothing", NotFoundError),
-        ("job@9", NotFoundError),
-        ("job~9", NotFoundError),
-        ("0" * 64, NotFoundError),
-        ("not an address", InvalidNameError),
-        ("", InvalidNameError),
-    ],
-)
-def test_nothing_to_forget(store: Store, address: str, error: type[Exception]) -> None:
+def test_nothing_to_forget_or_undo(store: Store) -> None:
     head = store.engine.log.sync()
-    with pytest.raises(error):
-        store.forget("job@1", address)
+    for address in ("nothing", "job@9", "job~9", "0" * 64, "not an address", ""):
+        with pytest.raises(NotFoundError if address and " " not in address else InvalidNameError):
+            store.forget("job@1", address)
     assert store.engine.log.sync() == head
-
-
-def test_what_only_a_tag_holds_is_no_history(store: Store) -> None:
-    root = store.resolve("job@1").root
-    store.tag("best", "job@1")
     store.forget("job@1")
-    with pytest.raises(NotFoundError, match="no branch has"):
-        store.forget(root)
+    for address in ("nothing", "job@9", "job@1x", "ffffffff", ""):
+        with pytest.raises(NotFoundError, match="was not forgotten"):
+            store.undo(address)
+    for address in ("job~1", "fork~1", "job~9"):
+        with pytest.raises(NotFoundError):
+            store.undo(address)
+    assert steps(store) == [4, 3, 2]
 
 
 def test_addresses_after_forgetting(store: Store) -> None:
@@ -244,22 +197,16 @@ def test_addresses_after_forgetting(store: Store) -> None:
     assert steps(store) == [5, 4, 2, 1]
 
 
-def test_the_whole_log_after_forgetting(store: Store) -> None:
-    store.forget("job@1", "fork")
-    assert [snapshot.step for snapshot in store.log()] == [4, 3, 2]
-    assert [snapshot.step for snapshot in store.log("job", limit=2)] == [4, 3]
-
-
-# --- undo ---------------------------------------------------------------------------------------------------------------
-
-
-def test_undo_takes_back_the_last_entry(store: Store) -> None:
+def test_undo_takes_back_the_last_entry_or_an_older_one(store: Store) -> None:
     store.forget("job@1")
     last = store.forget("job@3", "fork")
     before = store.forgotten()
     assert sorted(each.ref for each in store.undo()) == ["fork", "job"]
     assert (steps(store), steps(store, "fork")) == ([4, 3, 2], [2])
     assert store.forgotten() == before[len(last) :]
+    store.forget("job@3")
+    store.undo("job@1")
+    assert steps(store) == [4, 2, 1]
     store.undo()
     assert steps(store) == [4, 3, 2, 1]
     with pytest.raises(NotFoundError, match="nothing was forgotten"):
@@ -281,34 +228,24 @@ def test_undo_by_address(store: Store, by: str) -> None:
     assert [each.ref for each in store.forgotten()] == (["fork"] if by == "ref" else ["fork", "job"])
 
 
-def test_undo_of_an_older_window_after_a_newer(store: Store) -> None:
-    store.forget("job@3")
-    store.forget("job@1")
-    store.undo("job@3")
-    assert steps(store) == [4, 3, 2]
-    store.undo("job@1")
-    assert steps(store) == [4, 3, 2, 1]
-
-
-def test_undo_of_a_branch(store: Store) -> None:
+def test_a_whole_branch_goes_and_comes_back_even_in_parts(store: Store) -> None:
     head = store.resolve("job")
-    store.forget("job")
+    (forgotten,) = store.forget("job")
+    assert (forgotten.kind, [snapshot.step for snapshot in forgotten.snapshots]) == ("branch", [1, 2, 3, 4])
+    assert list(store.branches()) == ["fork"]
+    for address in ("job", "job@2"):
+        with pytest.raises(NotFoundError):
+            store.checkout(address)
+    require_sound(store, {"fork": state(2)})
+    store.undo("job@2")
+    assert (steps(store), store.resolve("job").step) == ([2], 2)
     (undone,) = store.undo("job")
     assert undone.kind == "branch"
     assert store.resolve("job") == head
     assert steps(store) == [4, 3, 2, 1]
-    assert store.resolve("job@2").step == 2
     store.checkout("job")
     store.put_snapshot(state(5), ref="job", step=5)
     assert steps(store) == [5, 4, 3, 2, 1]
-
-
-def test_undo_of_a_tag(store: Store) -> None:
-    store.tag("best", "job@1")
-    tagged = store.tags()
-    store.untag("best")
-    store.undo("best")
-    assert store.tags() == tagged
 
 
 def test_undo_of_a_branch_that_was_made_again(store: Store) -> None:
@@ -336,16 +273,6 @@ def test_undo_of_a_branch_that_was_made_and_forgotten_twice(store: Store) -> Non
     store.undo()
     assert roots(store) == first + second
     assert store.resolve("job").root == second[-1]
-
-
-def test_undo_of_part_of_a_forgotten_branch(store: Store) -> None:
-    store.forget("job")
-    store.undo("job@2")
-    assert steps(store) == [2]
-    assert store.resolve("job").step == 2
-    store.undo("job")
-    assert steps(store) == [4, 3, 2, 1]
-    assert store.resolve("job").step == 4
 
 
 def test_undo_where_the_name_was_taken(store: Store) -> None:
@@ -378,19 +305,3 @@ def test_undo_ends_with_the_window(store: Store, clock: Clock) -> None:
     assert steps(store) == [4, 3, 2]
     with pytest.raises(NotFoundError, match="gc has ended"):
         store.undo()
-
-
-@pytest.mark.parametrize("address", ["nothing", "job@9", "job@1x", "ffffffff", ""])
-def test_nothing_to_undo(store: Store, address: str) -> None:
-    store.forget("job@1")
-    with pytest.raises(NotFoundError, match="was not forgotten"):
-        store.undo(address)
-    assert steps(store) == [4, 3, 2]
-
-
-@pytest.mark.parametrize("address", ["job~1", "fork~1", "job~9"])
-def test_nothing_to_undo_so_far_back(store: Store, address: str) -> None:
-    store.forget("job@1")
-    with pytest.raises(NotFoundError):
-        store.undo(address)
-    assert steps(store) == [4, 3, 2]

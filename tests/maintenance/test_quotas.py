@@ -2,20 +2,18 @@
 
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.write import publish
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, NotFoundError, QuotaExceededError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log import operations
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.maintenance.salvage import salvage
-from tests.gc.stores import AT_ONCE, Clock, contents, leave_orphans, open_store, put_all, sizes, state
+from tests.gc.stores import AT_ONCE, Clock, contents, interrupted, leave_orphans, open_store, put_all, sizes, state
 
 
 def used(store: tsck.Store, glob: str = "*") -> int:
@@ -26,6 +24,9 @@ def test_what_counts_is_what_saves_added_and_something_holds() -> None:
     clock = Clock()
     store = open_store(MemoryBackend(clock=clock), clock=clock)
     store.set_quota("runs/*", warn="1TB", refuse="2TB")
+    leave_orphans(store.engine.backend, state(7))
+    assert sizes(store.engine.backend)
+    assert used(store, "runs/*") == 0, "what a crash left behind does not count"
     put_all(store, "runs/a", [state(1), state(1, 2), state(3)])
     put_all(store, "other", [state(9)])
     added = {snapshot.step: snapshot.new_bytes for snapshot in store.log("runs/a")}
@@ -104,52 +105,35 @@ def test_of_several_quotas_each_counts() -> None:
     with pytest.raises(QuotaExceededError, match="the quota for 'runs/a' is"):
         store.put_snapshot(state(3), ref="runs/a", step=3)
     store.put_snapshot(state(3), ref="runs/ab", step=3)
+    store.set_quota("runs/*", refuse=1)
+    other = open_store(store.engine.backend)
+    other.checkout("runs/ab")
+    with pytest.raises(ConflictError):  # reported before the quota
+        open_store(store.engine.backend).put_snapshot(state(4), ref="runs/ab", step=4, expect=other.resolve("runs/ab~1").root)
 
 
-def test_of_two_writers_that_race_the_second_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.race
+def test_of_two_writers_that_race_the_second_is_refused() -> None:
     """It was admitted, and meets the limit at the head that its entry would follow."""
     backend = MemoryBackend()
-    one, two = open_store(backend), open_store(backend)
-    one.set_quota("*", refuse=5000)
-    raced, store_record = list[str](), publish.store_record
-
-    def race(*args: object) -> bytes:
-        if not raced:
-            raced.append("once")
-            two.put_snapshot(state(2), ref="two")
-        return store_record(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("tensorstore_ck.engine.write.rank_parts.store_record", race)
+    two = open_store(backend)
+    two.set_quota("*", refuse=5000)
+    one, race = interrupted(backend, "put snapshots/", lambda: two.put_snapshot(state(2), ref="two"))
     with pytest.raises(QuotaExceededError):
         one.put_snapshot(state(1), ref="one")
-    assert raced
-    assert set(one.branches()) == {"two"}
+    assert race.struck
+    assert set(two.branches()) == {"two"}
 
 
-def test_a_conflict_is_reported_first() -> None:
-    backend = MemoryBackend()
-    one, two = open_store(backend), open_store(backend)
-    one.put_snapshot(state(1), ref="job", step=1)
-    two.checkout("job")
-    two.put_snapshot(state(2), ref="job", step=2)
-    one.set_quota("*", refuse=1)
-    with pytest.raises(ConflictError):
-        one.put_snapshot(state(3), ref="job", step=3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs warn= or refuse="),
-        ({"warn": "2TB", "refuse": "1TB"}, "warns before it refuses"),
-        ({"refuse": "much"}, "refuse must be a size"),
-        ({"warn": -1}, "warn must be a size"),
-    ],
-)
-def test_a_quota_that_cannot_be_set(options: dict[str, int | str], message: str) -> None:
+def test_a_quota_that_cannot_be_set() -> None:
     store = open_store()
-    with pytest.raises(InvalidOptionError, match=message):
-        store.set_quota("runs/*", **options)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("warn must be a size", {"warn": -1}),
+        ("warns before it refuses", {"warn": "2TB", "refuse": "1TB"}),
+    ]
+    for message, options in (*wrong, ("needs warn= or refuse=", {}), ("refuse must be a size", {"refuse": "much"})):
+        with pytest.raises(InvalidOptionError, match=message):
+            store.set_quota("runs/*", **options)
     with pytest.raises(InvalidOptionError, match="matches no ref"):
         store.set_quota("no spaces", refuse=1)
     with pytest.raises(NotFoundError, match="no quota for"):
@@ -157,15 +141,7 @@ def test_a_quota_that_cannot_be_set(options: dict[str, int | str], message: str)
     assert store.quotas() == {}
 
 
-def test_a_store_that_is_only_read_shows_them(tmp_path: Path) -> None:
-    with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache") as store:
-        store.set_quota("*", refuse="1TB")
-        put_all(store, "job", [state(1)])
-        with tsck.open(tmp_path / "ck", read_only=True, cache_dir=tmp_path / "cache") as looked:
-            assert looked.quotas() == store.quotas()
-
-
-def test_salvage_keeps_them(tmp_path: Path) -> None:
+def test_a_store_that_is_only_read_shows_them_and_salvage_keeps_them(tmp_path: Path) -> None:
     options = {"no_sync": True}
     with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "one", state_dir=tmp_path / "one", **options) as store:  # type: ignore[call-overload]
         put_all(store, "runs/a", [state(1), state(2)])
@@ -173,6 +149,8 @@ def test_salvage_keeps_them(tmp_path: Path) -> None:
         store.forget("runs/a@1")
         store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
         before = store.quotas()
+        with tsck.open(tmp_path / "ck", read_only=True, cache_dir=tmp_path / "cache") as looked:
+            assert looked.quotas() == before
         store.engine.backend.delete([entry_name("log", 1)])
         assert salvage(store.engine.backend).log
     with tsck.open(tmp_path / "ck", cache_dir=tmp_path / "two", state_dir=tmp_path / "two", **options) as store:  # type: ignore[call-overload]
@@ -180,31 +158,10 @@ def test_salvage_keeps_them(tmp_path: Path) -> None:
         assert store.fsck().ok
 
 
-@pytest.fixture
-def unknowing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, this is a build that does not know the operation."""
-
-    def forget() -> None:
-        folding = import_module("tensorstore_ck.log.fold")
-        monkeypatch.setattr(operations, "SCHEMA", {name: each for name, each in operations.SCHEMA.items() if name != "quota"})
-        monkeypatch.setattr(folding, "_APPLY", {name: each for name, each in folding._APPLY.items() if name != "quota"})
-
-    return forget
-
-
-def test_a_build_that_does_not_know_them_refuses_nothing(unknowing: Callable[[], None]) -> None:
+def test_a_build_that_does_not_know_them_refuses_nothing(forget_operation: Callable[[str], None]) -> None:
     backend = MemoryBackend()
     store = open_store(backend)
     store.set_quota("*", refuse=1)
-    unknowing()
+    forget_operation("quota")
     put_all(open_store(backend), "job", [state(1), state(2)])
     assert open_store(backend).fsck().ok
-
-
-def test_what_a_crash_left_behind_does_not_count() -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    store.set_quota("*", refuse="1TB")
-    leave_orphans(backend, state(1))
-    assert sizes(backend)
-    assert used(store) == 0

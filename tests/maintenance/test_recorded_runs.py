@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,19 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Created
-from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import GcRefusedError, PermissionDeniedError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log import Op, operations
+from tensorstore_ck.log import Op
 from tensorstore_ck.log.entry import entry_name
 from tests.gc.stores import AT_ONCE, Clock, contents, leave_orphans, open_store, put_all, sizes, state
+
+
+def begun(*numbers: int) -> tuple[MemoryBackend, tsck.Store]:
+    """A store with these states on job."""
+    backend = MemoryBackend()
+    store = open_store(backend)
+    put_all(store, "job", [state(number) for number in numbers])
+    return backend, store
 
 
 def operations_after(store: tsck.Store, n: int) -> list[str]:
@@ -69,9 +74,7 @@ def test_a_gc_that_refuses_notes_why() -> None:
 
 
 def test_fsck_notes_what_it_found_and_repair_what_is_left() -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    put_all(store, "job", [state(1), state(2)])
+    backend, store = begun(1, 2)
     before = head_of(store)
     assert store.fsck(read_data=True).not_recorded == ""
     assert operations_after(store, before) == ["report"]
@@ -92,17 +95,10 @@ def test_fsck_notes_what_it_found_and_repair_what_is_left() -> None:
     assert operations_after(store, before) == ["report"]
     noted = store.last_runs()["fsck"]
     assert (noted.ok, noted.counts["repaired"], noted.counts["marked"]) == (True, 1, 0)
-
-
-def test_the_last_of_each_counts_on_every_host() -> None:
-    backend = MemoryBackend()
-    one, two = open_store(backend), open_store(backend)
-    put_all(one, "job", [state(1)])
-    one.gc(AT_ONCE)
-    two.fsck()
-    two.gc(AT_ONCE)
-    assert one.last_runs() == two.last_runs() == open_store(backend).last_runs()
-    assert {run: noted.entry for run, noted in one.last_runs().items()} == {"fsck": 3, "gc": 4}
+    other = open_store(backend)
+    other.gc(AT_ONCE)
+    assert store.last_runs() == other.last_runs()
+    assert {run: each.entry for run, each in store.last_runs().items()} == {"fsck": noted.entry, "gc": noted.entry + 1}
 
 
 def test_nothing_is_noted_by_who_only_looks(tmp_path: Path) -> None:
@@ -117,33 +113,21 @@ def test_nothing_is_noted_by_who_only_looks(tmp_path: Path) -> None:
         assert store.last_runs() == {}
 
 
-class OnlyReads(MemoryBackend):
-    """A key that may not create entries, as of a server."""
+def test_a_key_that_may_not_write_gets_the_result_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, data: object) -> None:
+        raise PermissionDeniedError("403: this key may only read", object_id=name)
 
-    refuses = False
-
-    def create(self, name: str, data: Buffer) -> Created:
-        if self.refuses and name.startswith("log/"):
-            raise PermissionDeniedError("403: this key may only read", object_id=name)
-        return super().create(name, data)
-
-
-def test_a_key_that_may_not_write_gets_the_result_all_the_same() -> None:
-    backend = OnlyReads()
-    put_all(open_store(backend), "job", [state(1)])
-    backend.refuses = True
+    backend, _ = begun(1)
+    monkeypatch.setattr(backend, "create", refuse)
     report = open_store(backend).fsck(read_data=True)
     assert report.ok
     assert "403" in report.not_recorded
     assert "403" in open_store(backend).gc(AT_ONCE).not_recorded
 
 
-@pytest.mark.parametrize("missing", [1, 3])
-@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize(("missing", "has_cache"), [(1, True), (3, False)])
 def test_nothing_is_appended_to_a_damaged_log(missing: int, has_cache: bool) -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    put_all(store, "job", [state(1), state(2), state(3), state(4)])
+    backend, store = begun(1, 2, 3, 4)
     backend.delete([entry_name("log", missing)])
     before = contents(backend)
     checked = store if has_cache else open_store(backend)
@@ -181,24 +165,10 @@ def test_nothing_begins_a_log() -> None:
     assert sizes(backend), "a second run does not take the log for one that was there"
 
 
-@pytest.fixture
-def unknowing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, this is a build that does not know the operation."""
-
-    def forget() -> None:
-        monkeypatch.setattr(operations, "SCHEMA", {name: each for name, each in operations.SCHEMA.items() if name != "report"})
-        folding = import_module("tensorstore_ck.log.fold")
-        monkeypatch.setattr(folding, "_APPLY", {name: each for name, each in folding._APPLY.items() if name != "report"})
-
-    return forget
-
-
-def test_a_build_that_does_not_know_it_goes_on(unknowing: Callable[[], None]) -> None:
-    backend = MemoryBackend()
-    store = open_store(backend)
-    put_all(store, "job", [state(1)])
+def test_a_build_that_does_not_know_it_goes_on(forget_operation: Callable[[str], None]) -> None:
+    backend, store = begun(1)
     store.fsck()
-    unknowing()
+    forget_operation("report")
     old = open_store(backend)
     old.engine.log.append(lambda _: [Op({"op": "report", "critical": False, "other": "fields"})])
     assert old.last_runs() == {}

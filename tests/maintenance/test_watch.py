@@ -24,21 +24,18 @@ def watched(store: tsck.Store, acts: list[Callable[[], object]], **options: Any)
     return [snapshot.step for snapshot in store.watch("run", sleep=sleep, until=lambda: bool(done), **options)]
 
 
-def test_each_is_reported_once_and_in_order() -> None:
+def test_each_is_reported_once_and_in_order_also_of_a_branch_that_is_not_there_yet() -> None:
     store, other = open_store(backend := MemoryBackend()), open_store(backend)
     put(other, 1, 2)
     assert watched(store, [lambda: put(other, 3), lambda: put(other, 4, 5), lambda: None]) == [3, 4, 5]
     assert watched(store, [], since_step=2) == [2, 3, 4, 5]
     assert watched(store, [lambda: put(other, 6, 7, 8)], newest_only=True) == [8]
     assert store.pins() == ()
-
-
-def test_a_branch_that_is_not_there_yet() -> None:
     store, other = open_store(backend := MemoryBackend()), open_store(backend)
     assert watched(store, [lambda: None, lambda: put(other, 1)]) == [1]
 
 
-def test_what_is_worked_on_stays() -> None:
+def test_what_is_worked_on_stays_and_two_watches_do_not_take_each_others_pins() -> None:
     store, other = open_store(backend := MemoryBackend()), open_store(backend)
     other.set_policy("run", keep_last=1)
     put(other, 1)
@@ -52,6 +49,15 @@ def test_what_is_worked_on_stays() -> None:
     assert [pin.snapshot.step for pin in store.pins()] != [1]
     watching.close()
     assert store.pins() == ()
+    store, other = open_store(backend := MemoryBackend()), open_store(backend)
+    put(other, 1)
+    one, two = store.watch("run", since_step=1), other.watch("run", since_step=1)
+    next(one)
+    next(two)
+    one.close()
+    assert len(store.pins()) == 1
+    two.close()
+    assert store.pins() == ()
 
 
 def test_what_went_before_it_could_be_pinned_is_left_out() -> None:
@@ -64,15 +70,3 @@ def test_what_went_before_it_could_be_pinned_is_left_out() -> None:
         other.gc(AT_ONCE)
 
     assert watched(store, [burst]) == [2, 3]
-
-
-def test_two_watches_do_not_take_each_others_pins() -> None:
-    store, other = open_store(backend := MemoryBackend()), open_store(backend)
-    put(other, 1)
-    one, two = store.watch("run", since_step=1), other.watch("run", since_step=1)
-    next(one)
-    next(two)
-    one.close()
-    assert len(store.pins()) == 1
-    two.close()
-    assert store.pins() == ()

@@ -45,33 +45,22 @@ def sources(tmp_path: Path, store: Store) -> Iterator[Callable[..., Sources]]:
     """Makes the sources of servers, over the stores at URLs, or over `store`."""
     made: list[Sources] = []
 
+    def read(url: str) -> ReadOnlyStore:
+        return tsck.open(url, read_only=True, cache_dir=tmp_path / "reader")
+
+    def write(url: str) -> Store:
+        return tsck.open(url, no_sync=True, cache_dir=tmp_path / "writer")
+
     def make(*urls: str, allow: str = "") -> Sources:
-        db = str(tmp_path / f"catalog{len(made)}.sqlite")
-        opened = urls or [store.url]
-        made.append(
-            Sources(
-                db,
-                opened,
-                _reader(tmp_path),
-                is_private=True,
-                wait_seconds=PATIENCE_SECONDS,
-                open_writable=_writer(tmp_path) if allow else None,
-            )
-        )
-        made[-1].start()
-        return made[-1]
+        db, writing = str(tmp_path / f"catalog{len(made)}.sqlite"), write if allow else None
+        opened = Sources(db, urls or [store.url], read, is_private=True, wait_seconds=PATIENCE_SECONDS, open_writable=writing)
+        made.append(opened)
+        opened.start()
+        return opened
 
     yield make
     for each in made:
         each.close()
-
-
-def _reader(folder: Path) -> Callable[[str], ReadOnlyStore]:
-    return lambda url: tsck.open(url, read_only=True, cache_dir=folder / "reader")
-
-
-def _writer(folder: Path) -> Callable[[str], Store]:
-    return lambda url: tsck.open(url, no_sync=True, cache_dir=folder / "writer")
 
 
 @pytest.fixture
@@ -87,6 +76,14 @@ def client(sources: Callable[..., Sources]) -> Client:
 def enter(client: TestClient) -> TestClient:
     assert client.get("/open/the-token", follow_redirects=False).status_code == 303
     return client
+
+
+@pytest.fixture
+def browser(client: Client) -> TestClient:
+    """Of `store`, past the token. The server has read the log: the next page reads what is added after this."""
+    entered = enter(client())
+    entered.get("/")
+    return entered
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """What pages may change with ``--allow``, and what keeps other sites from it."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,13 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
 from tensorstore_ck.errors import InvalidOptionError, UndecidedError
 from tensorstore_ck.store import Store
 from tensorstore_ck.ui import Access, Sources, make_app, parse_allow
 from tensorstore_ck.ui.actions import ACTIONS
 from tests.catalog.made import publish
-from tests.effort import PATIENCE_SECONDS
-from tests.ui.conftest import BASE, Open, enter
+from tests.ui.conftest import BASE, Client, Open, enter
 from tests.ui.test_space import page_of, put
 
 ALL = ",".join(ACTIONS)
@@ -32,35 +30,15 @@ def access_of(allow: str) -> Access:
 
 
 @pytest.fixture
-def writer(tmp_path: Path, store: Store) -> Iterator[Writer]:
-    """Makes browsers for a server with ``--allow``; `opened` notes the stores that were opened for writing."""
-    made: list[Sources] = []
-    opened: list[str] = []
-
-    def open_writable(url: str) -> Store:
-        opened.append(url)
-        return tsck.open(url, no_sync=True, cache_dir=tmp_path / "writer")
+def writer(sources: Callable[..., Sources]) -> Writer:
+    """Makes browsers for a server with ``--allow``."""
 
     def make(allow: str = ALL, access: Access | None = None, base_url: str = BASE) -> TestClient:
-        catalog = str(tmp_path / f"actions{len(made)}.sqlite")
-        made.append(
-            Sources(
-                catalog,
-                [store.url],
-                lambda url: tsck.open(url, read_only=True, cache_dir=tmp_path / "reader"),
-                is_private=True,
-                wait_seconds=PATIENCE_SECONDS,
-                open_writable=open_writable,
-            )
-        )
-        made[-1].start()
-        made[-1].refresh()
-        return TestClient(make_app(made[-1], access or access_of(allow)), base_url=base_url)
+        opened = sources(allow=allow)
+        opened.refresh()
+        return TestClient(make_app(opened, access or access_of(allow)), base_url=base_url)
 
-    make.opened = opened  # type: ignore[attr-defined]
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def send(browser: TestClient, store: Store, verb: str, headers: dict[str, str] | None = None, **form: str) -> Any:
@@ -78,12 +56,12 @@ def notice_of(browser: TestClient, answer: Any) -> str:
     return unescape(re.sub("</?code>", "`", found[1]))
 
 
-def test_each_action_changes_the_store_and_says_so(writer: Writer, store: Store) -> None:
+def test_each_action_changes_the_store_and_says_so(writer: Writer, store: Store, tmp_path: Path) -> None:
     root = publish(store, "runs/a", 1)
     publish(store, "runs/a", 2)
     browser = enter(writer())
     browser.get("/")
-    assert writer.opened == []  # type: ignore[attr-defined]
+    assert not (tmp_path / "writer").exists(), "the store is opened for writing by the first action"
     answer = send(browser, store, "tag", at=root, name="release/1")
     where = urlsplit(answer.headers["location"])
     assert where.path == f"/stores/{store.engine.config.uuid}/snapshot"
@@ -103,7 +81,6 @@ def test_each_action_changes_the_store_and_says_so(writer: Writer, store: Store)
     (window,) = store.forgotten()
     assert notice_of(browser, send(browser, store, "undo", name="runs/a", entry=str(window.entry))) == "1 snapshot of runs/a is back."
     assert len(store.log("runs/a")) == 2
-    assert writer.opened == [store.url]  # type: ignore[attr-defined]
 
 
 def test_errors_of_the_store_are_shown_where_the_form_was(writer: Writer, store: Store) -> None:
@@ -160,9 +137,10 @@ def test_a_notice_is_shown_once_and_cannot_be_made_up(writer: Writer, store: Sto
     assert "cannot be the name" not in browser.get(location).text
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
+def test_forms_of_others_are_refused(writer: Writer, store: Store) -> None:
+    root = publish(store, "runs/a", 1)
+    browser = enter(writer())
+    others: list[dict[str, str]] = [
         {},
         {"origin": "null", "sec-fetch-site": "same-origin"},
         {"origin": "https://evil.example"},
@@ -171,20 +149,17 @@ def test_a_notice_is_shown_once_and_cannot_be_made_up(writer: Writer, store: Sto
         {"origin": BASE, "sec-fetch-site": "same-site"},
         {"origin": BASE, "sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "none"},
-    ],
-)
-def test_forms_of_others_are_refused(writer: Writer, store: Store, headers: dict[str, str]) -> None:
-    root = publish(store, "runs/a", 1)
-    browser = enter(writer())
-    assert send(browser, store, "tag", headers, at=root, name="x").status_code == 403
+    ]
+    for headers in others:
+        assert send(browser, store, "tag", headers, at=root, name="x").status_code == 403, headers
     assert store.tags() == {}
 
 
-@pytest.mark.parametrize("csrf", ["", "0" * 64, "the-token", "\N{SNOWMAN}"])
-def test_forms_without_our_secret_are_refused(writer: Writer, store: Store, csrf: str) -> None:
+def test_forms_without_our_secret_are_refused(writer: Writer, store: Store) -> None:
     root = publish(store, "runs/a", 1)
     browser = enter(writer())
-    assert send(browser, store, "tag", at=root, name="x", csrf=csrf).status_code == 403
+    for csrf in ("", "0" * 64, "the-token", "\N{SNOWMAN}"):
+        assert send(browser, store, "tag", at=root, name="x", csrf=csrf).status_code == 403, csrf
     assert store.tags() == {}
     assert access_of(ALL).csrf != Access("", "", False, "tsck_ui_8080", "another").csrf
 
@@ -301,9 +276,8 @@ def test_actions_in_a_browser(open_page: Open, store: Store) -> None:
     assert [each.step for each in store.log("runs/a")] == [2, 1]
 
 
-@pytest.mark.slow
-def test_without_allow_there_are_commands_in_a_browser(open_page: Open, store: Store) -> None:
-    root = put(store, "runs/a", 1, 10_000)
-    page = open_page(page_of(store, "snapshot", f"?at={root}"))
-    assert page.get_by_text(f"tsck pin {root[:16]} --reason WHY -s {store.url}").is_visible()
-    assert page.locator("form[method=post]").count() == 0
+def test_without_allow_there_are_commands(client: Client, store: Store) -> None:
+    root = publish(store, "runs/a", 1)
+    text = enter(client()).get(page_of(store, "snapshot", f"?at={root}")).text
+    assert f"tsck pin {root[:16]} --reason WHY -s {store.url}" in text
+    assert 'method="post"' not in text

@@ -3,6 +3,9 @@
 import threading
 import time
 
+import pytest
+
+from tensorstore_ck.ui import background
 from tensorstore_ck.ui.background import Background, Progress
 from tests.effort import PATIENCE_SECONDS
 
@@ -16,6 +19,7 @@ def test_only_the_results_that_were_looked_at_last_are_kept() -> None:
     assert reads.read("store", "b").result is None
 
 
+@pytest.mark.race
 def test_a_read_that_no_page_asks_for_ends() -> None:
     reads = Background(2, abandon_seconds=0)
     ended = threading.Event()
@@ -33,7 +37,9 @@ def test_a_read_that_no_page_asks_for_ends() -> None:
     assert reads.read("store", "long").error == "no page asked for it any more"
 
 
-def test_one_large_read_at_a_time() -> None:
+@pytest.mark.race
+def test_one_large_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_LOOK_SECONDS", 0.01)
     reads = Background()
     is_inside, goes_on, inside = threading.Event(), threading.Event(), list[int]()
 

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.store import Store
@@ -14,13 +13,6 @@ from tests.ui.conftest import Open
 pytestmark = pytest.mark.slow
 
 CHART_STEPS = "document.querySelector('.chart')?.uplot?.data[0].length"
-
-
-def test_the_overview_in_a_browser(open_page: Open, store: Store) -> None:
-    publish(store, "runs/gpt", 1)
-    page = open_page("/")
-    assert page.title() == "Overview · tsck"
-    assert page.get_by_role("rowheader", name="runs/gpt").is_visible()
 
 
 def test_back_after_a_piece_was_replaced_shows_the_page_as_it_was(open_page: Open, store: Store) -> None:
@@ -64,18 +56,3 @@ def test_a_store_that_vanishes_while_its_page_is_open(open_page: Open, store: St
         page.get_by_role("link", name="runs/new").click()
         page.get_by_role("heading", name="runs/new").wait_for()
         assert page.locator(".notice").count() == 0
-
-
-def test_two_windows_at_once(open_page: Open, store: Store) -> None:
-    store.put_snapshot({"w": torch.ones(4)}, ref="runs/gpt", step=1)
-    path = f"/stores/{store.engine.config.uuid}/space"
-    first, second = open_page(path), open_page(path)
-    for page in (first, second):
-        page.get_by_role("button", name="Measure").click(no_wait_after=True)
-    for page in (first, second):
-        page.get_by_role("img", name="Live").wait_for()
-    publish(store, "runs/new", 1)
-    first.get_by_role("link", name="Overview").click()
-    first.get_by_role("link", name="runs/new").wait_for()
-    second.reload()
-    assert second.get_by_role("button", name="Measure again").is_visible()

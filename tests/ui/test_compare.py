@@ -16,7 +16,7 @@ from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.store import Store
 from tensorstore_ck.ui import Sources, make_app
 from tests.ui.conftest import ACCESS, BASE, Open, enter
-from tests.ui.test_snapshot import browser, read, url_of, words  # noqa: F401 - a fixture
+from tests.ui.test_snapshot import read, url_of, words
 
 OLD: dict[str, Any] = {
     "model": {
@@ -72,7 +72,7 @@ def rows(text: str, label: str) -> list[list[str]]:
     return [[words(cell).strip() for cell in re.split("</t[hd]>", row)[:-1]] for row in body.split("<tr>")[2:]]
 
 
-def test_what_differs_between_two_snapshots(browser: TestClient, store: Store, pair: tuple[str, str]) -> None:  # noqa: F811
+def test_what_differs_between_two_snapshots(browser: TestClient, store: Store, pair: tuple[str, str]) -> None:
     text = read(browser, url_of(store, "compare", old="runs/a", new=pair[1]))
     assert [row[:4] for row in rows(text, "Groups")] == [["model", "3", "1", "1"], ["optimizer", "2", "0", "0"], ["still", "1", "0", "0"]]
     found = {row[0]: row[1:] for row in rows(text, "Tensors that differ")}
@@ -98,7 +98,7 @@ def test_what_differs_between_two_snapshots(browser: TestClient, store: Store, p
     assert "All 3 values are the same" in same
 
 
-def test_by_how_much_tensors_changed(browser: TestClient, store: Store, pair: tuple[str, str]) -> None:  # noqa: F811
+def test_by_how_much_tensors_changed(browser: TestClient, store: Store, pair: tuple[str, str]) -> None:
     text = read(browser, url_of(store, "compare/changes", old=pair[0], new=pair[1]))
     found = rows(text, "Changes of all tensors")
     assert [row[:3] for row in found] == [
@@ -118,7 +118,7 @@ def test_by_how_much_tensors_changed(browser: TestClient, store: Store, pair: tu
     assert "neither has a tensor" in read(browser, url_of(store, "compare/changes", old=pair[0], new=pair[1], group="nothing"))
 
 
-def test_long_lists_come_in_pages(browser: TestClient, store: Store) -> None:  # noqa: F811
+def test_long_lists_come_in_pages(browser: TestClient, store: Store) -> None:
     for step in (1, 2):
         state = {"t": {f"n{i}": torch.ones(1) * step for i in range(80)}, "v": {f"k{i}": step for i in range(80)}}
         store.put_snapshot(state, ref="r", step=step)
@@ -150,7 +150,7 @@ def test_addresses_that_lead_nowhere_keep_what_is_known(
     assert "runs/b step 5" in words(browser.get(url_of(store, "compare", new=pair[1])).text)
 
 
-def test_one_that_is_gone_and_a_damaged_one(browser: TestClient, store: Store, pair: tuple[str, str]) -> None:  # noqa: F811
+def test_one_that_is_gone_and_a_damaged_one(browser: TestClient, store: Store, pair: tuple[str, str]) -> None:
     gone = store.put_snapshot({"w": torch.ones(2000) * 3}, ref="runs/gone", metrics={"loss": 9.0})
     store.forget("runs/gone")
     store.gc(GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1))

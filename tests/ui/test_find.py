@@ -139,16 +139,3 @@ def test_words_of_a_condition_are_completed(open_page: Open, store: Store) -> No
     page.get_by_role("button", name="Find").click()
     page.get_by_role("columnheader", name="loss").wait_for()
     assert page.url.endswith(f"/find?q={quote('loss < 2').replace('%20', '+')}&order=&state=live")
-
-
-@pytest.mark.slow
-def test_pages_turn_in_place(open_page: Open, store: Store) -> None:
-    for step in range(60):
-        publish(store, "runs/gpt", step)
-    page = open_page("/activity")
-    page.get_by_role("link", name="Older").click()
-    page.get_by_role("link", name="Newest").wait_for()
-    assert page.get_by_role("row").count() == 11
-    assert "before=" in page.url
-    page.go_back()
-    page.get_by_text("step 59,").wait_for()

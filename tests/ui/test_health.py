@@ -18,13 +18,8 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.ui import Sources, health, make_app
 from tensorstore_ck.ui.background import CancelledError
 from tests.catalog.made import publish
-from tests.ui.conftest import ACCESS, BASE, Client, Open, enter
-from tests.ui.test_space import page_of, put, rows_of, settled
-
-
-@pytest.fixture
-def browser(client: Client) -> TestClient:
-    return settled(client())
+from tests.ui.conftest import ACCESS, BASE, Client, enter
+from tests.ui.test_space import page_of, put, rows_of
 
 
 def health_of(store: Store, query: str = "") -> str:
@@ -187,14 +182,3 @@ def test_a_store_that_is_gone_shows_what_the_catalog_has(browser: TestClient, st
     assert "by hand" in text
     assert "The store cannot be opened now" in text
     assert "it could not be checked" in browser.get(health_of(store, "?check=yes")).text.lower()
-
-
-@pytest.mark.slow
-def test_health_in_a_browser(open_page: Open, store: Store) -> None:
-    put(store, "runs/a", 1, 100_000)
-    packs_of(store)[0].unlink()
-    page = open_page(health_of(store))
-    page.get_by_role("button", name="Check").click()
-    page.get_by_role("group", name="Findings").wait_for()
-    assert page.get_by_role("button", name="Check again").is_visible()
-    assert page.get_by_role("button", name="Copy").first.is_visible()

@@ -29,10 +29,10 @@ def test_the_token_becomes_a_cookie_and_leaves_the_url(client: Client) -> None:
     assert browser.get("/static/style.css").status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""])
-def test_other_hosts_are_refused(client: Client, host: str) -> None:
+def test_other_hosts_are_refused(client: Client) -> None:
     browser = enter(client())
-    assert browser.get("/", headers={"host": host}).status_code == 421
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""):
+        assert browser.get("/", headers={"host": host}).status_code == 421, host
     assert browser.get("/", headers={"host": "localhost:9000"}).status_code == 200
 
 
@@ -107,17 +107,19 @@ def test_a_dead_store_does_not_hide_the_others_and_names_are_escaped(client: Cli
 
 
 WITHOUT = """
-import sys
-sys.modules[sys.argv[1]] = None
+import os, sys
 from tensorstore_ck.cli import main
-sys.exit(main(["ui", "--no-browser"]))
+for package in ("sqlalchemy", "starlette", "uvicorn", "jinja2"):
+    if os.fork() == 0:
+        sys.modules[package] = None
+        main(["ui", "--no-browser"])
+    os.wait()
 """
 
 
-@pytest.mark.parametrize("package", ["sqlalchemy", "starlette", "uvicorn", "jinja2"])
-def test_one_command_installs_all_that_is_missing(package: str) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT, package], capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
-    assert "run `pip install " + " ".join(f"'{each}'" for each in EXTRAS["ui"]) + "`" in done.stderr
+def test_one_command_installs_all_that_is_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+    assert done.stderr.count("run `pip install " + " ".join(f"'{each}'" for each in EXTRAS["ui"]) + "`") == 4
 
 
 def test_hundreds_of_branches_are_filtered_ordered_and_paged(client: Client, store: Store) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tensorstore_ck.maintenance.metric_plot import metric_points
 from tensorstore_ck.store import Store
 from tests.catalog.made import publish
 from tests.ui.conftest import Client, Open, enter
@@ -51,53 +50,14 @@ def points(part: dict[str, Any]) -> list[tuple[int, float | None]]:
 
 def test_the_line_is_what_leads_to_the_head_and_the_rest_is_abandoned(client: Client, store: Store) -> None:
     difficult(store)
-    (chart,) = series(enter(client()), store, "runs/gpt", "loss")["charts"]
+    browser = enter(client())
+    found = series(browser, store, "runs/gpt", "loss")
+    (chart,) = found["charts"]
     assert points(chart["line"]) == [(10, 9.0), (20, 8.0), (30, 5.5), (40, None), (50, 3.5), (70, 2.0)]
     assert [points(run) for run in chart["abandoned"]] == [[(30, 7.0), (40, 6.0), (50, None)], [(50, 4.0)]]
     lost = [(each["step"], each["value"], each["abandoned"]) for each in chart["not_finite"]]
     assert lost == [(50, "nan", True), (40, "inf", False)]
-
-
-def test_each_point_of_the_stores_log_is_drawn_once(client: Client, store: Store) -> None:
-    difficult(store)
-    log = store.log("runs/gpt")
-    (chart,) = series(enter(client()), store, "runs/gpt", "loss")["charts"]
-    drawn = [each for part in (chart["line"], *chart["abandoned"]) for each in zip(part["roots"], *points_by(part), strict=True)]
-    finite = [each for each in drawn if each[2] is not None]
-    in_log = {snapshot.root[:12]: (snapshot.step, snapshot.metrics["loss"]) for snapshot in log if "loss" in snapshot.metrics}
-    assert {root: (step, value) for root, step, value in finite} == {
-        root: point for root, point in in_log.items() if math.isfinite(point[1])
-    }
-    assert len(drawn) == len(in_log) == len({point.step for point in metric_points(log, "loss")}) + 4
-    by_root = {snapshot.root: snapshot for snapshot in log}
-    at, line = store.resolve("runs/gpt"), []
-    while True:
-        line.append(at.root[:12])
-        if at.parent is None:
-            break
-        at = by_root[at.parent]
-    assert set(chart["line"]["roots"]) <= set(line)
-
-
-def points_by(part: dict[str, Any]) -> tuple[list[int], list[float | None]]:
-    return part["steps"], part["values"]
-
-
-def test_a_branch_begins_with_what_it_came_from(client: Client, store: Store) -> None:
-    difficult(store)
-    found = series(enter(client()), store, "runs/child", "loss", "lr")
-    loss, lr = found["charts"]
-    assert points(loss["line"]) == [(10, 9.0), (20, 8.0), (30, 5.5), (40, None), (50, 3.5), (70, 1.5)]
-    assert points(lr["line"]) == [(10, 1.0), (20, 1.0), (60, 0.5)]
-    assert loss["abandoned"] == []
-    assert ("branch", 60, "branched from runs/gpt") in [(note["kind"], note["step"], note["text"]) for note in found["notes"]]
-
-
-def test_what_happened_is_at_its_step(client: Client, store: Store) -> None:
-    difficult(store)
-    notes = series(enter(client()), store, "runs/gpt", "loss")["notes"]
-    found = {(note["kind"], note["step"], note["text"].partition(", ")[0]) for note in notes}
-    assert found == {
+    assert {(note["kind"], note["step"], note["text"].partition(", ")[0]) for note in found["notes"]} == {
         ("mark", 50, "marked bad"),
         ("back", 20, f"reset from step 50 by {store.engine.log._actor}".replace("two:2", "one:1")),
         ("back", 50, "went back from step 50 to save step 50"),
@@ -105,6 +65,12 @@ def test_what_happened_is_at_its_step(client: Client, store: Store) -> None:
         ("tag", 70, "tag best"),
         ("pin", 30, "pinned by ada: paper"),
     }
+    child = series(browser, store, "runs/child", "loss", "lr")  # begins with what it came from
+    loss, lr = child["charts"]
+    assert points(loss["line"]) == [(10, 9.0), (20, 8.0), (30, 5.5), (40, None), (50, 3.5), (70, 1.5)]
+    assert points(lr["line"]) == [(10, 1.0), (20, 1.0), (60, 0.5)]
+    assert loss["abandoned"] == []
+    assert ("branch", 60, "branched from runs/gpt") in [(note["kind"], note["step"], note["text"]) for note in child["notes"]]
 
 
 def test_steps_without_an_order_and_snapshots_without_a_step(client: Client, store: Store) -> None:
@@ -120,20 +86,18 @@ def test_steps_without_an_order_and_snapshots_without_a_step(client: Client, sto
     assert [points(run) for run in chart["abandoned"]] == [[(300, 300.0)]]
 
 
-def test_runs_that_were_left_behind_have_rising_steps(client: Client, store: Store) -> None:
+def test_runs_that_were_left_behind_have_rising_steps_and_saves_without_a_parent_go_on(client: Client, store: Store) -> None:
     for step in (10, 20, 30, 15, 25):
         publish(store, "runs/gpt", step, {"loss": float(step)})
     store.reset("runs/gpt", "runs/gpt@10")
     publish(store, "runs/gpt", 40, {"loss": 40.0})
-    (chart,) = series(enter(client()), store, "runs/gpt", "loss")["charts"]
+    for step in (1, 2, 3):
+        store.put_snapshot({"x": step}, ref="runs/orphans", step=step, metrics={"loss": float(step)}, parent=None)
+    browser = enter(client())
+    (chart,) = series(browser, store, "runs/gpt", "loss")["charts"]
     assert chart["line"]["steps"] == [10, 40]
     assert [run["steps"] for run in chart["abandoned"]] == [[20, 30], [15, 25]]
-
-
-def test_a_save_without_a_parent_goes_on_from_the_one_before_it(client: Client, store: Store) -> None:
-    for step in (1, 2, 3):
-        store.put_snapshot({"x": step}, ref="runs/gpt", step=step, metrics={"loss": float(step)}, parent=None)
-    (chart,) = series(enter(client()), store, "runs/gpt", "loss")["charts"]
+    (chart,) = series(browser, store, "runs/orphans", "loss")["charts"]
     assert chart["line"]["steps"] == [1, 2, 3]
 
 
@@ -270,14 +234,3 @@ def test_controls_of_the_charts(open_page: Open, store: Store) -> None:
     page.get_by_text("step 10: 9").wait_for()
     page.mouse.click(box["x"] + 2, box["y"] + 20)
     page.wait_for_url("**/snapshot?at=*")
-
-
-@pytest.mark.slow
-def test_why_each_is_kept_comes_in_place(open_page: Open, store: Store) -> None:
-    difficult(store)
-    page = open_page(f"/stores/{store.engine.config.uuid}/ref?name=runs/gpt")
-    page.get_by_role("button", name="Why each is kept").click()
-    page.get_by_role("columnheader", name="Kept by").wait_for()
-    assert page.get_by_role("cell", name="tag best").first.is_visible()
-    page.get_by_label("State").select_option("live")
-    page.get_by_text("11 live saves").wait_for()

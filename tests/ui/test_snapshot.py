@@ -47,13 +47,6 @@ def words(text: str) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", text)))
 
 
-@pytest.fixture
-def browser(client: Client) -> TestClient:
-    browser = enter(client())
-    browser.get("/")  # the first reading of the log has ended
-    return browser
-
-
 def test_all_that_is_known_of_a_snapshot(browser: TestClient, store: Store) -> None:
     first = store.put_snapshot(STATE, ref="runs/gpt", step=1)
     metrics = {"loss": math.nan, "acc": 0.25}
@@ -166,7 +159,7 @@ def test_damage_is_shown_in_its_place(browser: TestClient, store: Store) -> None
     assert "Tensors 1, 11.7 KiB" in words(read(browser, url_of(store, at="r")))
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_code_works_as_it_is_printed(
     sources: Callable[..., Sources], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, marked: bool
 ) -> None:
@@ -209,15 +202,6 @@ def test_the_code_works_as_it_is_printed(
     assert b"runs/gpt" in found["about"]
     assert (tmp_path / "state.pt").exists()
     assert (tmp_path / "cache2").exists()
-
-
-def test_a_path_for_fsspec(browser: TestClient, store: Store) -> None:
-    import fsspec
-
-    store.put_snapshot(STATE, ref="runs/gpt", step=1)
-    (path,) = re.findall(r"<code>(tsck://.*?)</code>", browser.get(url_of(store, at="runs/gpt")).text)
-    with fsspec.open(unescape(path)) as file:
-        assert b"runs/gpt" in file.read()
 
 
 def test_what_is_gone_or_forgotten_says_so(browser: TestClient, store: Store) -> None:

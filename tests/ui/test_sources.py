@@ -19,6 +19,7 @@ from tests.effort import PATIENCE_SECONDS
 from tests.ui.conftest import ACCESS, BASE, Client, enter
 
 
+@pytest.mark.race
 def test_a_store_that_does_not_answer_stops_no_page(store: Store, tmp_path: Path) -> None:
     publish(store, "runs/gpt", 1)
     answers = threading.Event()
@@ -44,6 +45,7 @@ def test_a_store_that_does_not_answer_stops_no_page(store: Store, tmp_path: Path
     sources.close()
 
 
+@pytest.mark.race
 def test_a_page_shows_what_was_written_while_the_log_was_being_read(sources: Callable[..., Sources], store: Store) -> None:
     opened = sources()
     browser = enter(TestClient(make_app(opened, ACCESS), base_url=BASE))
@@ -68,6 +70,7 @@ def test_a_page_shows_what_was_written_while_the_log_was_being_read(sources: Cal
     assert "runs/late" in browser.get("/").text
 
 
+@pytest.mark.race
 def test_a_page_beside_one_that_begins_to_read_the_log(sources: Callable[..., Sources], monkeypatch: pytest.MonkeyPatch) -> None:
     opened = sources()
     opened.refresh()

@@ -24,7 +24,7 @@ from tensorstore_ck.ui.background import Progress
 from tensorstore_ck.ui.pages import Pages
 from tests.catalog.made import publish
 from tests.effort import PATIENCE_SECONDS
-from tests.ui.conftest import ACCESS, BASE, Client, Open, enter
+from tests.ui.conftest import ACCESS, BASE, Open, enter
 
 SIZES = {"live": 100_000, "pinned": 200_000, "undo": 300_000}
 
@@ -52,17 +52,6 @@ def rows_of(text: str, table: str) -> dict[str, list[str]]:
     body = text.split(f'aria-label="{table}"')[1].split("</table>", maxsplit=1)[0]
     rows = [[unescape(re.sub(r"<[^>]*>", "", cell)).strip() for cell in re.split("</t[hd]>", row)] for row in body.split("<tr>")[2:]]
     return {row[0]: row[1:] for row in rows}
-
-
-def settled(browser: TestClient) -> TestClient:
-    """A browser whose server has read the log: the next page reads what is added after this."""
-    enter(browser).get("/")
-    return browser
-
-
-@pytest.fixture
-def browser(client: Client) -> TestClient:
-    return settled(client())
 
 
 def test_states_are_exact_and_together_the_whole_store(browser: TestClient, store: Store) -> None:
@@ -179,28 +168,28 @@ def test_what_a_policy_would_do_is_what_its_command_does(browser: TestClient, st
     assert said == pytest.approx(freed, abs=4000)  # the log has grown, and tables of packs are not counted
 
 
-@pytest.mark.parametrize(
-    ("asked", "error"),
-    [
-        ({"branches": "runs/*"}, "a policy needs a rule that keeps something"),
-        ({"branches": "runs/*", "keep_last": "-5"}, "keep_last must be a whole number"),
-        ({"branches": "runs/*", "keep_last": "9" * 5000}, "keep_last is longer"),
-        ({"branches": "runs/*", "keep_steps": "--5"}, "keep_steps must be a list"),
-        ({"branches": "runs/*", "keep_last": "1", "max_bytes": "9" * 400}, "max_bytes must be a size"),
-        ({"branches": "runs/*", "keep_best": "<script>"}, "keep_best must be like"),
-        ({"branches": "nothing/*", "keep_last": "1"}, "no branch matches"),
-        ({"branches": "<script>", "keep_last": "1"}, "matches no branch"),
-        ({"branches": "", "keep_last": "1"}, "matches no branch"),
-    ],
-)
-def test_wrong_rules_are_named_at_the_form(browser: TestClient, store: Store, asked: dict[str, str], error: str) -> None:
+WRONG_RULES: list[tuple[dict[str, str], str]] = [
+    ({"branches": "runs/*"}, "a policy needs a rule that keeps something"),
+    ({"branches": "runs/*", "keep_last": "-5"}, "keep_last must be a whole number"),
+    ({"branches": "runs/*", "keep_last": "9" * 5000}, "keep_last is longer"),
+    ({"branches": "runs/*", "keep_steps": "--5"}, "keep_steps must be a list"),
+    ({"branches": "runs/*", "keep_last": "1", "max_bytes": "9" * 400}, "max_bytes must be a size"),
+    ({"branches": "runs/*", "keep_best": "<script>"}, "keep_best must be like"),
+    ({"branches": "nothing/*", "keep_last": "1"}, "no branch matches"),
+    ({"branches": "<script>", "keep_last": "1"}, "matches no branch"),
+    ({"branches": "", "keep_last": "1"}, "matches no branch"),
+]
+
+
+def test_wrong_rules_are_named_at_the_form(browser: TestClient, store: Store) -> None:
     publish(store, "runs/a", 1)
-    text = browser.get(page_of(store), params=asked).text
-    assert error in unescape(text).split('role="alert"')[1].split("</p>")[0]
-    assert "<script>" not in text
-    for name, value in asked.items():
-        if len(value) < 1000:
-            assert f'name="{name}" value="{value.replace("<", "&lt;").replace(">", "&gt;")}"' in text
+    for asked, error in WRONG_RULES:
+        text = browser.get(page_of(store), params=asked).text
+        assert error in unescape(text).split('role="alert"')[1].split("</p>")[0]
+        assert "<script>" not in text
+        for name, value in asked.items():
+            if len(value) < 1000:
+                assert f'name="{name}" value="{value.replace("<", "&lt;").replace(">", "&gt;")}"' in text
 
 
 def test_commands_name_the_store_once_and_are_completed(sources: Callable[..., Sources], store: Store) -> None:

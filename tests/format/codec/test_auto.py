@@ -13,13 +13,14 @@ from tensorstore_ck.backend.staging import Uploader
 from tensorstore_ck.backend.throttled import throttled
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.format.codec import CodecPolicy
+from tensorstore_ck.format.codec import CodecPolicy, codec_policy
 from tests.gc.stores import open_store, same, stay_in_one_thread
 
 PUT = 1 << 30
 SLOW, FAST = 100.0, 20.0
-HASH_SECONDS = 0.001
-"""For each 4 MiB."""
+HASH_SECONDS = 0.00025
+"""For each look at the clock, of which there is one for each tensor."""
+TENSOR_BYTES = 640 << 10
 
 
 class Time:
@@ -40,14 +41,15 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The clock of the meters of saves, each of which stays in one thread."""
     time = Time()
+    monkeypatch.setattr(codec_policy, "JUDGED_BYTES", 3 * TENSOR_BYTES)
     monkeypatch.setattr(PutMeter.__init__, "__defaults__", (time, lambda: None))
     stay_in_one_thread(monkeypatch)
     return time
 
 
-def weights(seed: int, count: int = 5 << 20) -> dict[str, Any]:
+def weights(seed: int, size_bytes: int = TENSOR_BYTES) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    return {f"w{number}": torch.randn(count // 4, generator=generator) * 0.02 for number in range(4)}
+    return {f"w{number}": torch.randn(size_bytes // 4, generator=generator) * 0.02 for number in range(4)}
 
 
 def open_throttled(time: Time, rate: float, *, is_local: bool = False) -> tsck.Store:
@@ -69,61 +71,42 @@ def codecs_of(store: tsck.Store, puts: int, **options: Any) -> list[set[str]]:
     return found
 
 
-def test_a_slow_store_gets_fewer_bytes_from_the_second_save_on(time: Time) -> None:
+def test_a_slow_store_gets_fewer_bytes_from_the_second_save_on_that_was_not_small(time: Time) -> None:
     with open_throttled(time, 20e6) as store:
         assert codecs_of(store, 3) == [{"raw"}, {"planes"}, {"planes"}]
         first, *later = reversed(store.log("run"))
         assert all(snapshot.new_bytes < 0.9 * first.new_bytes for snapshot in later)
-
-
-def test_a_fast_store_gets_blocks_as_they_are(time: Time) -> None:
-    with open_throttled(time, 500e6) as store:
-        assert codecs_of(store, 3) == [{"raw"}] * 3
-
-
-def test_a_file_system_gets_blocks_as_they_are_however_slowly_it_writes(time: Time) -> None:
-    with open_throttled(time, 20e6, is_local=True) as store:
-        assert codecs_of(store, 3) == [{"raw"}] * 3
-
-
-def test_a_rate_limit_says_nothing_of_the_store(time: Time) -> None:
-    with open_throttled(time, 20e6) as store:
-        store.engine.limit = RateLimit(20e6)
-        assert codecs_of(store, 3) == [{"raw"}] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "codecs"),
-    [({"codec": "fast"}, {"planes"}), ({"codec": "small"}, {"planes"}), ({"delta": True}, {"planes"}), ({"delta": False}, {"raw"})],
-)
-def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time, options: dict[str, Any], codecs: set[str]) -> None:
-    with open_throttled(time, 500e6, is_local=True) as store:
-        assert codecs_of(store, 1, **options) == [codecs]
-
-
-@pytest.mark.parametrize(
-    ("paces", "mode"),
-    [
-        ([], "raw"),
-        ([SLOW], "fast"),
-        ([FAST, SLOW], "raw"),
-        ([SLOW, SLOW, FAST], "raw"),
-        ([FAST, SLOW, SLOW], "raw"),
-        ([FAST, SLOW, SLOW, SLOW], "fast"),
-    ],
-)
-def test_one_slow_save_does_not_outweigh_fast_ones(paces: list[float], mode: str) -> None:
-    codecs = CodecPolicy()
-    for pace in paces:
-        codecs.note_written(PUT, pace)
-    assert codecs.coding("run").mode == mode
-
-
-def test_a_small_save_says_nothing(time: Time) -> None:
     with open_throttled(time, 20e6) as store:
         for seed in range(3):
-            store.put_snapshot(weights(seed, 1 << 20), ref="run")
+            store.put_snapshot(weights(seed, TENSOR_BYTES // 2), ref="run")
         assert {codec for group in store.show("run").groups for codec in group.codecs} == {"raw"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "is_local", "limit"), [(500e6, False, None), (20e6, True, None), (20e6, False, 20e6)], ids=["fast", "a file system", "limited"]
+)
+def test_a_store_that_is_not_known_to_be_slow_gets_blocks_as_they_are(time: Time, rate: float, is_local: bool, limit: float | None) -> None:
+    """A file system never is, and a limit that the user set says nothing of the store."""
+    with open_throttled(time, rate, is_local=is_local) as store:
+        store.engine.limit = None if limit is None else RateLimit(limit)
+        assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time) -> None:
+    wanted: list[tuple[dict[str, Any], str]] = [({"codec": "fast"}, "planes"), ({"codec": "small"}, "planes"), ({"delta": True}, "planes")]
+    for options, codec in (*wanted, ({"delta": False}, "raw")):
+        with open_throttled(time, 500e6, is_local=True) as store:
+            assert codecs_of(store, 1, **options) == [{codec}]
+
+
+def test_one_slow_save_does_not_outweigh_fast_ones() -> None:
+    raw: tuple[list[float], ...] = ([], [FAST, SLOW], [SLOW, SLOW, FAST], [FAST, SLOW, SLOW])
+    for mode, histories in (("raw", raw), ("fast", ([SLOW], [FAST, SLOW, SLOW, SLOW]))):
+        for paces in histories:
+            codecs = CodecPolicy()
+            for pace in paces:
+                codecs.note_written(PUT, pace)
+            assert codecs.coding("run").mode == mode
 
 
 def test_behind_a_staging_disk_blocks_stay_as_they_are(time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

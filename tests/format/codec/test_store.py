@@ -34,55 +34,44 @@ def share(snapshot: tsck.Snapshot) -> float:
     return snapshot.new_bytes / snapshot.logical_bytes
 
 
-@pytest.mark.parametrize("codec", ["auto", "raw", "fast", "small"])
-def test_what_is_saved_comes_back(opened: Open, codec: str) -> None:
-    with opened(codec=codec) as store:
-        for snapshot, state in put_steps(store, 12):
-            assert same(store.checkout(snapshot.root), state)
-        assert store.fsck(read_data=True).ok
-
-
-def test_each_mode_costs_less_than_the_one_before(opened: Open) -> None:
-    costs = {}
-    for codec in ("raw", "fast", "small"):
-        with opened(codec, codec=codec) as store:
-            costs[codec] = [share(snapshot) for snapshot, _ in put_steps(store, 3)]
+def test_what_is_saved_comes_back_with_the_same_root_and_costs_less_with_each_mode(opened: Open) -> None:
+    modes: dict[str, tuple[dict[str, Any], int]] = {
+        "raw": ({"codec": "raw"}, 3),
+        "fast": ({"codec": "fast"}, 3),
+        "fast, with differences": ({"codec": "fast", "delta": True}, 3),
+        "small": ({"codec": "small"}, 10),  # a block comes in full again
+        "small, without differences": ({"codec": "small", "delta": False}, 3),
+    }
+    costs, roots = dict[str, list[float]](), list[list[str]]()
+    for name, (options, steps) in modes.items():
+        with opened(name, **options) as store:
+            saves = put_steps(store, steps)
+            assert all(same(store.checkout(snapshot.root), state) for snapshot, state in saves)
+            assert store.fsck(read_data=True).ok
+        costs[name] = [share(snapshot) for snapshot, _ in saves]
+        roots.append([snapshot.root for snapshot, _ in saves[:3]])
     assert costs["raw"][0] > 0.99
     assert costs["fast"][0] < 0.66  # weights are roundings, masters 0.83
     assert costs["small"][0] < 0.66
     assert costs["small"][1] < 0.5 < costs["fast"][1]
+    assert costs["fast, with differences"][1] < 0.5 < min(costs["small, without differences"])
+    assert all(each == roots[0] for each in roots)
 
 
-def test_roots_do_not_depend_on_the_codec(opened: Open) -> None:
-    roots = []
-    for codec in ("raw", "small"):
-        with opened(codec, codec=codec) as store:
-            roots.append([snapshot.root for snapshot, _ in put_steps(store, 3)])
-    assert roots[0] == roots[1]
-
-
-def test_a_codec_for_a_ref_and_for_a_save(opened: Open) -> None:
-    state = {"w": torch.zeros(SIZE)}
+def test_a_codec_for_a_ref_and_for_a_save_and_unknown_ones_are_refused(opened: Open) -> None:
+    wrong: list[dict[str, Any]] = [{"codec": "zip"}, {"codec": {"a": "tiny"}}, {"delta": -1}, {"delta": "yes"}, {"delta": 0.5}]
+    for options in wrong:
+        with pytest.raises(InvalidOptionError, match=r"codec must be one of|delta must be"):
+            opened(**options)
     with opened(codec={"cold/*": "small", "*": "raw"}) as store:
+        for name in ("codec", "delta"):
+            unknown: dict[str, Any] = {name: "nothing"}
+            with pytest.raises(InvalidOptionError):
+                store.put_snapshot({}, ref="run", **unknown)
         assert share(store.put_snapshot({"w": torch.zeros(SIZE)}, ref="hot")) > 0.99
         assert share(store.put_snapshot({"w": torch.ones(SIZE)}, ref="cold/a")) < 0.01
         assert share(store.put_snapshot({"w": torch.full((SIZE,), 2.0)}, ref="warm", codec="fast")) < 0.01
-        assert torch.equal(store.checkout("hot")["w"], state["w"])
-
-
-@pytest.mark.parametrize("options", [{"codec": "zip"}, {"codec": {"a": "tiny"}}, {"delta": -1}, {"delta": "yes"}, {"delta": 0.5}])
-def test_unknown_codecs_are_refused(opened: Open, options: Any) -> None:
-    with pytest.raises(InvalidOptionError, match=r"codec must be one of|delta must be"):
-        opened(**options)
-    wrong: dict[str, Any] = dict.fromkeys(options, "nothing")
-    with opened() as store, pytest.raises(InvalidOptionError):
-        store.put_snapshot({}, ref="run", **wrong)
-
-
-def test_differences_are_off_and_on(opened: Open) -> None:
-    with opened("off", codec="small", delta=False) as off, opened("on", codec="fast", delta=True) as on:
-        assert min(share(snapshot) for snapshot, _ in put_steps(off, 3)) > 0.5
-        assert share(put_steps(on, 3)[1][0]) < 0.5
+        assert torch.equal(store.checkout("hot")["w"], torch.zeros(SIZE))
 
 
 def test_a_block_in_full_comes_every_so_often(opened: Open) -> None:
@@ -95,7 +84,7 @@ def test_a_block_in_full_comes_every_so_often(opened: Open) -> None:
 
 def test_what_differences_need_outlives_what_they_are_taken_from(opened: Open, tmp_path: Path) -> None:
     with opened(codec="small") as store:
-        steps = put_steps(store, 6)
+        steps = put_steps(store, 4)
         last, state = steps[-1]
         before = sum(each.stat().st_size for each in tmp_path.glob("store/packs/*/*"))
         tsck_cli(tmp_path, "forget", *(f"run@{snapshot.step}" for snapshot, _ in steps[:-1]))
@@ -116,22 +105,17 @@ def tsck_cli(folder: Path, *arguments: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_a_copy_stands_for_itself(opened: Open, tmp_path: Path) -> None:
+def test_a_copy_stands_for_itself_and_show_prints_the_size_of_each_group(opened: Open, tmp_path: Path) -> None:
     with opened(codec="small") as store, opened("other") as other:
-        steps = put_steps(store, 4)
-        tsck.copy(store, other, refs="run")
-        assert [snapshot.root for snapshot in other.log("run")] == [snapshot.root for snapshot in store.log("run")]
-        assert all(same(other.checkout(snapshot.root), state) for snapshot, state in steps)
-        assert other.fsck(read_data=True).ok
-
-
-def test_show_prints_the_size_of_each_group(opened: Open, tmp_path: Path) -> None:
-    with opened(codec="small") as store:
-        put_steps(store, 2)
+        steps = put_steps(store, 2)
         groups = {group.name: group for group in store.show("run").groups}
         assert groups["weights"].codecs == {"cast": 3 * 2 * SIZE}
         assert groups["masters"].codecs == {"delta": 3 * 4 * SIZE}
         assert groups["weights"].stored_bytes < 100 < groups["masters"].stored_bytes < 0.7 * groups["masters"].raw_bytes
+        tsck.copy(store, other, refs="run")
+        assert [snapshot.root for snapshot in other.log("run")] == [snapshot.root for snapshot in store.log("run")]
+        assert all(same(other.checkout(snapshot.root), state) for snapshot, state in steps)
+        assert other.fsck(read_data=True).ok
     result = CliRunner().invoke(main, ["show", "run", "-s", str(tmp_path / "store"), "--cache-dir", str(tmp_path / "cache-cli")])
     assert "cast 100%" in result.stdout
 
@@ -141,11 +125,8 @@ def test_a_damaged_base_is_reported_and_not_used(opened: Open, tmp_path: Path) -
     with opened(codec="small") as store:
         for _ in range(2):
             store.put_snapshot(training.train(), ref="run", step=training.step)
-    for pack in tmp_path.glob("store/packs/*/*"):
-        data = bytearray(pack.read_bytes())
-        if len(data) > SIZE * 4:  # the masters of step 1, which step 2 is stored against
-            data[len(data) // 3] ^= 1
-            pack.write_bytes(data)
+    masters, differences = sorted(tmp_path.glob("store/packs/*/*"), key=lambda pack: pack.name)
+    flip_byte(masters, masters.stat().st_size // 3)
     with opened(codec="small") as store:
         report = store.fsck(read_data=True)
         hits = [hit for finding in report.findings for hit in finding.hits]
@@ -156,8 +137,18 @@ def test_a_damaged_base_is_reported_and_not_used(opened: Open, tmp_path: Path) -
         state = training.train()
         third = store.put_snapshot(state, ref="run", step=3, expect=tsck.ANY)
         assert same(store.checkout(third.root), state)
-        masters = next(group for group in store.show("run").groups if group.name == "masters")
-        assert masters.codecs == {"planes": 4 * SIZE, "delta": 2 * 4 * SIZE}
+        found = next(group for group in store.show("run").groups if group.name == "masters")
+        assert found.codecs == {"planes": 4 * SIZE, "delta": 2 * 4 * SIZE}
+        flip_byte(masters, masters.stat().st_size // 3)
+        flip_byte(differences, differences.stat().st_size // 3)
+        (finding,) = [each for each in store.fsck(read_data=True).findings if each.severity == "error"]
+        assert finding.object.endswith(differences.name), "a difference has a checksum of its own"
+
+
+def flip_byte(pack: Path, at: int) -> None:
+    data = bytearray(pack.read_bytes())
+    data[at] ^= 1
+    pack.write_bytes(data)
 
 
 def test_what_is_staged_may_be_a_difference(opened: Open, tmp_path: Path) -> None:

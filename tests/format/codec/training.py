@@ -6,7 +6,7 @@ import torch
 
 import tensorstore_ck as tsck
 
-SIZE = 300_000
+SIZE = 100_000
 State = dict[str, Any]
 
 

@@ -1,16 +1,11 @@
-"""What the golden store of the codecs holds. `python -m tests.format.golden.codecs_content FOLDER` makes one: once for a version."""
+"""What the golden store of the codecs holds. It was made once, and is never made again: see the history of this file for how."""
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 
-import tensorstore_ck as tsck
-
 COUNT = 6000
-STEPS = (1, 2, 3)
 
 
 def noise(seed: int) -> torch.Tensor:
@@ -33,17 +28,3 @@ def codec_state(step: int) -> dict[str, object]:
         "bytes": (noise(9) * 7).to(torch.int8),
         "text": f"step {step}, " * 20_000,
     }
-
-
-def make(folder: Path) -> None:
-    """Makes the store."""
-    with tsck.open(folder, create=True, cache_dir=folder.parent / "golden-cache", codec="small") as store:
-        for step in STEPS:
-            store.put_snapshot(codec_state(step), ref="small", step=step)
-        store.put_snapshot(codec_state(9), ref="fast", step=9, codec="fast")
-        store.put_snapshot(codec_state(11), ref="raw", step=11, codec="raw")
-        store.recode("raw")
-
-
-if __name__ == "__main__":
-    make(Path(sys.argv[1]))

@@ -1,14 +1,11 @@
-"""What the golden store of format 1 holds. `python -m tests.format.golden.content FOLDER` makes one: once, never again for a version."""
+"""What the golden store of format 1 holds. It was made once, and is never made again: see the history of this file for how."""
 
 import random
-import sys
 from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
 
 import numpy as np
 import torch
 
-import tensorstore_ck as tsck
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
@@ -34,22 +31,3 @@ def golden_state(step: int) -> dict[str, object]:
         "long": "0123456789" * 10_000,
         "empty": {"dict": {}, "list": [], "tensor": torch.zeros(0, 3), "scalar": torch.tensor(2.5)},
     }
-
-
-def make(folder: Path) -> None:
-    """Makes the store."""
-    with tsck.open(folder, create=True, cache_dir=folder.parent / "golden-cache") as store:
-        for step in (1, 2):
-            store.put_snapshot(
-                golden_state(step), ref="runs/golden", step=step, metrics={"loss": 1 / step}, metadata={"lr": 0.1, "tags": ["a", None]}
-            )
-        store.branch("exp/one", "runs/golden@1")
-        store.tag("v1", "runs/golden")
-        store.annotate("v1", {"eval": 0.75})
-        store.mark("runs/golden@1", "bad", reason="an example")
-        for number in range(64):  # enough entries for a checkpoint
-            store.annotate("v1", {"late": number})
-
-
-if __name__ == "__main__":
-    make(Path(sys.argv[1]))

@@ -72,12 +72,12 @@ def put(folder: str) -> list[str]:
     ]
 
 
-def make(folder: Path) -> list[str]:
+def make(folder: Path, pool: Pool) -> list[str]:
     """Makes the store; the roots."""
     make_store(folder)
-    with Pool(RANKS) as pool:
-        return list(pool.run(put, str(folder), ranks=RANKS)[0])
+    return list(pool.run(put, str(folder), ranks=RANKS)[0])
 
 
 if __name__ == "__main__":
-    print(make(Path(sys.argv[1])))
+    with Pool(RANKS) as ranks:
+        print(make(Path(sys.argv[1]), ranks))

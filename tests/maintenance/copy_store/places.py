@@ -1,29 +1,25 @@
 """Stores to copy between, what they hold, and a backend that watches."""
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.common.executor import Piece, Result
+from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
 from tests.maintenance.fsck.stores import ADDRESSES, is_exact
 
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0, compact_below=0.9)
+WRITES = ("put", "create", "open_writer", "replace", "delete")
 
 
 def empty() -> Backend:
     backend = MemoryBackend()
     init_store(backend)
     return backend
-
-
-def open_over(backend: Any, table: Table | None = None) -> Store:
-    config = read_config(backend)
-    assert config is not None
-    return Store(make_engine(backend, config, table or MemoryTable(), sleep=lambda _: None))
 
 
 def contents(store: Store) -> dict[str, object]:
@@ -59,7 +55,7 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name not in ("get", "put", "create", "open_writer", "replace", "delete"):
+        if name not in ("get", *WRITES):
             return found
 
         def call(what: str, *arguments: Any, **more: Any) -> Any:
@@ -78,4 +74,21 @@ class Watched:
         self._before(call, name)
 
     def writes(self) -> list[tuple[str, str]]:
-        return [call for call in self.calls if call[0] in ("put", "create", "open_writer", "replace", "delete")]
+        return [call for call in self.calls if call[0] in WRITES]
+
+
+def at_write(inner: Backend, at: int, action: Callable[[], object]) -> Watched:
+    """A backend in which `action` happens before the call number `at` that writes."""
+    watched = Watched(inner, lambda call, name: action() if call in WRITES and len(watched.writes()) == at else None)
+    return watched
+
+
+class Elsewhere:
+    """As a cluster: what travels is pickled, a piece may run twice, and results come in any order."""
+
+    is_remote = True
+
+    def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
+        carried = [pickle.loads(pickle.dumps((work, piece))) for piece in pieces for _ in range(2)]
+        results = [pickle.loads(pickle.dumps(carried_work(piece))) for carried_work, piece in carried]
+        yield from reversed(results[1::2])

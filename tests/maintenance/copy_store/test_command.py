@@ -1,9 +1,7 @@
 """Pace, progress, pieces that run elsewhere, and the command."""
 
 import json
-import pickle
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +19,14 @@ from tensorstore_ck.cli.app import Program
 from tensorstore_ck.cli.cmd_copy import copy as copy_command
 from tensorstore_ck.cli.options import byte_rate
 from tensorstore_ck.common import threads
-from tensorstore_ck.common.executor import LocalThreads
+from tensorstore_ck.common.executor import Executor, LocalThreads
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.log import Op
 from tensorstore_ck.maintenance.copy_store import Pace, RateLimit, blocks, copy, copy_refs
-from tests.maintenance.copy_store.places import Watched, assert_same, empty, open_over
+from tests.effort import PATIENCE_SECONDS
+from tests.maintenance.copy_store.places import Elsewhere, Watched, assert_same, empty
 from tests.maintenance.fsck.stores import build, reopen
-
-# --- pace, progress, executor ---------------------------------------------------------------------------------------------
 
 
 class FakeTime:
@@ -47,7 +44,18 @@ class FakeTime:
             self.now += seconds
 
 
-def test_rate_limit() -> None:
+def test_rates_and_rate_limits() -> None:
+    rates = {"100MB": 1e8, "1.5GiB/s": 1.5 * (1 << 30), "500k": 5e5, "12": 12.0}
+    assert {text: byte_rate(text) for text in rates} == rates
+    for text in ("0", "fast", "5XB"):
+        with pytest.raises(click.BadParameter, match="is not a rate"):
+            byte_rate(text)
+    source, target = reopen(build()), reopen(empty())
+    for rate in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(InvalidOptionError, match="rate limit"):
+            copy(source, target, rate_limit=rate)
+    with pytest.raises(InvalidOptionError, match="this process only"):
+        copy_refs(source.engine, target.engine, pace=Pace.limited(1e9), executor=Elsewhere())
     time = FakeTime()
     limit = RateLimit(100.0, clock=time.clock)
     assert limit.take(50) == 0.5
@@ -59,50 +67,35 @@ def test_rate_limit() -> None:
     assert limit.take(0) == 0
 
 
-@pytest.mark.parametrize("rate", [0, -1, float("inf"), float("nan")])
-def test_no_rate(rate: float) -> None:
-    with pytest.raises(InvalidOptionError, match="rate limit"):
-        copy(reopen(build()), open_over(empty()), rate_limit=rate)
-
-
 @pytest.mark.parametrize("limited", ["reads", "writes"])
 def test_both_directions_are_limited(limited: str) -> None:
     time = FakeTime()
     slow, fast = RateLimit(1000.0, clock=time.clock), RateLimit(1e15, clock=time.clock)
     pace = Pace(*((slow, fast) if limited == "reads" else (fast, slow)), time.wait)
-    report = copy_refs(reopen(build()).engine, open_over(empty()).engine, pace=pace)
+    report = copy_refs(reopen(build()).engine, reopen(empty()).engine, pace=pace)
     assert time.now >= 0.95 * (report.read_bytes if limited == "reads" else 4 * 6000) / 1000
-
-
-def test_the_slower_one_counts() -> None:
-    time = FakeTime()
-    pace = Pace(RateLimit(100.0, clock=time.clock), RateLimit(50.0, clock=time.clock), time.wait)
-    assert pace.run_bytes == 12
-    for _ in range(10):
-        assert pace.take(40, 30, threading.Event())
-    assert time.now == pytest.approx(6.0)
 
 
 def test_a_slow_copy_ends_with_its_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or with Ctrl-C: in the thread that called, and while the others wait."""
-    source_backend, target = empty(), open_over(empty())
-    with open_over(source_backend) as store:
+    source_backend, target = empty(), reopen(empty())
+    with reopen(source_backend) as store:
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(20)}, ref="job")
     waiting = threading.Semaphore(0)
     took = []
 
     def wait(failed: threading.Event, seconds: float) -> None:
         if threading.current_thread() is threading.main_thread():
-            waiting.acquire()  # another thread waits by now
+            assert waiting.acquire(timeout=PATIENCE_SECONDS)  # another thread waits by now
             raise KeyboardInterrupt
         waiting.release()
-        took.append(failed.wait(1000))  # for good, but for the error
+        took.append(failed.wait(PATIENCE_SECONDS))  # the error ends it
 
     monkeypatch.setattr(blocks, "cpu_threads", lambda: 3)
     pace = Pace(RateLimit(100.0), RateLimit(100.0), wait)
     source = Watched(source_backend)
     with pytest.raises(KeyboardInterrupt):
-        copy_refs(open_over(source).engine, target.engine, pace=pace)
+        copy_refs(reopen(source).engine, target.engine, pace=pace)
     assert took
     assert all(took)
     assert source.bytes_read == 0, "nobody went on"
@@ -125,10 +118,10 @@ def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(task: int) -> None:
         if threading.current_thread() is threading.main_thread():
-            begun.wait()
+            assert begun.wait(PATIENCE_SECONDS)
         else:
             begun.set()
-            took.append(failed.wait(1000))
+            took.append(failed.wait(PATIENCE_SECONDS))
 
     monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=Interrupted))
     with pytest.raises(KeyboardInterrupt):
@@ -139,29 +132,15 @@ def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress() -> None:
     source = reopen(build())
     seen: list[tuple[int, int]] = []
-    copy(source, open_over(empty()), progress=lambda done, total: seen.append((done, total)))
+    copy(source, reopen(empty()), progress=lambda done, total: seen.append((done, total)))
     total = sum(snap.logical_bytes for snap in {snap.root: snap for snap in source.log()}.values())
     assert {at for _, at in seen} == {total}
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-class Elsewhere(LocalThreads):
-    """Like a cluster: what travels is pickled, and a piece may run twice."""
-
-    is_remote = True
-
-    def run(self, work: Any, pieces: Iterable[Any]) -> Any:
-        for piece in pieces:
-            for _ in range(2):
-                pickled = pickle.dumps((work, piece))
-                carried_work, carried_piece = pickle.loads(pickled)
-                result = carried_work(carried_piece)
-            yield pickle.loads(pickle.dumps(result))
-
-
-@pytest.mark.parametrize("executor", [LocalThreads(3), Elsewhere(1)])
-def test_pieces_run_anywhere(executor: LocalThreads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("executor", [LocalThreads(3), Elsewhere()])
+def test_pieces_run_anywhere(executor: Executor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(blocks, "PIECE_BYTES", 5_000)
     build(LocalBackend(str(tmp_path / "source")))
     init_store(LocalBackend(str(tmp_path / "target")))
@@ -171,28 +150,13 @@ def test_pieces_run_anywhere(executor: LocalThreads, monkeypatch: pytest.MonkeyP
         assert_same(source, target)
 
 
-def test_no_rate_limit_elsewhere() -> None:
-    with pytest.raises(InvalidOptionError, match="this process only"):
-        copy_refs(reopen(build()).engine, open_over(empty()).engine, pace=Pace.limited(1e9), executor=Elsewhere(1))
-
-
-def test_runs_of_a_slow_copy_are_short() -> None:
-    rows = np.zeros(4, blocks.BLOCK_DTYPE)
-    rows["offset"] = [64, 164, 264, 364]
-    rows["stored"] = 100
-    assert [len(run) for run in blocks._runs(rows, 200)] == [2, 2]
-    assert [len(run) for run in blocks._runs(rows, 1)] == [1, 1, 1, 1]
-
-
-def test_runs_hold_neighbours() -> None:
+def test_runs_hold_neighbours_and_those_of_a_slow_copy_are_short() -> None:
     rows = np.zeros(5, blocks.BLOCK_DTYPE)
     rows["pack"] = [0, 0, 0, 1, 1]
     rows["offset"] = [64, 164, 1 << 20, 64, (4 << 20) + 60]
     rows["stored"] = [100, 200, 50, 4 << 20, 10]
     assert [run["offset"].tolist() for run in blocks._runs(rows, blocks.RUN_BYTES)] == [[64, 164], [1 << 20], [64], [(4 << 20) + 60]]
-
-
-# --- the command ----------------------------------------------------------------------------------------------------------
+    assert [len(run) for run in blocks._runs(rows, 1)] == [1] * 5
 
 
 def tsck_copy(*arguments: str) -> tuple[int, Any]:
@@ -229,32 +193,18 @@ def test_command(tmp_path: Path) -> None:
 def test_a_head_that_is_marked_damaged(tmp_path: Path) -> None:
     build(LocalBackend(str(tmp_path / "source")))
     init_store(LocalBackend(str(tmp_path / "target")))
+    places = (str(tmp_path / "source"), str(tmp_path / "target"), "--cache-dir", str(tmp_path / "cache"))
     with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source:
         root, before = source.resolve("runs/a").root, source.resolve("runs/a~1").root
         source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
-    places = (str(tmp_path / "source"), str(tmp_path / "target"), "--cache-dir", str(tmp_path / "cache"))
-    for snapshots in (2, 0):
-        code, document = tsck_copy(*places, "--ref", "runs/a")
-        (ref,) = document["refs"]
-        assert (code, document["ok"], ref["outcome"], ref["error"]["kind"]) == (DamageError.exit_code, False, "behind", "damage")
-        assert (ref["root"], ref["snapshots"], ref["error"]["object"]) == (before, snapshots, root)
-    text = CliRunner().invoke(copy_command, places, catch_exceptions=False)
-    assert text.exit_code == DamageError.exit_code
-    assert "behind" in text.stdout
-    assert "`tsck reset runs/a runs/a~1`" in text.stdout
-    with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source:
+        for snapshots in (2, 0):
+            code, document = tsck_copy(*places, "--ref", "runs/a")
+            (ref,) = document["refs"]
+            assert (code, document["ok"], ref["outcome"], ref["error"]["kind"]) == (DamageError.exit_code, False, "behind", "damage")
+            assert (ref["root"], ref["snapshots"], ref["error"]["object"]) == (before, snapshots, root)
+        text = CliRunner().invoke(copy_command, places, catch_exceptions=False)
+        assert (text.exit_code, "behind" in text.stdout) == (DamageError.exit_code, True)
+        assert "`tsck reset runs/a runs/a~1`" in text.stdout
         source.reset("runs/a", "runs/a~1")
     code, document = tsck_copy(*places)
     assert (code, document["ok"], {ref["outcome"] for ref in document["refs"]}) == (0, True, {"there"})
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("100MB", 1e8), ("1.5GiB/s", 1.5 * (1 << 30)), ("500k", 5e5), ("12", 12.0), ("0", None), ("fast", None), ("5XB", None)],
-)
-def test_rates(text: str, rate: float | None) -> None:
-    if rate is None:
-        with pytest.raises(click.BadParameter, match="is not a rate"):
-            byte_rate(text)
-    else:
-        assert byte_rate(text) == rate

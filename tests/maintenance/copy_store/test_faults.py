@@ -2,27 +2,26 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tensorstore_ck import CorruptObjectError, DamageError, Store, StoreError
+from tensorstore_ck import DamageError, Store, StoreError
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.engine.opening import init_store
-from tensorstore_ck.format.codec import decode
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.format.part import part_name
-from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.copy_store import blocks, copy, copy_refs
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
-from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty, open_over
-from tests.maintenance.fsck.stores import build, is_exact, reopen, state
-
-# --- damage ---------------------------------------------------------------------------------------------------------------
+from tests.gc.stores import interrupted, open_store
+from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
+from tests.maintenance.fsck.stores import build, flip, is_exact, reopen, state
+from tests.session.group.built import RANKS, stage
+from tests.session.group.stores import put_all
 
 
 def damage(backend: Backend, store: Store, address: str) -> str:
@@ -33,19 +32,19 @@ def damage(backend: Backend, store: Store, address: str) -> str:
     part = engine.read_part(engine.read_record(info), 0)
     row = max((row for row in part.extents if row["codec"] == 0 and row["raw"] == 6000), key=lambda row: int(row["offset"]))
     name = pack_name(part.packs[row["pack"]])
-    data = bytearray(backend.get(name, max_bytes=1 << 30))
-    data[int(row["offset"]) + 100] ^= 1
-    backend.replace(name, data)
+    flip(backend, name, int(row["offset"]) + 100)
     return name
 
 
-def test_a_damaged_block() -> None:
-    source_backend, target_backend = build(codec="raw"), empty()
-    source, target = reopen(source_backend), open_over(target_backend)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_damaged_block_or_a_missing_pack(is_there: bool) -> None:
+    source_backend, target = build(codec="raw"), reopen(empty())
+    source = reopen(source_backend)
     name = damage(source_backend, source, "runs/a@2")
-    with pytest.raises(
-        CorruptObjectError, match=rf"\(step 2\) of 'runs/a' cannot be copied: {name}: the block [0-9a-f]* at offset"
-    ) as caught:
+    if not is_there:
+        source_backend.delete([name])
+    said = ": the block [0-9a-f]* at offset" if is_there else " is not in the store"
+    with pytest.raises(DamageError, match=rf"\(step 2\) of 'runs/a' cannot be copied: {name}{said}") as caught:
         copy(source, target)
     assert caught.value.object_id == name
     assert [snap.step for snap in target.log()] == [4, 1]  # what came before, and the other branch
@@ -53,18 +52,8 @@ def test_a_damaged_block() -> None:
     assert target.fsck(read_data=True).ok
 
 
-def test_a_missing_pack() -> None:
-    source_backend, target = build(codec="raw"), open_over(empty())
-    source = reopen(source_backend)
-    name = damage(source_backend, source, "runs/b")
-    source_backend.delete([name])
-    with pytest.raises(DamageError, match=f"cannot be copied: {name} is not in the store"):
-        copy(source, target)
-    assert [snap.step for snap in target.log("runs/a")] == [3, 2, 1]
-
-
 def test_a_snapshot_that_is_marked_damaged() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     root = source.resolve("runs/a@2").root
     source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     report = copy(source, target, refs="runs/a")
@@ -74,7 +63,7 @@ def test_a_snapshot_that_is_marked_damaged() -> None:
 
 @pytest.mark.parametrize(("name", "advice"), [("runs/a", "tsck reset runs/a runs/a~1"), ("paper", "tsck untag paper")])
 def test_a_ref_at_a_snapshot_that_is_marked_damaged(name: str, advice: str) -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     root = source.resolve(name).root
     source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     with pytest.raises(DamageError, match=f"marked damaged and was left out.*{advice}"):
@@ -90,9 +79,6 @@ def test_a_ref_at_a_snapshot_that_is_marked_damaged(name: str, advice: str) -> N
     assert target.resolve(name).root == root
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------
-
-
 def small(backend: Backend) -> Backend:
     init_store(backend)
     with reopen(backend) as store:
@@ -102,14 +88,15 @@ def small(backend: Backend) -> Backend:
     return backend
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("side", ["source", "target"])
-@pytest.mark.parametrize("mode", ["die-before", "die-after", "tear", "unavailable", "lost-reply"])
 @pytest.mark.parametrize("place", ["memory", pytest.param("local", marks=pytest.mark.slow)])
-def test_a_fault_at_every_call(side: str, mode: str, place: str, tmp_path: Path) -> None:
+def test_a_fault_at_every_call(side: str, place: str, tmp_path: Path) -> None:
+    """The faults take turns."""
     source_backend = small(MemoryBackend())
     expected = contents(reopen(source_backend))
-    for at in range(1, 1000):
-        target_backend: Backend = MemoryBackend() if place == "memory" else LocalBackend(str(tmp_path / str(at)))
+    for at, mode in in_turns(range(1, 1000), ("die-before", "die-after", "tear", "unavailable", "lost-reply")):
+        target_backend: Backend = MemoryBackend() if place == "memory" else LocalBackend(str(tmp_path / f"{at}-{mode}"))
         init_store(target_backend)
         faults = Faults(mode, at)
         sides = {"source": source_backend, "target": target_backend}
@@ -117,13 +104,13 @@ def test_a_fault_at_every_call(side: str, mode: str, place: str, tmp_path: Path)
         table = MemoryTable()
         failed = False
         try:
-            copy(open_over(sides["source"]), open_over(sides["target"], table))
+            copy(reopen(sides["source"]), reopen(sides["target"], table))
         except (Death, StoreError):
             failed = True
         half = reopen(target_backend)
         for snapshot in half.log():
             assert is_exact(half.checkout(snapshot.root), snapshot.step or 0)
-        fresh = open_over(target_backend, table)
+        fresh = reopen(target_backend, table)
         assert copy(reopen(source_backend), fresh).ok
         assert contents(fresh) == expected
         report = fresh.fsck(read_data=True)
@@ -137,7 +124,7 @@ def test_a_fault_at_every_call(side: str, mode: str, place: str, tmp_path: Path)
 def test_it_goes_on_within_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "PIECE_BYTES", 10_000)
     source_backend, target_backend, table = empty(), empty(), MemoryTable()
-    with open_over(source_backend) as store:
+    with reopen(source_backend) as store:
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(10)}, ref="job", codec="raw")
     packs = []
 
@@ -147,57 +134,48 @@ def test_it_goes_on_within_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Death
 
     with pytest.raises(Death):
-        copy(open_over(source_backend), open_over(Watched(target_backend, die), table))
+        copy(reopen(source_backend), reopen(Watched(target_backend, die), table))
     source = Watched(source_backend)
-    report = copy(open_over(source), open_over(target_backend, table))
+    report = copy(reopen(source), reopen(target_backend, table))
     assert report.ok
     assert report.blocks < 8
     assert source.bytes_read == report.read_bytes < 8 * 8000
     assert torch.equal(reopen(target_backend).checkout("job")["7"], torch.full((2000,), 7.0))
 
 
-# --- during gc ------------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.race
 def test_the_source_compacts_meanwhile() -> None:
     backend = empty()
-    with open_over(backend) as store:
+    with reopen(backend) as store:
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(8)}, ref="job", step=1)
         store.put_snapshot({str(number): torch.full((2000,), float(number)) for number in range(3)}, ref="job", step=2)
         store.forget("job@1")
-    gc_runs: list[object] = []
 
-    def compact(call: str, name: str) -> None:
-        if call == "read_into" and name.startswith("packs/") and not gc_runs:
-            gc_runs.append(None)
-            with reopen(backend) as other:
-                report = other.gc(EVERYTHING)
-                assert report.rewritten
-                assert report.deleted["pack"]
+    def compact() -> None:
+        report = reopen(backend).gc(EVERYTHING)
+        assert report.rewritten
+        assert report.deleted["pack"]
 
-    target_backend = empty()
-    report = copy(open_over(Watched(backend, compact)), open_over(target_backend), refs="job")
-    assert gc_runs
-    assert report.ok
-    assert torch.equal(reopen(target_backend).checkout("job")["2"], torch.full((2000,), 2.0))
+    (source, compaction), target = interrupted(backend, "read packs/", compact), reopen(empty())
+    assert copy(source, target, refs="job").ok
+    assert compaction.struck
+    assert torch.equal(target.checkout("job")["2"], torch.full((2000,), 2.0))
 
 
+@pytest.mark.race
 def test_the_source_forgets_meanwhile() -> None:
     backend = build()
-    done: list[object] = []
 
-    def forget(call: str, name: str) -> None:
-        if call == "get" and name.startswith("snapshots/") and not done:
-            done.append(None)
-            with reopen(backend) as other:
-                other.untag("paper")
-                other.forget("runs/a@2")
-                other.gc(EVERYTHING)
-                other.gc(EVERYTHING)
+    def forget() -> None:
+        with reopen(backend) as other:
+            other.untag("paper")
+            other.forget("runs/a@2")
+            other.gc(EVERYTHING)
+            other.gc(EVERYTHING)
 
-    target = open_over(empty())
-    report = copy(open_over(Watched(backend, forget)), target)
-    assert done
+    (source, forgetting), target = interrupted(backend, "get snapshots/", forget), reopen(empty())
+    report = copy(source, target)
+    assert forgetting.struck
     assert {ref.name: ref.outcome for ref in report.refs} == {"runs/a": "copied", "runs/b": "copied", "paper": "behind"}
     assert not report.ok
     assert [snap.step for snap in target.log("runs/a")] == [3, 1]
@@ -205,59 +183,30 @@ def test_the_source_forgets_meanwhile() -> None:
     assert all("was forgotten in the source" in warning for warning in report.warnings)
 
 
+@pytest.mark.race
 def test_the_target_frees_what_it_relies_on() -> None:
     """The copy would reuse blocks of a snapshot that is forgotten and freed before the commit: it starts over."""
-    source, target_backend = reopen(build()), empty()
-    table = MemoryTable()
-    with open_over(target_backend, table) as store:
+    source, target_backend, table = reopen(build()), empty(), MemoryTable()
+    with reopen(target_backend, table) as store:
         store.put_snapshot({**state(1), "other": torch.ones(5000)}, ref="old", step=0)
-    done: list[object] = []
 
-    def free(call: str, name: str) -> None:
-        if call == "put" and name.startswith("parts/") and not done:
-            done.append(None)
-            with reopen(target_backend) as other:
-                other.forget("old")
-                other.gc(EVERYTHING)
-                other.gc(EVERYTHING)
+    def free() -> None:
+        with reopen(target_backend) as other:
+            other.forget("old")
+            other.gc(EVERYTHING)
+            other.gc(EVERYTHING)
 
-    report = copy(source, open_over(Watched(target_backend, free), table))
-    assert done
-    assert report.ok
+    target, freeing = interrupted(target_backend, "put parts/", free, table=table)
+    assert copy(source, target).ok
+    assert freeing.struck
     assert_same(source, reopen(target_backend))
 
 
-# --- many ranks -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_of_two_ranks() -> None:
-    source_backend, target_backend = build(), empty()
-    source = reopen(source_backend)
-    engine = source.engine
-    infos = [engine.log.view().by_root(bytes.fromhex(source.resolve(address).root)) for address in ("runs/a@1", "runs/b")]
-    ulids, part_ids = [], b""
-    for rank, info in enumerate(infos):
-        assert info is not None
-        part = engine.read_part(engine.read_record(info), 0)._replace(rank=rank, world_size=2, layout_of=b"\0\0\1\0")
-        ulids.append(engine.new_id())
-        part_ids += part.part_id()
-        source_backend.put(part_name(ulids[-1]), part.encode())
-    assert infos[0] is not None
-    record = engine.read_record(infos[0])._replace(ref="many", parts=ulids, part_ids=part_ids)
-    snapshot, encoded = engine.new_id(), record.encode()
-    source_backend.put(record_name(snapshot), encoded)
-    anchor = engine.log.sync().n
-    engine.log.append(lambda view: [Op.put("many", snapshot, record, encoded, anchor=anchor, txn=snapshot)])
-    target = reopen(target_backend)
-    assert copy(source, target, refs="many").snapshots == 1
-    info = target.engine.log.view().by_root(record.root())
-    assert info is not None
-    copied = target.engine.read_record(info)
-    assert copied.part_ids == part_ids
-    for rank in range(2):
-        assert target.engine.read_part(copied, rank).ids == engine.read_part(record, rank).ids
-        part = target.engine.read_part(copied, rank)
-        for row, extent in enumerate(part.extents):
-            stored = memoryview(bytearray(int(extent["stored"])))
-            target_backend.read_into(pack_name(part.packs[extent["pack"]]), int(extent["offset"]), stored)
-            assert block_id(decode(int(extent["codec"]), stored, int(extent["raw"]), "")) == part.block_id(row)
+def test_a_snapshot_of_many_ranks() -> None:
+    backend = MemoryBackend()
+    source, target = open_store(backend), reopen(empty())
+    put_all(backend, RANKS, stage)
+    assert copy(source, target, refs="job").snapshots == 1
+    assert target.resolve("job").root == source.resolve("job").root
+    np.testing.assert_equal(target.checkout("job"), source.checkout("job"))
+    assert target.fsck(read_data=True).ok

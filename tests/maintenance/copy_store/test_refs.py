@@ -1,8 +1,8 @@
 """What a copy brings, what it leaves alone, and that nothing travels twice."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,31 +12,21 @@ from tensorstore_ck import ConflictError, InvalidOptionError, NotFoundError, Sto
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.format.codec import Codec, CodecName
-from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.maintenance.copy_store import copy
-from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, empty, open_over
+from tests.gc.stores import interrupted
+from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
 from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
 from tests.servers import S3Server
 
-# --- what arrives -------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def make_target(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
-    def make() -> Store:
-        if request.param == "s3":
-            server: S3Server = request.getfixturevalue("moto_server")
-            url = f"{server.url}/{tmp_path.name}"
-            return tsck.open(url, create=True, storage_options=server.storage_options, cache_dir=tmp_path / "cache")
-        url = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "target")
-        return tsck.open(url, create=True, cache_dir=tmp_path / "cache")
-
-    return make
-
-
-def test_all_of_a_store(make_target: Callable[[], Store], tmp_path: Path) -> None:
-    build(LocalBackend(str(tmp_path / "source")))
-    with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source, make_target() as target:
+@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
+def test_all_of_a_store_and_a_copy_of_the_copy(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url, options = f"memory://{tmp_path.name}", dict[str, Any]()
+    if place == "s3":
+        server: S3Server = request.getfixturevalue("moto_server")
+        url, options = f"{server.url}/{tmp_path.name}", {"storage_options": server.storage_options}
+    source = reopen(build())
+    with tsck.open(url, create=True, cache_dir=tmp_path / "cache", **options) as target:
         report = copy(source, target)
         assert report.ok
         assert (report.snapshots, report.snapshots_there, report.warnings) == (4, 0, ())
@@ -48,7 +38,19 @@ def test_all_of_a_store(make_target: Callable[[], Store], tmp_path: Path) -> Non
         assert {ref.name: ref.root for ref in report.refs} == {
             name: snap.root for name, snap in {**source.branches(), **source.tags()}.items()
         }
-        assert_same(source, target)
+        last = reopen(empty())
+        copy(target, last)
+        for each in (target, last):
+            assert_same(source, each)
+            assert [record[1:] for record in records(each)] == [record[1:] for record in records(source)]
+
+
+def records(store: Store) -> list[tuple[object, ...]]:
+    view = store.engine.log.view()
+    found = (store.engine.read_record(info) for snapshot in store.log() if (info := view.by_root(bytes.fromhex(snapshot.root))) is not None)
+    return sorted(
+        (str(record.step), record.step, record.parent, record.metadata, record.metrics, record.time_ns, record.part_ids) for record in found
+    )
 
 
 def test_by_url(tmp_path: Path) -> None:
@@ -60,41 +62,15 @@ def test_by_url(tmp_path: Path) -> None:
         assert list(target.branches()) == ["runs/a"]
 
 
-def test_the_record_is_kept() -> None:
-    source, target = reopen(build()), open_over(empty())
-    copy(source, target)
-    for snapshot in source.log():
-        records = [
-            store.engine.read_record(info)
-            for store in (source, target)
-            if (info := store.engine.log.view().by_root(bytes.fromhex(snapshot.root))) is not None
-        ]
-        kept = [(record.step, record.parent, record.metadata, record.metrics, record.time_ns, record.part_ids) for record in records]
-        assert kept[0] == kept[1]
-
-
-def test_a_copy_of_a_copy_is_the_same() -> None:
-    source, middle, last = reopen(build()), open_over(empty()), open_over(empty())
-    copy(source, middle)
-    copy(middle, last)
-    assert_same(source, last)
-
-
-def test_a_history_that_went_back(tmp_path: Path) -> None:
-    source, target = open_over(build()), open_over(empty())
+def test_a_history_that_went_back_after_a_copy_too() -> None:
+    source, target = reopen(build()), reopen(empty())
     source.reset("runs/a", "runs/a@1")
-    source.checkout("runs/a")
-    source.put_snapshot(state(5), ref="runs/a", step=5)
+    for ref, number in (("runs/a", 5), ("runs/b", 5)):
+        source.checkout(ref)
+        source.put_snapshot(state(number), ref=ref, step=number)
     copy(source, target)
     assert [snap.step for snap in target.log("runs/a")] == [5, 1, 3, 2, 1]
-    assert_same(source, target)
-
-
-def test_a_copy_that_stopped_before_the_history_went_back() -> None:
-    source, target = open_over(build()), open_over(empty())
-    source.checkout("runs/b")
-    source.put_snapshot(state(5), ref="runs/b", step=5)
-    copy(source, target)
+    assert contents(source) == contents(target)
     source.put_snapshot(state(6), ref="runs/b", step=6)
     source.reset("runs/b", "runs/b@5")
     source.checkout("runs/b")
@@ -103,17 +79,9 @@ def test_a_copy_that_stopped_before_the_history_went_back() -> None:
     assert [snap.step for snap in target.log("runs/b")] == [7, 5, 6, 5, 4, 1]
 
 
-def test_a_bad_snapshot_is_never_there_unmarked() -> None:
-    source, target = reopen(build()), open_over(empty())
-    copy(source, target)
-    bad = bytes.fromhex(source.resolve("runs/a@3").root)
-    (entry,) = [entry for entry in target.engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
-    assert [op.name for op in entry.ops] == ["put", "annotate", "mark"]
-
-
 @pytest.mark.parametrize(("codec", "used"), [("raw", {Codec.RAW, Codec.LZ4}), ("fast", {Codec.PLANES, Codec.LZ4})])
 def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -> None:
-    source, target = reopen(build(codec=codec)), open_over(empty())
+    source, target = reopen(build(codec=codec)), reopen(empty())
     copy(source, target)
 
     def extents(store: Store) -> list[tuple[int, int, int]]:
@@ -127,47 +95,37 @@ def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -
     assert {number for _, _, number in extents(source)} == used
 
 
-# --- nothing twice --------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_copy_moves_nothing() -> None:
-    source_backend, target_backend = build(), empty()
-    copy(reopen(source_backend), open_over(target_backend))
+def test_a_second_copy_moves_nothing_but_new_blocks() -> None:
+    source_backend, target_backend = build(codec="raw"), empty()
+    copy(reopen(source_backend), reopen(target_backend))
     source, target = Watched(source_backend), Watched(target_backend)
-    report = copy(open_over(source), open_over(target))
+    report = copy(reopen(source), reopen(target))
     assert (report.snapshots, report.snapshots_there, report.blocks, report.read_bytes, report.written_bytes) == (0, 4, 0, 0, 0)
     assert {ref.outcome for ref in report.refs} == {"there"}
     assert source.bytes_read == target.bytes_read == 0
     assert source.writes() == target.writes() == []
-
-
-def test_only_new_blocks_travel() -> None:
-    source_backend, target_backend = build(codec="raw"), empty()
-    copy(reopen(source_backend), open_over(target_backend))
     with reopen(source_backend) as store:
         store.checkout("runs/a", allow_marked=True)
         new = store.put_snapshot({**state(3), "weight": torch.full((1500,), 9.0)}, ref="runs/a", step=6, codec="raw")
-    source = Watched(source_backend)
-    report = copy(open_over(source), open_over(target_backend))  # without a cache: by what the parent's part says
+    report = copy(reopen(source), reopen(target_backend))  # without a cache: by what the parent's part says
     assert (report.snapshots, report.blocks, report.read_bytes, source.bytes_read) == (1, 1, 6000, 6000)
     assert report.written_bytes < 6000 + 3000
-    with reopen(target_backend) as target:
-        assert target.resolve("runs/a").root == new.root
-        assert target.resolve("runs/a").new_bytes < 6000 + 3000
+    copied = reopen(target_backend).resolve("runs/a")
+    assert (copied.root, copied.new_bytes < 6000 + 3000) == (new.root, True)
 
 
 def test_blocks_are_shared_between_branches() -> None:
     backend = empty()
-    with open_over(backend) as store:
+    with reopen(backend) as store:
         store.put_snapshot(state(1), ref="one")
         store.put_snapshot({**state(1), "bias": torch.zeros(3)}, ref="two")
-    report = copy(reopen(backend), open_over(empty()))
+    report = copy(reopen(backend), reopen(empty()))
     assert (report.snapshots, report.blocks, report.blocks_there) == (2, 4, 4)  # layout, blob and two tensors
 
 
 def test_what_the_target_forgot_comes_back() -> None:
     """From the list of what is to be deleted: nothing travels, and gc does not take it any more."""
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     target.untag("paper")
     target.forget("runs/a", "runs/b")
@@ -178,9 +136,12 @@ def test_what_the_target_forgot_comes_back() -> None:
     assert_same(source, target)
 
 
-def test_what_was_said_later_travels() -> None:
-    source, target = reopen(build()), open_over(empty())
+def test_marks_travel_with_their_snapshot_and_what_was_said_later_follows() -> None:
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
+    bad = bytes.fromhex(source.resolve("runs/a@3").root)
+    (entry,) = [entry for entry in target.engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
+    assert [op.name for op in entry.ops] == ["put", "annotate", "mark"], "it is never there unmarked"
     source.annotate("runs/a@1", {"late": 1.5, "odd": float("nan")})
     source.mark("runs/a@2", reason="diverged")
     copy(source, target)
@@ -191,33 +152,25 @@ def test_what_was_said_later_travels() -> None:
     assert target.engine.log.sync().n == entries
 
 
-# --- which refs -----------------------------------------------------------------------------------------------------------
-
-
 def test_globs() -> None:
-    target = open_over(empty())
+    backend = empty()
+    target = reopen(backend)
     report = copy(reopen(build()), target, refs=["*/b", "pap*"])
     assert [ref.name for ref in report.refs] == ["runs/b", "paper"]
     assert (list(target.branches()), list(target.tags())) == (["runs/b"], ["paper"])
     assert is_exact(target.checkout("runs/b~1"), 1)
-
-
-def test_a_glob_that_fits_nothing() -> None:
-    target = Watched(empty())
+    watched = Watched(backend)
     with pytest.raises(NotFoundError, match=r"matches 'run/\*' \(refs: runs/a, runs/b, paper\)"):
-        copy(reopen(build()), open_over(target), refs=["runs/*", "run/*"])
-    assert target.writes() == []
+        copy(reopen(build()), reopen(watched), refs=["runs/*", "run/*"])
+    assert watched.writes() == []
     with pytest.raises(NotFoundError, match="it has no refs yet"):
-        copy(open_over(empty()), open_over(empty()), refs="*")
-
-
-def test_an_empty_store() -> None:
-    assert copy(open_over(empty()), open_over(empty())).refs == ()
+        copy(reopen(empty()), reopen(empty()), refs="*")
+    assert copy(reopen(empty()), reopen(empty())).refs == ()
 
 
 def test_a_tag_alone() -> None:
     source, target_backend = reopen(build()), empty()
-    target = open_over(target_backend)
+    target = reopen(target_backend)
     copy(source, target, refs="paper")
     assert list(target.branches()) == []
     assert target.forgotten() == ()
@@ -232,32 +185,21 @@ def test_a_tag_alone() -> None:
     assert names(target_backend, "packs/") == []
 
 
-def test_the_same_store_twice() -> None:
-    backend = build()
+def test_stores_that_cannot_be_copied_between(tmp_path: Path) -> None:
+    backend, target = build(), empty()
     with pytest.raises(InvalidOptionError, match="are the same store"):
         copy(reopen(backend), reopen(backend))
-
-
-def test_other_block_sizes() -> None:
-    target = empty()
+    with pytest.raises(tsck.NotAStoreError, match="tsck init"):
+        copy(reopen(backend), tmp_path / "nothing")
     config = read_config(target)
     assert config is not None
-    other = StoreConfig(config.format, config.uuid, 1 << 20, config.hash, config.features, config.log, config.exclusive_create)
-    target.replace("store.json", other.encode())
+    target.replace("store.json", dataclasses.replace(config, block_bytes=1 << 20).encode())
     with pytest.raises(InvalidOptionError, match="block size"):
-        copy(reopen(build()), open_over(target))
-
-
-def test_a_target_that_is_no_store(tmp_path: Path) -> None:
-    with pytest.raises(tsck.NotAStoreError, match="tsck init"):
-        copy(reopen(build()), tmp_path / "nothing")
-
-
-# --- histories that differ ------------------------------------------------------------------------------------------------
+        copy(reopen(backend), reopen(target))
 
 
 def test_diverged() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     target.checkout("runs/a", allow_marked=True)
     target.put_snapshot(state(7), ref="runs/a", step=7)
@@ -278,7 +220,7 @@ def test_diverged() -> None:
 
 
 def test_the_target_is_ahead() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target)
     target.checkout("runs/b")
     target.put_snapshot(state(7), ref="runs/b", step=7)
@@ -292,7 +234,7 @@ def test_the_target_is_ahead() -> None:
 
 
 def test_what_the_source_forgot_stays_in_the_target() -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target, refs="runs/b")
     source.checkout("runs/b")
     for number in (5, 6, 7):
@@ -306,20 +248,11 @@ def test_what_the_source_forgot_stays_in_the_target() -> None:
     assert is_exact(target.checkout("runs/b@4"), 4)
 
 
-def test_another_branch_of_that_name() -> None:
-    source, target = reopen(build()), open_over(empty())
-    copy(source, target, refs="runs/b")
-    source.forget("runs/b")
-    source.put_snapshot(state(6), ref="runs/b", step=6, expect=None)
-    with pytest.raises(ConflictError, match="diverged"):
-        copy(source, target, refs="runs/b")
-
-
 @pytest.mark.parametrize("kind", ["tag", "branch"])
 def test_a_tag_that_is_taken(kind: str) -> None:
-    source, target = reopen(build()), open_over(empty())
+    source, target = reopen(build()), reopen(empty())
     copy(source, target, refs="runs/*")
-    (target.tag if kind == "tag" else target.branch)("paper", "runs/a@1")
+    getattr(target, kind)("paper", "runs/a@1")
     with pytest.raises(ConflictError, match="tag 'paper' was not copied"):
         copy(source, target)
     assert target.resolve("paper").step == 1
@@ -329,15 +262,12 @@ def test_a_tag_that_is_taken(kind: str) -> None:
         copy(source, target, refs="runs/c")
 
 
+@pytest.mark.race
 def test_a_ref_that_moves_meanwhile() -> None:
-    source, target_backend = reopen(build()), empty()
-    with reopen(target_backend) as other:
-
-        def intrude(call: str, name: str) -> None:
-            if call == "put" and name.startswith("snapshots/") and not other.branches():
-                other.put_snapshot(state(9), ref="runs/a", step=9)
-
-        with pytest.raises(ConflictError, match="moved in memory: by another process"):
-            copy(source, open_over(Watched(target_backend, intrude)))
-        assert [snap.step for snap in other.log("runs/a")] == [9]
-        assert is_exact(other.checkout("runs/b@4"), 4)
+    source, backend = reopen(build()), empty()
+    other = reopen(backend)
+    target, _ = interrupted(backend, "put snapshots/", lambda: other.put_snapshot(state(9), ref="runs/a", step=9))
+    with pytest.raises(ConflictError, match="moved in memory: by another process"):
+        copy(source, target)
+    assert [snap.step for snap in other.log("runs/a")] == [9]
+    assert is_exact(other.checkout("runs/b@4"), 4)

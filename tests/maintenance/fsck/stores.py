@@ -1,6 +1,7 @@
 """A small store with one of everything, and ways to break it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec import CodecName
-from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
 
 State = dict[str, object]
@@ -26,11 +27,41 @@ def state(number: int) -> State:
     }
 
 
-def reopen(backend: Backend) -> Store:
-    """A handle of a host that has no cache."""
+def reopen(backend: Any, table: Table | None = None) -> Store:
+    """A handle of a host; without `table` it has no cache."""
     config = read_config(backend)
     assert config is not None
-    return Store(make_engine(backend, config, MemoryTable(), sleep=lambda _: None))
+    return Store(make_engine(backend, config, table or MemoryTable(), sleep=lambda _: None))
+
+
+def begun(*numbers: int, ref: str = "runs/a") -> tuple[MemoryBackend, Store]:
+    """A new store with these snapshots on `ref`."""
+    backend = MemoryBackend()
+    init_store(backend)
+    store = reopen(backend)
+    for number in numbers:
+        store.put_snapshot(state(number), ref=ref, step=number)
+    return backend, store
+
+
+def backend_of(objects: Mapping[str, bytes | None]) -> MemoryBackend:
+    """One with these objects; None: not there."""
+    backend = MemoryBackend()
+    for name, data in objects.items():
+        if data is not None:
+            backend.put(name, data)
+    return backend
+
+
+def flip(backend: Backend, name: str, at: int = -1) -> None:
+    """Changes one bit of an object."""
+    data = bytearray(read(backend, name))
+    data[at] ^= 1
+    backend.replace(name, bytes(data))
+
+
+def contents(backend: Backend) -> dict[str, bytes]:
+    return {name: read(backend, name) for name in names(backend)}
 
 
 def build(backend: Backend | None = None, *, codec: CodecName = "auto") -> Backend:

@@ -1,7 +1,6 @@
 """How much fsck reads: all of it, a sample, or what there is time for; and in which order."""
 
-import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.common.executor import Piece, Result
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import InvalidOptionError
@@ -17,22 +15,13 @@ from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, check_data, run_fsck
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import build, names, read
+from tests.gc.stores import Clock
+from tests.maintenance.copy_store.places import Elsewhere
+from tests.maintenance.fsck.stores import build, contents, flip, names
 
-OBJECTS = {name: read(store, name) for store in [build()] for name in names(store)}
+OBJECTS = contents(build())
 CONFIG = decode_config(OBJECTS["store.json"], "memory:")
 PACKS = 5
-SECOND = 1_000_000_000
-
-
-class Clock:
-    """Moves on by a second with each pack that is read."""
-
-    def __init__(self) -> None:
-        self.now = 10**18
-
-    def __call__(self) -> int:
-        return self.now
 
 
 class Watched(MemoryBackend):
@@ -47,7 +36,7 @@ class Watched(MemoryBackend):
         super().read_into(name, offset, target)
         if offset and len(target) > 4096:  # a run of blocks, not a header or a footer
             self.read.append(name)
-            self.clock.now += SECOND
+            self.clock.advance(1)
 
 
 @pytest.fixture
@@ -59,7 +48,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
     init_store(backend)
     store = Store(engine_of(backend))
     for step in range(PACKS):
-        backend.clock.now += 10**7
+        backend.clock.advance(0.01)
         store.put_snapshot({"weight": torch.full((20_000,), float(step))}, ref="runs/a", step=step, codec="raw")
     backend.read.clear()
     return backend
@@ -78,16 +67,16 @@ def reads(backend: Watched, check: Callable[[], FsckReport]) -> tuple[FsckReport
     return report, list(dict.fromkeys(backend.read))
 
 
-def test_structure_reads_no_data(backend: Watched) -> None:
+def test_structure_reads_no_data_and_read_data_reads_all(backend: Watched) -> None:
     report, read = reads(backend, lambda: run_fsck(engine_of(backend)))
     assert (read, report.read_packs, report.data_bytes, report.never_verified) == ([], 0, 0, PACKS)
     assert report.oldest_verified_ns is None
-
-
-def test_all_data(backend: Watched) -> None:
     report, read = reads(backend, lambda: Store(engine_of(backend)).fsck(read_data=True))
     assert (len(read), report.read_packs, report.never_verified, report.out_of_time) == (PACKS, PACKS, 0, False)
     assert report.data_bytes > PACKS * 80_000
+    for options in ({"sample_fraction": 0}, {"sample_fraction": 1.1}, {"max_seconds": 0}, {"max_seconds": -1}):
+        with pytest.raises(InvalidOptionError):
+            FsckOptions(**options)
 
 
 def test_samples_go_round_the_store(backend: Watched) -> None:
@@ -97,23 +86,16 @@ def test_samples_go_round_the_store(backend: Watched) -> None:
         report, read = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.1)))
         assert (len(read), report.read_packs, report.never_verified) == (1, 1, PACKS - done)
         seen += read
+        if done == 1:
+            first = report.oldest_verified_ns
+        assert report.oldest_verified_ns == first
     assert len(set(seen)) == PACKS
-    _, again = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.1)))
+    report, again = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.1)))
     assert again == seen[:1]
+    assert (report.oldest_verified_ns or 0) > (first or 0) > 0
     _, half = reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=0.5)))
     assert half == seen[1:4]
     assert len(reads(backend, lambda: run_fsck(engine, FsckOptions(sample_fraction=1.0)))[1]) == PACKS
-
-
-def test_the_oldest_verification_is_reported(backend: Watched) -> None:
-    engine = engine_of(backend)
-    run_fsck(engine, FsckOptions(sample_fraction=0.1))
-    first = backend.clock.now
-    report = run_fsck(engine, FsckOptions(sample_fraction=0.1))
-    assert report.oldest_verified_ns == first
-    report = run_fsck(engine, FsckOptions(read_data=True))
-    assert report.oldest_verified_ns is not None
-    assert report.oldest_verified_ns > first
 
 
 def test_limited_time_goes_on_where_it_stopped(backend: Watched) -> None:
@@ -155,23 +137,11 @@ def test_a_damaged_pack_is_read_first_next_time(backend: Watched) -> None:
     engine = engine_of(backend)
     run_fsck(engine, FsckOptions(read_data=True))
     (damaged,) = all_packs(backend)[3:4]
-    data = bytearray(backend.get(damaged, max_bytes=1 << 20))
-    data[100] ^= 1
-    backend.replace(damaged, data)
+    flip(backend, damaged, 100)
     assert not run_fsck(engine, FsckOptions(read_data=True)).ok
     backend.read.clear()
     report = run_fsck(engine, FsckOptions(sample_fraction=0.1))
     assert (set(backend.read), report.ok, report.never_verified) == ({damaged}, False, 1)
-
-
-class Elsewhere:
-    """As a cluster does: pieces, results and the work travel, and results come in any order."""
-
-    is_remote = True
-
-    def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-        work = pickle.loads(pickle.dumps(work))
-        yield from reversed([pickle.loads(pickle.dumps(work(pickle.loads(pickle.dumps(piece))))) for piece in pieces])
 
 
 def test_pieces_may_be_run_by_anybody(tmp_path: Path) -> None:
@@ -182,17 +152,9 @@ def test_pieces_may_be_run_by_anybody(tmp_path: Path) -> None:
     report = run_fsck(engine, FsckOptions(read_data=True), executor=Elsewhere())
     assert (report.ok, report.read_packs) == (True, 4)
     damaged = names(backend, "packs/")[2]
-    flipped = bytearray(OBJECTS[damaged])
-    flipped[100] ^= 1
-    backend.replace(damaged, flipped)
+    flip(backend, damaged, 100)
     (finding,) = run_fsck(engine, FsckOptions(read_data=True), executor=Elsewhere()).findings
     assert finding.object == damaged
-
-
-@pytest.mark.parametrize("options", [{"sample_fraction": 0}, {"sample_fraction": 1.1}, {"max_seconds": 0}, {"max_seconds": -1}])
-def test_impossible_options(options: dict[str, float]) -> None:
-    with pytest.raises(InvalidOptionError):
-        FsckOptions(**options)  # type: ignore[arg-type]
 
 
 def all_packs(backend: Watched) -> list[str]:

@@ -1,7 +1,9 @@
 """`fsck --repair` repairs from the store itself, a copy of it, or another store with the same snapshots, and marks the rest."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.opening import make_engine
 from tensorstore_ck.errors import SnapshotMarkedBadError, StoreError, UnreadableError
 from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.gc import GcOptions
@@ -18,14 +20,13 @@ from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, run_fsck, run_repair
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import ADDRESSES, build, failing_roots, is_exact, names, read, reopen
+from tests.effort import effort
+from tests.end_to_end.crash.faulty import Death
+from tests.maintenance.copy_store.places import at_write
+from tests.maintenance.fsck.stores import ADDRESSES, backend_of, begun, build, contents, failing_roots, is_exact, names, read, reopen
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
 Objects = dict[str, bytes]
-
-
-def contents(backend: Backend) -> Objects:
-    return {name: read(backend, name) for name in names(backend)}
 
 
 OBJECTS = contents(build())
@@ -34,22 +35,12 @@ TWIN = contents(build())
 CONFIG = decode_config(OBJECTS["store.json"], "memory:")
 
 
-def backend_of(objects: Objects) -> MemoryBackend:
-    backend = MemoryBackend()
-    for name, data in objects.items():
-        backend.put(name, data)
-    return backend
-
-
 def engine_of(backend: Backend) -> Engine:
     return make_engine(backend, CONFIG, MemoryTable(), sleep=lambda _: None)
 
 
 def other_engine(objects: Objects) -> Engine:
-    backend = backend_of(objects)
-    config = read_config(backend)
-    assert config is not None
-    return make_engine(backend, config, MemoryTable(), sleep=lambda _: None)
+    return reopen(backend_of(objects)).engine
 
 
 def repair(backend: Backend, other: Objects | None = None, *, read_data: bool = True) -> RepairReport:
@@ -77,52 +68,44 @@ def assert_whole(backend: Backend) -> None:
     assert list(failing_roots(backend)) == []
 
 
-def breakages(name: str) -> Iterable[Objects]:
-    """The store with that object deleted, cut short, or with a byte flipped at either end."""
-    rest = {other: data for other, data in OBJECTS.items() if other != name}
-    yield rest
-    for data in (OBJECTS[name][: len(OBJECTS[name]) // 2], flipped(OBJECTS[name]), flipped(OBJECTS[name], 70)):
-        yield {**rest, name: data}
+def breakages(name: str, number: int) -> Iterator[MemoryBackend]:
+    """The store with that object deleted, cut short, or with a byte flipped at either end; of these the one of that number."""
+    data = OBJECTS[name]
+    found = [None, data[: len(data) // 2], flipped(data), flipped(data, 70)]
+    return (backend_of({**OBJECTS, name: each}) for each in effort([found[number % 4]], found))
 
 
-@pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
-@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-def test_another_store_repairs_it(kind: str, other: Objects) -> None:
-    for name in of_kind(kind):
-        for damaged in breakages(name):
-            backend = backend_of(damaged)
-            report = repair(backend, other)
-            assert not report.before.ok
-            assert (report.ok, report.marked) == (True, ()), (name, report.after.findings)
-            assert [mended.object for mended in report.mended] == [name]
-            assert_whole(backend)
-
-
-@pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
-def test_everything_but_the_log_is_repaired_at_once(other: Objects) -> None:
-    for kind in ("snapshots/", "parts/", "packs/"):
-        backend = backend_of({name: data for name, data in OBJECTS.items() if not name.startswith(kind)})
-        assert repair(backend, other).ok
-        assert_whole(backend)
-    backend = backend_of({name: data for name, data in OBJECTS.items() if name.startswith(("log/", "store.json"))})
-    assert repair(backend, other).ok
+def repair_whole(backend: Backend, other: Objects | None = None) -> list[str]:
+    """Repairs it so that nothing is left to mark; the objects that were repaired."""
+    report = repair(backend, other)
+    assert not report.before.ok
+    assert (report.ok, report.marked) == (True, ()), report.after.findings
     assert_whole(backend)
+    return [mended.object for mended in report.mended]
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
+def test_a_copy_or_a_twin_repairs_it(kind: str) -> None:
+    for number, (name, other) in enumerate(itertools.product(of_kind(kind), (OBJECTS, TWIN))):
+        for backend in breakages(name, number):
+            assert repair_whole(backend, other) == [name]
+
+
+def test_everything_but_the_log_is_repaired_at_once() -> None:
+    every = ("snapshots/", "parts/", "packs/")
+    for lost, other in ((every[:1], OBJECTS), (every[1:2], TWIN), (every[2:], OBJECTS), (every, TWIN), (every, OBJECTS)):
+        repair_whole(backend_of({name: data for name, data in OBJECTS.items() if not name.startswith(lost)}), other)
 
 
 def test_a_copy_repairs_the_log_and_the_configuration() -> None:
-    for name in [*of_kind("log/")[:-1], "store.json"]:
-        for damaged in breakages(name):
-            backend = backend_of(damaged)
-            report = repair(backend, OBJECTS)
-            assert (report.ok, [mended.object for mended in report.mended]) == (True, [name])
+    for number, name in enumerate([*of_kind("log/")[:-1], "store.json"]):
+        for backend in breakages(name, number):
+            assert repair_whole(backend, OBJECTS) == [name]
             assert contents(backend)[name] == OBJECTS[name]
-            assert_whole(backend)
-    backend = backend_of({name: data for name, data in OBJECTS.items() if name not in of_kind("log/")[1:5]})
-    assert repair(backend, OBJECTS).ok
-    assert_whole(backend)
+    repair_whole(backend_of({**OBJECTS, **dict.fromkeys(of_kind("log/")[1:5])}), OBJECTS)
 
 
-def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
+def test_the_last_entry_comes_back_only_where_the_host_remembers_it_and_nothing_is_written_to_a_log_that_stays_broken() -> None:
     last = of_kind("log/")[-1]
     backend = backend_of(OBJECTS)
     engine = engine_of(backend)
@@ -130,14 +113,10 @@ def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
     backend.delete([last])
     assert run_repair(engine, other=other_engine(OBJECTS)).ok
     assert contents(backend)[last] == OBJECTS[last]
-
-
-def test_nothing_is_written_to_a_log_that_stays_broken() -> None:
     for other in (None, TWIN):
-        backend = backend_of({name: data for name, data in OBJECTS.items() if name not in (of_kind("log/")[-2], of_kind("packs/")[0])})
+        backend = backend_of({**OBJECTS, of_kind("log/")[-2]: None, of_kind("packs/")[0]: None})
         before = contents(backend)
-        report = repair(backend, other)
-        assert not report.ok
+        assert not repair(backend, other).ok
         assert contents(backend) == before
 
 
@@ -146,7 +125,7 @@ def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
     lost = of_kind("log/")[3]
     entry = decode_entry(OBJECTS[lost], lost, 4)
     forked, _ = seal_entry(4, entry.prev, entry.ops, write_id=entry.write_id, time_ns=entry.time_ns, actor="somebody else")
-    backend = backend_of({name: data for name, data in OBJECTS.items() if name != lost})
+    backend = backend_of({**OBJECTS, lost: None})
     report = repair(backend, {**{name: data for name, data in OBJECTS.items() if name < lost or not name.startswith("log/")}, lost: forked})
     assert (report.ok, report.mended) == (False, ())
     assert lost not in names(backend)
@@ -154,12 +133,11 @@ def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
 
 def test_what_cannot_be_repaired_is_marked_and_unmarked_again() -> None:
     pack = newest_pack("runs/a@2")
-    damaged = {name: data for name, data in OBJECTS.items() if name != pack}
-    backend = backend_of(damaged)
+    backend = backend_of({**OBJECTS, pack: None})
     report = repair(backend)
     root = reopen(backend).resolve("runs/a@2").root
     assert (report.ok, report.marked) == (False, (root,))
-    assert set(names(backend)) - set(damaged) == {of_kind("log/")[-1][:-1] + "9"}  # one more entry, and nothing gone
+    assert set(names(backend)) - (set(OBJECTS) - {pack}) == {of_kind("log/")[-1][:-1] + "9"}  # one more entry, and nothing gone
     store = reopen(backend)
     shown = {snapshot.step: snapshot for snapshot in store.log("runs/a")}
     assert [shown[step].mark for step in (1, 2, 3)] == ["", "damaged", "bad"]
@@ -169,46 +147,38 @@ def test_what_cannot_be_repaired_is_marked_and_unmarked_again() -> None:
     assert repair(backend).marked == ()
     with pytest.raises(StoreError):
         store.checkout("runs/a@2", allow_marked=True)
-
+    backend.put(pack, flipped(OBJECTS[pack], 100))
+    report = repair(backend, read_data=False)
+    assert (report.unmarked, report.marked) == ((), ()), "a mark is taken back only when the data was read"
+    assert reopen(backend).resolve(root).mark == "damaged"
     report = repair(backend, TWIN)
     assert (report.ok, report.unmarked) == (True, (root,))
     assert_whole(backend)
-
-
-def test_a_mark_is_taken_back_only_when_the_data_was_read() -> None:
-    pack = newest_pack("runs/a@2")
-    backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], 100)})
-    (root,) = repair(backend).marked
-    again = repair(backend, read_data=False)
-    assert (again.unmarked, again.marked) == ((), ())
-    assert reopen(backend).resolve(root).mark == "damaged"
+    report, before = repair(backend, TWIN), contents(backend)
+    assert (report.ok, report.mended, report.marked, report.unmarked, contents(backend)) == (True, (), (), (), before)
 
 
 def test_blocks_that_are_in_another_pack_are_taken_from_there() -> None:
-    backend = MemoryBackend()
-    init_store(backend)
-    for branch in ("one", "two"):  # neither knows of the other's blocks
-        reopen(backend).put_snapshot({"same": torch.arange(9000.0), branch: 1}, ref=branch, step=1)
-    before = contents(backend)
-    config = decode_config(before["store.json"], "memory:")
-    for pack in names(backend, "packs/"):
-        engine = make_engine(backend_of({name: data for name, data in before.items() if name != pack}), config, MemoryTable())
-        (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
-        assert (finding.object, finding.repairable) == (pack, False)  # the layouts differ
-        assert "1 of 2 damaged blocks" in finding.message
-        assert "--from" in finding.message
-    same = MemoryBackend()
-    init_store(same)
-    for branch in ("one", "two"):
-        reopen(same).put_snapshot({"same": torch.arange(9000.0)}, ref=branch, step=1)
-    before, config = contents(same), decode_config(read(same, "store.json"), "memory:")
-    assert len(names(same, "packs/")) == 2
-    for pack in names(same, "packs/"):
-        for data in (None, flipped(before[pack], 100), flipped(before[pack], -70), before[pack][:5000]):
-            damaged = backend_of({name: stored for name, stored in before.items() if name != pack} | ({pack: data} if data else {}))
+    for has_own in (True, False):
+        backend, _ = begun()
+        for branch in ("one", "two"):  # neither knows of the other's blocks; with a value of their own, the layouts differ
+            reopen(backend).put_snapshot({"same": torch.arange(9000.0)} | ({branch: 1} if has_own else {}), ref=branch, step=1)
+        before, config = contents(backend), decode_config(read(backend, "store.json"), "memory:")
+        first, second = names(backend, "packs/")
+        for pack, data in (
+            (first, None),
+            (first, flipped(before[first], 100)),
+            (second, flipped(before[second], -70)),
+            (second, before[second][:5000]),
+        ):
+            damaged = backend_of({**before, pack: data})
             engine = make_engine(damaged, config, MemoryTable())
             (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
-            assert (finding.object, finding.repairable) == (pack, True)
+            assert (finding.object, finding.repairable) == (pack, not has_own)
+            if has_own:
+                assert "1 of 2 damaged blocks" in finding.message
+                assert "--from" in finding.message
+                break
             assert run_repair(engine, FsckOptions(read_data=True)).ok
             for branch in ("one", "two"):
                 assert torch.equal(reopen(damaged).checkout(branch)["same"], torch.arange(9000.0))
@@ -219,25 +189,13 @@ def newest_pack(address: str) -> str:
     return f"packs/{pack[-2:]}/{pack}"
 
 
-def test_a_damaged_footer_is_repaired_with_what_is_in_the_pack() -> None:
-    for pack in of_kind("packs/"):
-        backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})
-        (finding,) = run_fsck(engine_of(backend), read_data=True).findings
-        assert finding.repairable
-        assert repair(backend).ok
-        assert_whole(backend)
-
-
 def test_what_can_be_saved_of_a_pack_is_saved() -> None:
     """Two damaged blocks, of which the other store has one."""
-    backend = MemoryBackend()
-    init_store(backend)
-    store = reopen(backend)
+    backend, store = begun()
     for step in (1, 2):
         store.put_snapshot({"a": torch.arange(2000.0), **({"b": torch.ones(3000)} if step == 2 else {})}, ref="runs/a", step=step)
-    half = MemoryBackend()
-    init_store(half)
-    reopen(half).put_snapshot({"a": torch.arange(2000.0)}, ref="runs/a", step=1)
+    half, other = begun()
+    other.put_snapshot({"a": torch.arange(2000.0)}, ref="runs/a", step=1)
     first = names(backend, "packs/")[0]
     lost = [first, names(backend, "packs/")[1]]
     engine = make_engine(backend, decode_config(read(backend, "store.json"), "memory:"), MemoryTable())
@@ -250,21 +208,14 @@ def test_what_can_be_saved_of_a_pack_is_saved() -> None:
 
 
 @pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-def test_swapped_objects_are_repaired_without_another_store(kind: str) -> None:
+def test_swapped_objects_and_damaged_footers_are_repaired_without_another_store(kind: str) -> None:
     """Neither is overwritten before it lies somewhere else."""
     first, second, third, *_ = of_kind(kind)
-    for swapped in (
-        {first: OBJECTS[second], second: OBJECTS[first]},
-        {first: OBJECTS[second], second: OBJECTS[third], third: OBJECTS[first]},
-    ):
-        backend = backend_of({**OBJECTS, **swapped})
-        report = repair(backend)
-        assert not report.before.ok
-        assert (report.ok, report.marked) == (True, ())
-        assert_whole(backend)
-
-
-# --- what is derived --------------------------------------------------------------------------------------------------
+    repair_whole(backend_of({**OBJECTS, first: OBJECTS[second], second: OBJECTS[first]}))
+    repair_whole(backend_of({**OBJECTS, first: OBJECTS[second], second: OBJECTS[third], third: OBJECTS[first]}))
+    if kind == "packs/":
+        for pack in of_kind(kind):
+            assert repair_whole(backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})) == [pack]
 
 
 def with_moved(*, chain: bool) -> Objects:
@@ -288,7 +239,7 @@ def test_moved_objects_are_made_again(chain: bool) -> None:
     exact = 0
     for moved in [name for name in objects if name.startswith("moved/")]:
         for data in (None, flipped(objects[moved]), objects[moved][:50]):
-            backend = backend_of({name: stored for name, stored in objects.items() if name != moved} | ({moved: data} if data else {}))
+            backend = backend_of({**objects, moved: data})
             (finding,) = [each for each in run_fsck(engine_of(backend)).findings if each.severity == "error"]
             assert (finding.object, finding.repairable) == (moved, True)
             report = repair(backend)
@@ -327,111 +278,61 @@ def test_the_cache_of_this_host_is_rebuilt() -> None:
     assert Store(engine).resolve("paper").step == 2
 
 
-def test_an_intact_store_is_left_alone() -> None:
-    backend = backend_of(OBJECTS)
-    report = repair(backend, TWIN)
-    assert (report.ok, report.mended, report.marked, report.unmarked) == (True, (), (), ())
-    assert contents(backend) == OBJECTS
-
-
-# --- while others run -------------------------------------------------------------------------------------------------
-
-
-class Crash(BaseException):
-    """The process died."""
-
-
-class Interrupted(MemoryBackend):
-    """Something else happens before the k-th write."""
-
-    def __init__(self, objects: Objects) -> None:
-        super().__init__()
-        for name, data in objects.items():
-            self.replace(name, data)
-        self.writes, self.at = 0, -1
-        self.meanwhile: Callable[[], object] = lambda: None
-
-    def _insert(self, name: str, data: object) -> bool:
-        self._count()
-        return super()._insert(name, data)  # type: ignore[arg-type]
-
-    def replace(self, name: str, data: object) -> None:
-        if hasattr(self, "at"):
-            self._count()
-        super().replace(name, data)  # type: ignore[arg-type]
-
-    def _count(self) -> None:
-        self.writes += 1
-        if self.writes == self.at:
-            self.meanwhile()
-
-
-@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
-@pytest.mark.parametrize("crash", [False, True], ids=["gc meanwhile", "a crash"])
+@pytest.mark.race
+@pytest.mark.parametrize(
+    ("kind", "crash"),
+    [("parts/", True), ("packs/", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("parts/", False), ("packs/", True)])],
+)
 def test_at_every_write(kind: str, crash: bool) -> None:
-    """A gc runs before the k-th write, or the repair dies there: afterwards everything can be read, or be repaired again."""
-    name = of_kind(kind)[0]
-    damaged = {other: data for other, data in OBJECTS.items() if other != name}
+    """A gc runs before the k-th call that writes, or the repair dies there: afterwards everything can be read, or be repaired again."""
     for at in range(1, 60):
-        backend = Interrupted(damaged)
-        backend.at = at
+        backend = backend_of({**OBJECTS, of_kind(kind)[0]: None})
 
-        def happens(backend: Interrupted = backend) -> None:
+        def happens(backend: Backend = backend) -> None:
             if crash:
-                raise Crash
+                raise Death
             with contextlib.suppress(UnreadableError):
                 reopen(backend).gc(AT_ONCE)
 
-        backend.meanwhile = happens
-        with contextlib.suppress(Crash):
-            repair(backend, TWIN)
-        done, backend.at = backend.writes < at, -1
+        watched: Any = at_write(backend, at, happens)
+        with contextlib.suppress(Death):
+            repair(watched, TWIN)
         if crash:
             repair(backend, TWIN)
         assert run_fsck(engine_of(backend), read_data=True).ok, at
         assert list(failing_roots(backend)) == []
         reopen(backend).gc(AT_ONCE)
         assert list(failing_roots(backend)) == []
-        if done:
+        if len(watched.writes()) < at:
             return
     pytest.fail("more writes than expected")
 
 
-def test_a_host_that_knew_the_part_before_it_was_made_again_frees_nothing_of_it() -> None:
-    backend, table = backend_of(OBJECTS), MemoryTable()
-    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_host_that_knew_the_part_before_it_was_made_again_frees_nothing_of_it(meanwhile: bool) -> None:
+    backend = backend_of(OBJECTS)
+    host = Store(engine_of(backend))
     host.gc(AT_ONCE)  # remembers what each part needs
-    (name,) = parts_of(backend, "runs/a")
-    backend.replace(name, flipped(read(backend, name)))
-    assert repair(backend, TWIN).ok
-    for _ in range(2):
-        host.gc(AT_ONCE)
-    assert_whole(backend)
-
-
-def test_gc_of_another_host_while_a_part_is_made_again() -> None:
-    backend, table = backend_of(OBJECTS), MemoryTable()
-    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
-    host.gc(AT_ONCE)
     (name,) = parts_of(backend, "runs/a")
     backend.replace(name, flipped(read(backend, name)))
     replace, calls = backend.replace, list[str]()
 
     def replace_after_gc(name: str, data: bytes) -> None:
-        if not calls:
-            calls.append(name)
+        if not calls and meanwhile:
             host.gc(AT_ONCE)
+        calls.append(name)
         replace(name, data)
 
     backend.replace = replace_after_gc  # type: ignore[assignment, method-assign]
     assert repair(backend, TWIN).ok
     assert calls
-    host.gc(AT_ONCE)
+    for _ in range(2):
+        host.gc(AT_ONCE)
     assert_whole(backend)
 
 
 def test_a_save_writes_again_what_is_known_to_be_damaged() -> None:
-    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    store = Store(engine_of(backend := backend_of({"store.json": OBJECTS["store.json"]})))
     frozen = torch.arange(100_000, dtype=torch.int32)
     store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1, codec="raw")
     pack = next(name for name in names(backend) if name.startswith("packs"))
@@ -448,7 +349,7 @@ def test_a_save_writes_again_what_is_known_to_be_damaged() -> None:
 
 
 def test_a_save_does_not_rely_on_what_was_moved_by_an_object_that_is_lost() -> None:
-    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    store = Store(engine_of(backend := backend_of({"store.json": OBJECTS["store.json"]})))
     state = {"frozen": torch.arange(100_000, dtype=torch.int32)}
     store.put_snapshot(state, ref="job", step=1)
     other = contents(backend)

@@ -8,19 +8,19 @@ import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.engine.reachability import snapshot_closure
-from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
-from tests.maintenance.fsck.stores import is_exact, names, read, reopen, state
+from tests.end_to_end.crash.faulty import Death, FaultyBackend
+from tests.gc.stores import Clock, DiesAt, open_store
+from tests.maintenance.fsck.stores import backend_of, begun, contents, flip, is_exact, names, reopen, state
 
 NOW = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.9)
 LATER = GcOptions(min_age_seconds=0, max_delete=1, compact_below=0.9)
@@ -63,16 +63,12 @@ def build() -> MemoryBackend:
     return backend
 
 
-OBJECTS = {name: read(backend, name) for backend in [build()] for name in names(backend)}
+OBJECTS = contents(build())
 LOG = [name for name in OBJECTS if name.startswith("log/")]
 
 
 def copy_with(changed: dict[str, bytes | None]) -> MemoryBackend:
-    backend = MemoryBackend()
-    for name, data in {**OBJECTS, **changed}.items():
-        if data is not None:
-            backend.put(name, data)
-    return backend
+    return backend_of({**OBJECTS, **changed})
 
 
 def view_of(backend: Backend) -> RefTable:
@@ -143,16 +139,13 @@ def test_the_store_has_one_of_everything() -> None:
     assert list(view.all_relocations())
 
 
-def test_store_json_alone() -> None:
-    backend = copy_with({"store.json": None})
-    report = salvage(backend)
-    assert (report.kept, report.recovered, report.lost, report.left_out) == (len(LIVE), (), (), ())
-    assert logical(view_of(backend)) == logical(view_of(copy_with({})))
-    assert_restorable(reopen(backend), LIVE)
-    assert_gc_frees_the_rest(backend)
+FIRST = {OPERATIONS.index(ops) for ops in OPERATIONS}
+"""The first entry of each kind."""
 
 
-@pytest.mark.parametrize("position", range(len(LOG)))
+@pytest.mark.parametrize(
+    "position", [pytest.param(number, marks=[] if number in FIRST else pytest.mark.slow) for number in range(len(LOG))]
+)
 def test_any_entry(position: int) -> None:
     backend = copy_with({LOG[position]: b"damaged"})
     report = salvage(backend)
@@ -166,48 +159,53 @@ def test_any_entry(position: int) -> None:
     assert_gc_frees_the_rest(backend)
 
 
-@pytest.mark.parametrize("length", [2, 3])
-@pytest.mark.parametrize("start", range(0, len(LOG) - 3, 2))  # the newest few leave no trace
-def test_some_entries(start: int, length: int) -> None:
-    backend = copy_with(dict.fromkeys(LOG[start : start + length]))
-    assert salvage(backend).log
+@pytest.mark.parametrize(
+    ("entries", "is_config_kept"),
+    [
+        (LOG, True),
+        (LOG, False),
+        (LOG[3:5], True),
+        *(
+            pytest.param(LOG[start : start + length], True, marks=pytest.mark.slow)
+            for start in range(0, len(LOG) - 3, 4)  # the newest few leave no trace
+            for length in (2, 3)
+        ),
+    ],
+    ids=lambda case: len(case) if isinstance(case, list) else case,
+)
+def test_several_entries(entries: list[str], is_config_kept: bool) -> None:
+    """Even without any, it is found where gc moved what."""
+    backend = copy_with(dict.fromkeys([*entries, *([] if is_config_kept else ["store.json"])]))
+    report = salvage(backend)
+    assert report.log
+    assert entries != LOG or {found.step for found in report.recovered} == LIVE
     assert_restorable(reopen(backend), LIVE)
     assert_gc_frees_the_rest(backend)
 
 
-@pytest.mark.parametrize("config", ["kept", "lost"])
-def test_all_entries(config: str) -> None:
-    """Even then it is found where gc moved what."""
-    backend = copy_with(dict.fromkeys([*LOG, *([] if config == "kept" else ["store.json"])]))
-    assert {found.step for found in salvage(backend).recovered} == LIVE
+def test_store_json_alone() -> None:
+    backend = copy_with({"store.json": None})
+    report = salvage(backend)
+    assert (report.kept, report.recovered, report.lost, report.left_out) == (len(LIVE), (), (), ())
+    assert logical(view_of(backend)) == logical(view_of(copy_with({})))
     assert_restorable(reopen(backend), LIVE)
     assert_gc_frees_the_rest(backend)
 
 
 def test_the_newest_entries_without_a_trace() -> None:
-    """The log seems intact, but says that blocks are in a pack that is gone."""
+    """The log seems intact, but says that blocks are in a pack that is gone. A damaged moved object doesn't help."""
     first = next(position for position, ops in enumerate(OPERATIONS) if "relocate" in ops)
-    backend = copy_with(dict.fromkeys(LOG[first:]))
-    report = salvage(backend)
-    assert any("no log entry names" in problem for problem in report.problems)
-    assert_restorable(reopen(backend), LIVE)
-
-
-def test_salvage_again() -> None:
-    backend = copy_with({"store.json": None})
-    salvage(backend)
-    backend.replace("store.json", b"gone again")
-    salvage(backend)
-    assert logical(view_of(backend)) == logical(view_of(copy_with({})))
-
-
-def test_dry_run_changes_nothing() -> None:
-    backend = copy_with(dict.fromkeys(LOG[5:20]))
-    before = {name: read(backend, name) for name in names(backend)}
-    report = salvage(backend, dry_run=True)
-    assert report.log
-    assert {name: read(backend, name) for name in names(backend)} == before
-    assert salvage(backend).recovered == report.recovered
+    moved = next(key.name for key in needed_by_all(synced(copy_with({}))) if key.kind == "moved")
+    for is_damaged in (False, True):
+        backend = copy_with(dict.fromkeys(LOG[first:]))
+        if is_damaged:
+            flip(backend, moved)
+        report = salvage(backend)
+        assert any("no log entry names" in problem for problem in report.problems) != is_damaged
+        assert bool(report.lost) == is_damaged
+        assert all("packs/" in lost.note for lost in report.lost)
+        if not is_damaged:
+            assert_restorable(reopen(backend), LIVE)
 
 
 # --- what gc let go ---------------------------------------------------------------------------------------------------
@@ -215,7 +213,7 @@ def test_dry_run_changes_nothing() -> None:
 
 def keep_deleted(backend: MemoryBackend, change: Callable[[], object]) -> None:
     """Makes a change whose deletes are lost."""
-    before = {name: read(backend, name) for name in names(backend)}
+    before = contents(backend)
     change()
     for name in before.keys() - set(names(backend)):
         backend.put(name, before[name])
@@ -240,11 +238,7 @@ def test_what_was_swept_stays_gone(lost: str) -> None:
 
 def expired() -> MemoryBackend:
     """Snapshot 2 is forgotten for good, and not yet freed."""
-    backend = MemoryBackend()
-    init_store(backend)
-    store = reopen(backend)
-    for number in (1, 2, 3):
-        store.put_snapshot(state(number), ref="runs/a", step=number)
+    backend, store = begun(1, 2, 3)
     store.forget("runs/a@2")
     store.gc(GcOptions(undo_window_seconds=0))
     store.annotate("runs/a@1", {"x": 1.0})
@@ -281,24 +275,18 @@ def test_what_expired_can_be_undone_where_a_lost_entry_may_have_held_it() -> Non
 
 def test_a_lost_undo_leaves_time_for_another() -> None:
     """The undo window would have ended long ago."""
-    times = [1_000_000_000_000_000_000]
-
-    def open_at(days: int) -> Store:
-        times[0] += days * 86_400_000_000_000
-        config = read_config(backend) or init_store(backend)
-        return Store(make_engine(backend, config, MemoryTable(), clock=lambda: times[0], sleep=lambda _: None))
-
-    backend = MemoryBackend(clock=lambda: times[0])
-    store = open_at(0)
+    clock = Clock()
+    backend = MemoryBackend(clock=clock)
+    store = open_store(backend, clock=clock)
     for number in (1, 2):
         store.put_snapshot(state(number), ref="runs/a", step=number)
     store.forget("runs/a@1")
     store.undo()
     store.annotate("runs/a", {"x": 1.0})
     backend.delete([names(backend, "log/")[-2]])
-    open_at(10)
-    salvage(backend, clock=lambda: times[0])
-    store = open_at(0)
+    clock.advance(10 * 86_400)
+    salvage(backend, clock=clock)
+    store = open_store(backend, clock=clock)
     assert store.gc(GcOptions(max_delete=1)).snapshots == ()
     assert [snapshot.step for snapshot in store.undo()[0].snapshots] == [1]
 
@@ -308,11 +296,7 @@ def test_a_lost_undo_leaves_time_for_another() -> None:
 
 def retold(change: Callable[[Store], object], *, damage: int | None = None) -> Store:
     """A store with snapshots 1 to 4 on runs/a, salvaged after a change."""
-    backend = MemoryBackend()
-    init_store(backend)
-    store = reopen(backend)
-    for number in (1, 2, 3, 4):
-        store.put_snapshot(state(number), ref="runs/a", step=number)
+    backend, store = begun(1, 2, 3, 4)
     change(store)
     if damage is not None:
         info = next(info for info in store.engine.log.view().snapshots() if info.step == damage)
@@ -332,13 +316,20 @@ def steps_of(store: Store, ref: str) -> list[int | None]:
     return [snapshot.step for snapshot in store.log(ref)]
 
 
-def test_a_branch_that_was_undone_in_part() -> None:
+def test_a_branch_that_was_undone_in_part_and_one_that_was_moved_to_the_same_snapshots_again_and_again() -> None:
     def change(store: Store) -> None:
+        store.branch("runs/b", "runs/a@4")
+        for address in ("runs/a@2", "runs/a@4"):
+            store.reset("runs/b", address)
+        store.forget("runs/b@2")
+        for address in (store.forgotten()[0].snapshots[0].root, "runs/a@4"):
+            store.reset("runs/b", address)
         store.forget("runs/a")
         store.undo("runs/a@2")
         store.undo("runs/a@3")
 
-    assert steps_of(retold(change), "runs/a") == [3, 2]
+    store = retold(change)
+    assert (steps_of(store, "runs/a"), steps_of(store, "runs/b")) == ([3, 2], [4, 2, 4, 4])
 
 
 def test_a_branch_that_started_over() -> None:
@@ -354,17 +345,6 @@ def test_a_branch_that_started_over() -> None:
     store = retold(change)
     assert steps_of(store, "runs/a") == [5, 3]
     assert store.tags()["kept"].step == 5
-
-
-def test_moves_to_the_same_snapshot_again_and_again() -> None:
-    def change(store: Store) -> None:
-        store.reset("runs/a", "runs/a@2")
-        store.reset("runs/a", "runs/a@4")
-        store.forget("runs/a@2")
-        store.reset("runs/a", store.forgotten()[0].snapshots[0].root)
-        store.reset("runs/a", "runs/a@4")
-
-    assert steps_of(retold(change), "runs/a") == [4, 2, 4, 4, 3, 1]
 
 
 def test_snapshots_that_only_a_pin_or_a_tag_holds() -> None:
@@ -403,11 +383,7 @@ def test_all_that_was_not_forgotten_is_damaged() -> None:
 
 def test_what_falls_between_contradictions_gets_a_branch() -> None:
     """A tag is there, and was made again meanwhile, as in a log that lacks entries."""
-    backend = MemoryBackend()
-    init_store(backend)
-    store = reopen(backend)
-    for number in (1, 2, 3):
-        store.put_snapshot(state(number), ref="runs/a", step=number)
+    backend, store = begun(1, 2, 3)
     for number in (1, 2):
         store.tag("twice", f"runs/a@{number}")
         store.untag("twice")
@@ -437,11 +413,12 @@ def needed_by_all(store: Store) -> set[ObjectKey]:
     return {key for info in store.engine.log.view().snapshots() for key in closure(store, info.root)}
 
 
-def a_pack(store: Store) -> tuple[ObjectKey, Footer]:
-    """One that snapshots need."""
-    backend = store.engine.backend
+def with_a_pack() -> tuple[MemoryBackend, Store, ObjectKey, Footer]:
+    """The store, and a pack that snapshots need."""
+    backend = copy_with({})
+    store = synced(backend)
     key = max((key for key in needed_by_all(store) if key.kind == "pack"), key=lambda key: backend.size(key.name))
-    return key, read_footer(backend, key.ulid, backend.size(key.name))
+    return backend, store, key, read_footer(backend, key.ulid, backend.size(key.name))
 
 
 def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int]) -> CompactedPack:
@@ -450,10 +427,7 @@ def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int
 
 
 def flip_first_block(backend: Backend, pack: ObjectKey) -> None:
-    footer = read_footer(backend, pack.ulid, backend.size(pack.name))
-    data = bytearray(read(backend, pack.name))
-    data[int(footer.entries["offset"][0]) + 5] ^= 1
-    backend.replace(pack.name, bytes(data))
+    flip(backend, pack.name, int(read_footer(backend, pack.ulid, backend.size(pack.name)).entries["offset"][0]) + 5)
 
 
 def assert_exact(store: Store) -> None:
@@ -461,20 +435,10 @@ def assert_exact(store: Store) -> None:
         assert is_exact(store.checkout(info.root.hex(), allow_marked=True), info.step or 0)
 
 
-def test_a_damaged_moved_object_is_not_used() -> None:
-    name = next(key.name for key in needed_by_all(synced(copy_with({}))) if key.kind == "moved")
-    entry = LOG[next(position for position, ops in enumerate(OPERATIONS) if "relocate" in ops)]
-    data = OBJECTS[name]
-    report = salvage(copy_with({entry: None, name: data[:-1] + bytes([data[-1] ^ 1])}))
-    assert report.lost
-    assert all("packs/" in lost.note for lost in report.lost)
-
-
 @pytest.mark.parametrize("target", ["gone", "other blocks", "beyond its end", "elsewhere in it"])
 def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(target: str) -> None:
-    backend = copy_with({"store.json": None})
-    store = synced(copy_with({}))
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
+    backend.delete(["store.json"])
     one, other = footer.entries[0], footer.entries[1]
     where = {
         "gone": (0, one["stored"], one["offset"], one["codec"]),
@@ -493,9 +457,7 @@ def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(ta
 
 def test_a_pack_that_repair_replaced_is_not_used_again() -> None:
     """The moved object says where its good copies are, though its entry is lost and the pack is there."""
-    backend = copy_with({})
-    store = synced(backend)
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
     commit_relocation(store.engine, copy_blocks(store, pack, footer, list(range(len(footer.entries)))), 0)
     store.annotate("runs/a", {"x": 1.0})
     flip_first_block(backend, pack)
@@ -505,9 +467,7 @@ def test_a_pack_that_repair_replaced_is_not_used_again() -> None:
 
 
 def test_of_two_relocations_the_newer_counts() -> None:
-    backend = copy_with({})
-    store = synced(backend)
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
     newer = copy_blocks(store, pack, footer, [0])
     older = copy_blocks(store, pack, footer, list(range(len(footer.entries))))
     commit_relocation(store.engine, older, 0)
@@ -521,9 +481,7 @@ def test_of_two_relocations_the_newer_counts() -> None:
 
 def test_a_moved_object_that_was_swept_is_not_used() -> None:
     """Its pack is gone, and it is still there: so is a pack that it leads to, which a newer moved object replaced."""
-    backend = copy_with({})
-    store = synced(backend)
-    pack, footer = a_pack(store)
+    backend, store, pack, footer = with_a_pack()
     move = copy_blocks(store, pack, footer, list(range(len(footer.entries))))
     moved = ObjectKey("moved", move.ulid)
     listed = Objects([moved, ObjectKey("pack", move.targets[0])])
@@ -539,18 +497,10 @@ def test_a_moved_object_that_was_swept_is_not_used() -> None:
 
 
 def test_what_gc_condemned_was_not_published_by_an_entry_before() -> None:
-    backend = MemoryBackend()
-    init_store(backend)
-    store = reopen(backend)
-    store.put_snapshot(state(1), ref="runs/a", step=1)
-    dying = reopen(backend)
+    backend, store = begun(1)
+    dying = open_store(FaultyBackend(backend, DiesAt("create log"), atomic_put=True))
     dying.checkout("runs/a")
-
-    def die(*_: object, **__: object) -> None:
-        raise BackendUnavailableError("dead")
-
-    dying.engine.log.append = die  # type: ignore[method-assign, assignment]
-    with pytest.raises(BackendUnavailableError):
+    with pytest.raises(Death):
         dying.put_snapshot(state(9), ref="runs/a", step=9)
     store.annotate("runs/a", {"x": 1.0})
     store.put_snapshot(state(2), ref="runs/a", step=2)
