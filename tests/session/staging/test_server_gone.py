@@ -7,7 +7,19 @@ import pytest
 
 from tensorstore_ck.errors import PermissionDeniedError, WaitTimeoutError
 from tests.backend.staging.places import PieceStore
-from tests.session.staging.places import SECONDS, UPLOADS, Process, Server, check, ended, leave_staged, leftovers, process, require_all_well
+from tests.session.staging.places import (
+    SECONDS,
+    UPLOADS,
+    Process,
+    Server,
+    check,
+    ended,
+    leave_staged,
+    leftovers,
+    process,
+    refused_uploads,
+    require_all_well,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 ALL = ("",)
@@ -71,24 +83,16 @@ def test_drain_says_what_is_staged_and_the_next_process_publishes_it(tmp_path: P
     require_all_well(server, tmp_path / "stage", [0, 1, 2, 3])
 
 
-def test_close_waits_for_it(tmp_path: Path) -> None:
-    server, connection = PieceStore(), Server()
-    job = Process(server, tmp_path / "stage", store_faults=connection)
-    job.put(0).wait(SECONDS)
-    connection.refuse(*ALL)
-    job.put(1).staged.wait(SECONDS)
+def test_close_waits_for_what_this_process_staged_and_leaves_what_others_did(tmp_path: Path) -> None:
+    server, connection = PieceStore(), Server(*UPLOADS)
+    job = Process(server, tmp_path / "own", store_faults=connection)
+    pending = job.put(7, "own")
+    pending.staged.wait(SECONDS)
     closing = threading.Thread(target=job.store.close)
     closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
     connection.refuse()
     closing.join(SECONDS)
-    assert not closing.is_alive()
-    require_all_well(server, tmp_path / "stage", [0, 1])
-
-
-def test_close_leaves_what_others_staged(tmp_path: Path) -> None:
-    server = PieceStore()
+    assert pending.published.reached()
     leave_staged(server, tmp_path / "stage", 1)
     job = Process(server, tmp_path / "stage", store_faults=Server(*UPLOADS))
     job.store.close()
@@ -98,17 +102,12 @@ def test_close_leaves_what_others_staged(tmp_path: Path) -> None:
     require_all_well(server, tmp_path / "stage", [0, 1])
 
 
-def test_a_refusal_costs_nothing_that_was_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_costs_nothing_that_was_staged(tmp_path: Path) -> None:
     """Expired credentials: reported, and the next process continues."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionDeniedError("the token has expired")
-
     server = PieceStore()
     with process(server, tmp_path / "stage") as job:
         job.put(0).wait(SECONDS)
-        with monkeypatch.context() as patch:
-            patch.setattr("tests.session.staging.places.Client.call", refuse)
+        with refused_uploads("the token has expired"):
             error = ended(job.put(1))
         assert isinstance(error, PermissionDeniedError)
         assert "it stays on the staging disk" in "".join(error.__notes__)
@@ -117,22 +116,16 @@ def test_a_refusal_costs_nothing_that_was_staged(tmp_path: Path, monkeypatch: py
     require_all_well(server, tmp_path / "stage", [0, 1])
 
 
-def test_a_reader_may_open_a_store_with_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionDeniedError("you may only read")
-
+def test_a_reader_may_open_a_store_with_leftovers(tmp_path: Path) -> None:
     server, connection = PieceStore(), Server()
     with process(server, tmp_path / "stage", store_faults=connection) as job:
         job.put(0).wait(SECONDS)
         connection.refuse(*ALL)  # so the log does not know yet
         job.put(1).staged.wait(SECONDS)
         job.store.drain(0)
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.session.staging.places.Client.create", refuse)
-        patch.setattr("tests.session.staging.places.Client.call", refuse)
-        with process(server, tmp_path / "stage") as reader:
-            check(reader.store, 0, "job")
-            assert [event.fields["error"] for event in reader.told("failed")] in ([], ["you may only read"])
+    with refused_uploads("you may only read", "create"), process(server, tmp_path / "stage") as reader:
+        check(reader.store, 0, "job")
+        assert [event.fields["error"] for event in reader.told("failed")] in ([], ["you may only read"])
     with process(server, tmp_path / "stage") as job:
         check(job.store, 1, "job")
     require_all_well(server, tmp_path / "stage", [0, 1])
