@@ -81,59 +81,43 @@ def require_dropped(place: Scene, pending: tsck.PendingSnapshot, reason: str, ca
 # --- skip -------------------------------------------------------------------------------------------------------------
 
 
-def test_skip(caplog: pytest.LogCaptureFixture) -> None:
-    with stalled_backend(1) as (place, stop, first):
-        skipped = put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
+def test_skip_leaves_alone_what_is_in_work_and_what_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(2) as (place, stop, first):
+        second = put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
+        skipped = put_beside(place.store, 3, size_bytes=COPY, on_full="skip")
         assert not first.done()
         assert not skipped.captured.reached()
-        assert not [event for event in place.told("captured") if event.step == 2]
+        assert not [event for event in place.told("captured") if event.step == 3]
         require_dropped(place, skipped, "skipped", caplog)
-        assert [pending.step for pending in place.store.pending()] == [1]
+        assert [pending.step for pending in place.store.pending()] == [1, 2]
         stop.let_go()
-        first.wait()
-        put_beside(place.store, 3, size_bytes=COPY, on_full="skip").wait()  # and raises nothing of step 2
-        assert place.steps() == [1, 3]
-        check(place.store, 3, size_bytes=COPY)
-
-
-def test_skip_leaves_alone_what_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
-    with stalled_backend(2) as (place, stop, _):
-        put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
-        skipped = put_beside(place.store, 3, size_bytes=COPY, on_full="skip")
-        require_dropped(place, skipped, "skipped", caplog)
-        stop.let_go()
-        place.store.drain()
-        assert place.steps() == [1, 2]
+        second.wait()
+        put_beside(place.store, 4, size_bytes=COPY, on_full="skip").wait()  # and raises nothing of step 3
+        assert place.steps() == [1, 2, 4]
+        check(place.store, 4, size_bytes=COPY)
 
 
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
-def test_replace_drops_the_oldest_that_waits_and_never_the_one_in_work(caplog: pytest.LogCaptureFixture) -> None:
+def test_replace_drops_the_oldest_that_wait_and_never_the_one_in_work(caplog: pytest.LogCaptureFixture) -> None:
+    """As many as it needs; their callbacks learn of it."""
     with stalled_backend(3) as (place, stop, first):
-        waiting = [put_beside(place.store, step, size_bytes=COPY, on_full="replace") for step in (2, 3, 4, 5)]
-        assert [pending.step for pending in place.store.pending() if pending.step not in (2, 3)] == [1, 4, 5]
-        stop.let_go()
-        place.store.drain()
-        for pending in waiting[:2]:
-            require_dropped(place, pending, "replaced", caplog)
-        assert [pending.wait().step for pending in (first, *waiting[2:])] == [1, 4, 5]
-        assert place.steps() == [1, 4, 5]
-        for step in (1, 4, 5):
-            check(place.store, step, size_bytes=COPY)
-        put_beside(place.store, 6).wait()  # nothing is left to be reported
-
-
-def test_replace_drops_as_many_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
-    with stalled_backend(3) as (place, stop, _):
-        waiting = [put_beside(place.store, step, size_bytes=COPY) for step in (2, 3)]
-        put_beside(place.store, 4, size_bytes=2 * COPY, on_full="replace")
+        waiting = [put_beside(place.store, step, size_bytes=COPY, on_full="replace") for step in (2, 3, 4)]
+        told: list[tsck.PendingSnapshot] = []
+        waiting[1].published.on_settled(told.append)
+        assert [pending.step for pending in place.store.pending() if pending.step != 2] == [1, 3, 4]
+        last = put_beside(place.store, 5, size_bytes=2 * COPY, on_full="replace")
         stop.let_go()
         place.store.drain()
         for pending in waiting:
             require_dropped(place, pending, "replaced", caplog)
-        assert place.steps() == [1, 4]
-        check(place.store, 4, size_bytes=2 * COPY)
+        assert told == [waiting[1]]
+        assert [pending.wait().step for pending in (first, last)] == [1, 5]
+        assert place.steps() == [1, 5]
+        for step, size_bytes in ((1, COPY), (5, 2 * COPY)):
+            check(place.store, step, size_bytes=size_bytes)
+        put_beside(place.store, 6).wait()  # nothing is left to be reported
 
 
 def test_replace_waits_where_only_the_one_in_work_is_left(waits: threading.Event) -> None:
@@ -147,15 +131,6 @@ def test_replace_waits_where_only_the_one_in_work_is_left(waits: threading.Event
         assert not place.told("dropped")
         assert [event.step for event in place.told("stalled")] == [2]
         assert place.steps() == [1, 2]
-
-
-def test_callbacks_learn_that_a_save_was_replaced() -> None:
-    with stalled_backend(2) as (place, stop, _):
-        replaced, told = put_beside(place.store, 2, size_bytes=COPY), threading.Event()
-        replaced.published.on_settled(lambda pending: told.set() if isinstance(pending.error, SnapshotDroppedError) else None)
-        put_beside(place.store, 3, size_bytes=COPY, on_full="replace")
-        stop.let_go()
-        assert told.wait(SECONDS)
 
 
 def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_save() -> None:
@@ -248,7 +223,7 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
             assert place.in_use_bytes <= place.allocated_bytes
 
         place.store.on_event(look)
-        sizes = [COPY, 3 * COPY, 100, 2 * COPY, COPY // 2, 3 * COPY, 2_500_000, 100, 3_500_000, COPY, 2 * COPY, 0]
+        sizes = [COPY, 3 * COPY, 100, 2 * COPY, 2_500_000, COPY, 0]
         pendings = [put_beside(place.store, step, size_bytes=size, on_full=on_full) for step, size in enumerate(sizes)]
         place.store.drain()
         look(None)
@@ -259,14 +234,6 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
         assert published == list(range(len(sizes))) or on_full != "block"
         for step in published:
             check(place.store, step, size_bytes=sizes[step])
-
-
-def test_close_gives_the_memory_back() -> None:
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        assert place.allocated_bytes > 0
-        place.store.close()
-        assert place.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("on_full", ["block", "skip", "replace"])

@@ -1,5 +1,7 @@
-"""Run by the tests of processes, in a process that `nursery` has started: what one process does, until it ends or is ended."""
+"""What one process does in the tests of processes, until it ends or is ended; and how such a process is started."""
 
+import faulthandler
+import json
 import multiprocessing
 import os
 import signal
@@ -9,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed
@@ -21,12 +23,63 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.save import process_end
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tests.effort import PATIENCE_SECONDS as DEADLINE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
-from tests.session.save.nursery import DEADLINE_SECONDS, say, serve, watch
+from tests.session.group.pool import rank_process
 from tests.session.save.places import MIB, put_beside, state_of
 
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
+
+
+class Started:
+    """A process that plays a scene: forked where torch is loaded, it ends as an interpreter does. It writes to ``folder/stderr``."""
+
+    def __init__(self, scene: Callable[..., None], folder: Path, *args: object) -> None:
+        folder.mkdir(exist_ok=True)
+        self._process = rank_process(_play, scene, str(folder), *args)
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def end(self) -> int:
+        """Waits; its exit code, or minus the signal that ended it."""
+        self._process.join(DEADLINE_SECONDS)
+        code = self._process.exitcode
+        self._process.kill()
+        assert code is not None, "the process does not end"
+        return code
+
+
+def _play(scene: Callable[..., None], folder: str, *args: object) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    watch()
+    scene(folder, *args)
+
+
+def watch() -> None:
+    """A process that hangs says where, and ends. A thread of Python's own: that of `faulthandler` does not survive a fork."""
+
+    def end() -> None:
+        faulthandler.dump_traceback()
+        os._exit(99)
+
+    timer = threading.Timer(DEADLINE_SECONDS / 2, end)
+    timer.daemon = True
+    timer.start()
+
+
+def say(folder: str, **said: object) -> None:
+    """In a file, a line each, in one write, which SIGKILL cannot tear."""
+    fd = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, json.dumps(said).encode() + b"\n")
+    os.close(fd)
+
+
+def heard(folder: Path) -> list[dict[str, Any]]:
+    """What it has said."""
+    path = folder / "said"
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 class Trap(Faults):
@@ -179,7 +232,7 @@ def forked(folder: str, at: str) -> None:
 
 
 def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None:
-    watch(DEADLINE_SECONDS / 4)
+    watch()
     try:
         pending.wait(1.0)
     except tsck.StoreError as exc:
@@ -318,17 +371,3 @@ def many(folder: str, puts: int) -> None:
             say(folder, fds=len(os.listdir("/proc/self/fd")), resident=resident_bytes())
     say(folder, published=sum(pending.snapshot is not None for pending in pendings))
     store.close()
-
-
-SCENES: Final[dict[str, Callable[..., None]]] = {
-    scene.__name__: scene
-    for scene in (in_flight, killed, preempted, preempted_unawares, preempted_child, forked, loading, one_of_ranks, memory, many)
-}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asked = serve()
-    if asked is not None:
-        watch(DEADLINE_SECONDS / 2)
-        SCENES[asked[0]](*asked[1])
