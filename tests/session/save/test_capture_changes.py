@@ -1,7 +1,7 @@
 """Tensors that are changed while they are captured, as a thread of the training does that goes on too early: named, and not published."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,10 @@ from tensorstore_ck.errors import CaptureChangedError, InvalidOptionError
 from tensorstore_ck.state import capture_copy
 from tests.session.group.pool import Pool, make_store
 from tests.session.save import rank_side
-from tests.session.save.places import MIB, Scene, scene
+from tests.session.save.places import MIB, Scene
 
 LARGE = 10 * MIB
 """Of a tensor of which a piece is always looked at."""
-
-
-@pytest.fixture
-def place() -> Iterator[Scene]:
-    with scene() as made:
-        yield made
 
 
 def in_a_thread(work: Callable[[], object]) -> None:

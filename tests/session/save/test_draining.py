@@ -64,40 +64,38 @@ class Draining(threading.Thread):
         return self._report
 
 
-def test_nothing_to_wait_for() -> None:
+def test_nothing_to_wait_for(place: Scene) -> None:
     """Of the saves before, the last one is safe: whether it had a step, and was waited for, or not."""
-    with scene() as place:
-        report = place.store.drain()
-        assert (report.published, report.staged, report.dropped, report.under_way, report.safe) == ((), (), (), (), None)
-        assert str(report) == "nothing was published"
-        puts: list[Callable[[], tsck.Snapshot]] = [
-            put_beside(place.store, 1).wait,
-            lambda: place.store.put_snapshot(state_of(2), ref="job", step=2),
-        ]
-        for put in puts:
-            snapshot = put()
-            report = place.store.drain(0)
-            assert (report.published, report.safe) == ((), snapshot)
-            assert str(report) == f"job@{snapshot.step} ({snapshot.root[:16]}) is safe"
-        root = place.store.put_snapshot_async({}, ref="job").wait().root
-        stop = place.gate.stop("put parts/")
-        place.store.put_snapshot_async({}, ref="job")
-        stop.await_reached()
-        assert str(place.store.drain(0)) == f"job ({root[:16]}) is safe; given up: job"
-        stop.let_go()
+    report = place.store.drain()
+    assert (report.published, report.staged, report.dropped, report.under_way, report.safe) == ((), (), (), (), None)
+    assert str(report) == "nothing was published"
+    puts: list[Callable[[], tsck.Snapshot]] = [
+        put_beside(place.store, 1).wait,
+        lambda: place.store.put_snapshot(state_of(2), ref="job", step=2),
+    ]
+    for put in puts:
+        snapshot = put()
+        report = place.store.drain(0)
+        assert (report.published, report.safe) == ((), snapshot)
+        assert str(report) == f"job@{snapshot.step} ({snapshot.root[:16]}) is safe"
+    root = place.store.put_snapshot_async({}, ref="job").wait().root
+    stop = place.gate.stop("put parts/")
+    place.store.put_snapshot_async({}, ref="job")
+    stop.await_reached()
+    assert str(place.store.drain(0)) == f"job ({root[:16]}) is safe; given up: job"
+    stop.let_go()
 
 
-def test_everything_is_finished_in_time() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        puts = [put_beside(place.store, step) for step in (1, 2, 3)]
-        draining = Draining(place)
-        stop.let_go()
-        report = draining.report()
-        assert [snapshot.step for snapshot in report.published] == [1, 2, 3]
-        assert report.safe == puts[2].snapshot
-        assert (report.dropped, report.under_way) == ((), ())
-        assert place.steps() == [1, 2, 3]
+def test_everything_is_finished_in_time(place: Scene) -> None:
+    stop = place.gate.stop("put parts/")
+    puts = [put_beside(place.store, step) for step in (1, 2, 3)]
+    draining = Draining(place)
+    stop.let_go()
+    report = draining.report()
+    assert [snapshot.step for snapshot in report.published] == [1, 2, 3]
+    assert report.safe == puts[2].snapshot
+    assert (report.dropped, report.under_way) == ((), ())
+    assert place.steps() == [1, 2, 3]
 
 
 def test_a_backend_that_hangs_is_given_up() -> None:
@@ -158,30 +156,28 @@ def test_what_was_given_up_is_not_waited_for_again() -> None:
         stop.let_go()
 
 
-def test_a_save_that_failed_before_is_not_lost_by_a_drain() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        failed = put_beside(place.store, 1)
-        draining = Draining(place)
-        stop.let_go(BackendUnavailableError("injected"))
-        assert [pending.id for pending in draining.report().dropped] == [failed.id]
-        with pytest.raises(BackendUnavailableError):
-            place.store.close()
-
-
-def test_close_waits_for_what_is_under_way() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        puts = [put_beside(place.store, step) for step in (1, 2)]
-        closing = threading.Thread(target=place.store.close)
-        closing.start()
-        assert not puts[0].done()
-        stop.let_go()
-        closing.join(SECONDS)
-        assert not closing.is_alive()
-        assert [pending.wait(0).step for pending in puts] == [1, 2]
-        assert place.allocated_bytes == 0
+def test_a_save_that_failed_before_is_not_lost_by_a_drain(place: Scene) -> None:
+    stop = place.gate.stop("put parts/")
+    failed = put_beside(place.store, 1)
+    draining = Draining(place)
+    stop.let_go(BackendUnavailableError("injected"))
+    assert [pending.id for pending in draining.report().dropped] == [failed.id]
+    with pytest.raises(BackendUnavailableError):
         place.store.close()
+
+
+def test_close_waits_for_what_is_under_way(place: Scene) -> None:
+    stop = place.gate.stop("put parts/")
+    puts = [put_beside(place.store, step) for step in (1, 2)]
+    closing = threading.Thread(target=place.store.close)
+    closing.start()
+    assert not puts[0].done()
+    stop.let_go()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert [pending.wait(0).step for pending in puts] == [1, 2]
+    assert place.allocated_bytes == 0
+    place.store.close()
 
 
 # --- preemption; see test_processes for processes that end by it ----------------------------------------------------------
@@ -235,26 +231,24 @@ def test_the_signal_takes_its_former_course_at_the_deadline(
         stop.let_go()
 
 
-def test_a_job_that_has_finished_is_left_to_end_itself(former: list[int]) -> None:
-    with scene() as place:
-        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
-        signal_myself()
-        put_beside(place.store, 1)
-        report = preemption.finish()
-        assert report.safe is not None
-        assert report.safe.step == 1
-        assert not former
-        signal_myself()  # a user who sends it again does not want to wait any longer
-        assert former == [signal.SIGUSR2]
+def test_a_job_that_has_finished_is_left_to_end_itself(place: Scene, former: list[int]) -> None:
+    preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
+    signal_myself()
+    put_beside(place.store, 1)
+    report = preemption.finish()
+    assert report.safe is not None
+    assert report.safe.step == 1
+    assert not former
+    signal_myself()  # a user who sends it again does not want to wait any longer
+    assert former == [signal.SIGUSR2]
 
 
-def test_a_preemption_that_is_called_off(former: list[int]) -> None:
-    with scene() as place:
-        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
-        preemption.cancel()
-        signal_myself()
-        assert former == [signal.SIGUSR2]
-        assert not preemption.requested
+def test_a_preemption_that_is_called_off(place: Scene, former: list[int]) -> None:
+    preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
+    preemption.cancel()
+    signal_myself()
+    assert former == [signal.SIGUSR2]
+    assert not preemption.requested
 
 
 def test_where_and_how_a_preemption_can_be_asked_for() -> None:

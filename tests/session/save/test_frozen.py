@@ -88,102 +88,93 @@ def test_they_are_read_at_the_first_save_and_each_tenth_after() -> None:
 # --- when they change -------------------------------------------------------------------------------------------------
 
 
-def test_a_change_is_found_and_nothing_is_published() -> None:
-    with scene() as place:
-        state = new_state()
-        for step in range(VERIFY_EVERY):
+def test_a_change_is_found_and_nothing_is_published(place: Scene) -> None:
+    state = new_state()
+    for step in range(VERIFY_EVERY):
+        put(place, state, step).wait()
+    before = state["base"]["w"].clone()
+    state["base"]["w"][BASE // 2] ^= 1
+    for step in (10, 11):  # not once: at each save, as long as it is said to be frozen
+        with pytest.raises(FrozenChangedError, match=r"base\.w was declared frozen, but has changed .* the 9 snapshots since") as raised:
             put(place, state, step).wait()
-        before = state["base"]["w"].clone()
-        state["base"]["w"][BASE // 2] ^= 1
-        for step in (10, 11):  # not once: at each save, as long as it is said to be frozen
-            with pytest.raises(
-                FrozenChangedError, match=r"base\.w was declared frozen, but has changed .* the 9 snapshots since"
-            ) as raised:
-                put(place, state, step).wait()
-            assert raised.value.object_id == "base.w"
-        assert place.steps() == list(range(VERIFY_EVERY))
-        assert torch.equal(place.store.checkout("job")["base"]["w"], before)
-        put(place, state, 12, frozen=["base.small"]).wait()
-        check(place, state, 12)
+        assert raised.value.object_id == "base.w"
+    assert place.steps() == list(range(VERIFY_EVERY))
+    assert torch.equal(place.store.checkout("job")["base"]["w"], before)
+    put(place, state, 12, frozen=["base.small"]).wait()
+    check(place, state, 12)
 
 
-def test_what_was_trained_in_between_is_read() -> None:
+def test_what_was_trained_in_between_is_read(place: Scene) -> None:
     """Frozen, then not, then frozen again, at the same address."""
-    with scene() as place:
-        state = new_state()
-        put(place, state, 1).wait()
-        state["base"]["w"].fill_(9)
-        put(place, state, 2, frozen=[]).wait()
-        state["base"]["w"].fill_(8)
-        put(place, state, 3).wait()
-        check(place, state, 3)
+    state = new_state()
+    put(place, state, 1).wait()
+    state["base"]["w"].fill_(9)
+    put(place, state, 2, frozen=[]).wait()
+    state["base"]["w"].fill_(8)
+    put(place, state, 3).wait()
+    check(place, state, 3)
 
 
-def test_a_change_while_they_are_read_spoils_no_block() -> None:
+def test_a_change_while_they_are_read_spoils_no_block(place: Scene) -> None:
     """What is stored under a block's id has that id, whatever the owner does: all later snapshots share it."""
-    with scene() as place:
-        state = new_state()
-        before = state["base"]["w"].clone()
-        for _ in range(2):  # header and layout
-            place.gate.stop("append").let_go()
-        stop = place.gate.stop("append")  # after the hash
-        pending = put(place, state, 0)
-        stop.await_reached()
-        state["base"]["w"].fill_(7)
-        stop.let_go()
-        found = place.store.checkout(pending.wait().root)["base"]["w"]
-        assert torch.equal(found, before)
-        assert place.store.fsck(read_data=True).ok
+    state = new_state()
+    before = state["base"]["w"].clone()
+    for _ in range(2):  # header and layout
+        place.gate.stop("append").let_go()
+    stop = place.gate.stop("append")  # after the hash
+    pending = put(place, state, 0)
+    stop.await_reached()
+    state["base"]["w"].fill_(7)
+    stop.let_go()
+    found = place.store.checkout(pending.wait().root)["base"]["w"]
+    assert torch.equal(found, before)
+    assert place.store.fsck(read_data=True).ok
 
 
 # --- when what is known of them no longer counts ----------------------------------------------------------------------
 
 
-def test_a_restore_forgets() -> None:
-    with scene() as place:
-        state = new_state()
+def test_a_restore_forgets(place: Scene) -> None:
+    state = new_state()
+    put(place, state, 0).wait()
+    assert not is_read(place, put(place, state, 1))
+    state["base"]["w"].fill_(9)
+    place.store.checkout("job@0", into=state)
+    state["base"]["w"][0] ^= 1  # the job goes on from other weights
+    assert is_read(place, put(place, state, 2))
+    check(place, state, 2)
+
+
+def test_blocks_that_gc_freed_are_written_again(place: Scene) -> None:
+    state = new_state()
+    put(place, state, 0).wait()
+    place.store.forget("job")
+    place.store.gc(EVERYTHING)
+    place.store.gc(EVERYTHING)
+    assert is_read(place, put(place, state, 1))
+    assert not is_read(place, put(place, state, 2))
+    check(place, state, 2)
+    assert place.store.fsck(read_data=True).ok
+
+
+def test_another_ref_other_memory_and_another_shape(place: Scene) -> None:
+    state = new_state()
+    put(place, state, 0).wait()
+    place.store.put_snapshot(state, ref="other", step=1, frozen=["base.*"])
+    assert torch.equal(place.store.checkout("other")["base"]["w"], state["base"]["w"])
+    put(place, state, 2).wait()
+    for step, other in ((3, state["base"]["w"] + 1), (4, torch.arange(BASE + MIB * 8, dtype=torch.int64).to(torch.uint8))):
+        state["base"]["w"] = other
+        assert is_read(place, put(place, state, step))
+        check(place, state, step)
+
+
+def test_a_save_that_fails_learns_nothing_wrong(place: Scene) -> None:
+    state = new_state()
+    place.gate.fail("put parts/", BackendUnavailableError("injected"))
+    with pytest.raises(BackendUnavailableError):
         put(place, state, 0).wait()
-        assert not is_read(place, put(place, state, 1))
-        state["base"]["w"].fill_(9)
-        place.store.checkout("job@0", into=state)
-        state["base"]["w"][0] ^= 1  # the job goes on from other weights
-        assert is_read(place, put(place, state, 2))
-        check(place, state, 2)
-
-
-def test_blocks_that_gc_freed_are_written_again() -> None:
-    with scene() as place:
-        state = new_state()
-        put(place, state, 0).wait()
-        place.store.forget("job")
-        place.store.gc(EVERYTHING)
-        place.store.gc(EVERYTHING)
-        assert is_read(place, put(place, state, 1))
-        assert not is_read(place, put(place, state, 2))
-        check(place, state, 2)
-        assert place.store.fsck(read_data=True).ok
-
-
-def test_another_ref_other_memory_and_another_shape() -> None:
-    with scene() as place:
-        state = new_state()
-        put(place, state, 0).wait()
-        place.store.put_snapshot(state, ref="other", step=1, frozen=["base.*"])
-        assert torch.equal(place.store.checkout("other")["base"]["w"], state["base"]["w"])
-        put(place, state, 2).wait()
-        for step, other in ((3, state["base"]["w"] + 1), (4, torch.arange(BASE + MIB * 8, dtype=torch.int64).to(torch.uint8))):
-            state["base"]["w"] = other
-            assert is_read(place, put(place, state, step))
-            check(place, state, step)
-
-
-def test_a_save_that_fails_learns_nothing_wrong() -> None:
-    with scene() as place:
-        state = new_state()
-        place.gate.fail("put parts/", BackendUnavailableError("injected"))
-        with pytest.raises(BackendUnavailableError):
-            put(place, state, 0).wait()
-        for step in (1, 2):
-            put(place, state, step).wait()
-            check(place, state, step)
-        assert place.store.fsck(read_data=True).ok
+    for step in (1, 2):
+        put(place, state, step).wait()
+        check(place, state, step)
+    assert place.store.fsck(read_data=True).ok

@@ -252,12 +252,11 @@ def test_a_state_that_does_not_fit_at_all(on_full: Any) -> None:
         assert place.in_use_bytes == 0
 
 
-def test_a_bad_value_says_which_are_good() -> None:
-    with scene() as place:
-        with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
-            place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
-        with pytest.raises(InvalidOptionError, match="more than 0"):
-            tsck.open("memory://never", create=True, host_memory_bytes=0)
+def test_a_bad_value_says_which_are_good(place: Scene) -> None:
+    with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
+        place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="more than 0"):
+        tsck.open("memory://never", create=True, host_memory_bytes=0)
 
 
 def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

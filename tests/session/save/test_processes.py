@@ -122,22 +122,12 @@ def test_a_loop_that_asks_saves_once_more_and_leaves(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_never_asks_ends_by_the_signal(tmp_path: Path) -> None:
-    process = Started(worker.preempted_unawares, tmp_path, DEADLINE_SECONDS / 8, False)
+    process = Started(worker.preempted_unawares, tmp_path, DEADLINE_SECONDS / 8)
     await_heard(tmp_path, "ready")
     os.kill(process.pid, signal.SIGTERM)
     assert process.end() == -signal.SIGTERM, stderr(tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3]
     assert "preempted: job@3 (" in stderr(tmp_path)
-
-
-def test_a_backend_that_hangs_does_not_keep_it_beyond_the_deadline(tmp_path: Path) -> None:
-    process = Started(worker.preempted_unawares, tmp_path, 0.4, True)
-    await_heard(tmp_path, "ready")
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.end() == -signal.SIGTERM, stderr(tmp_path)
-    assert steps_of(tmp_path) == [1, 2]
-    assert "preempted: job@2 (" in stderr(tmp_path)
-    assert ") is safe; given up: job@3" in stderr(tmp_path)
 
 
 def test_a_helper_process_is_ended_by_the_signal_at_once(tmp_path: Path) -> None:
@@ -165,14 +155,6 @@ def test_a_child_that_is_forked_in_the_middle_of_a_save(tmp_path: Path, at: str)
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "next") as store:
         assert [found.step for found in store.log("child")] == [11, 10]
         check(store, 10, ref="child")
-
-
-@pytest.mark.race
-def test_data_loader_workers_that_are_forked_while_saves_are_in_flight(tmp_path: Path) -> None:
-    assert run(worker.loading, tmp_path) == 0, stderr(tmp_path)
-    (said,) = heard(tmp_path)
-    assert said["total"] == 3 * sum(range(24))
-    assert said["steps"] == steps_of(tmp_path) == [10 * epoch + number for epoch in range(3) for number in range(6)]
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.protocol import Backend
@@ -174,9 +173,9 @@ def preempted(folder: str, deadline_seconds: float) -> None:
     store.close()
 
 
-def preempted_unawares(folder: str, deadline_seconds: float, hangs: bool) -> None:
+def preempted_unawares(folder: str, deadline_seconds: float) -> None:
     """A loop that never asks."""
-    store = open_store(folder, Trap("put parts/", 3, lambda: time.sleep(3600)) if hangs else None)
+    store = open_store(folder)
     store.on_preemption(signal.SIGTERM, deadline_seconds=deadline_seconds)
     for step in (1, 2):
         put_beside(store, step).wait()
@@ -246,30 +245,6 @@ def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None
     waited_for = store.put_snapshot(state_of(11), ref="child", step=11)
     store.close()
     say(folder, **said, put=[beside.step, waited_for.step])
-
-
-class Reading(Dataset[int]):
-    """Its workers are forked while saves are in flight; each looks at the store."""
-
-    def __init__(self, store: tsck.Store) -> None:
-        self._store = store
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        return index if index % 6 else index + 0 * len(self._store.branches())
-
-
-def loading(folder: str) -> None:
-    store = open_store(folder, host_memory_bytes=8 * MIB)
-    pendings, total = [], 0
-    for epoch in range(3):
-        for number, batch in enumerate(DataLoader(Reading(store), batch_size=4, num_workers=2)):
-            pendings.append(put_beside(store, 10 * epoch + number))
-            total += int(batch.sum())
-    say(folder, steps=[pending.wait(DEADLINE_SECONDS).step for pending in pendings], total=total)
-    store.close()
 
 
 # --- scenes: ranks ------------------------------------------------------------------------------------------------------
