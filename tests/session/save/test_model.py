@@ -16,12 +16,14 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tests.effort import effort
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, state_of
 
 SIZE = 3000
 COPY = 2 * MIB
 """What a capture takes."""
 COPIES = 3
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 
 @dataclass
@@ -298,5 +300,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.0)
 
 
-Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, suppress_health_check=list(HealthCheck), print_blob=True)
+Machine.TestCase.settings = settings(
+    max_examples=effort(20, 100), stateful_step_count=25, suppress_health_check=list(HealthCheck), print_blob=True
+)
 TestMachine = Machine.TestCase
