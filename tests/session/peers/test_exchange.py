@@ -31,10 +31,7 @@ def _sources(rank: int, hosts: Sequence[int], copies: int) -> list[int]:
 @pytest.mark.parametrize(
     ("hosts", "copies"),
     [
-        ((0, 1), 1),
-        ((0, 1, 2, 3), 2),
         ((0, 1, 2, 3, 4, 5, 6, 7), 3),
-        ((0, 0, 1, 1, 2, 2, 3, 3), 2),
         ((0, 0, 0, 1), 1),
         ((0, 1, 0, 1, 2, 0, 0, 2), 2),
     ],
@@ -68,10 +65,7 @@ def test_fewer_hosts_than_copies_are_said_once_and_all_of_them_used(pool: Pool, 
     assert "replicate_to_peers=5 needs 6 hosts, and the job has 3: what is staged has 2 copies" in said
     assert not answers[1][1]
     assert not answers[2][1]
-
-
-def test_on_one_host_there_is_nobody_to_copy_to(pool: Pool, tmp_path: Path) -> None:
-    answers = pool.run(_with_warnings, str(tmp_path), (0, 0), 1, ranks=2)
+    answers = pool.run(_with_warnings, str(tmp_path / "one"), (0, 0), 1, ranks=2)
     assert [keys for keys, _ in answers] == [[], []]
     assert "has no copies" in answers[0][1][0]
 
@@ -155,6 +149,6 @@ def _measured(base: str, size_bytes: int) -> int:
 
 
 def test_memory_does_not_grow_with_the_files(pool: Pool, tmp_path: Path) -> None:
-    small, large = (max(pool.run(_measured, str(tmp_path / str(size)), size << 20, ranks=2)) for size in (1, 32))
+    small, large = (max(pool.run(_measured, str(tmp_path / str(size)), size << 20, ranks=2)) for size in (1, 12))
     assert large < small + (1 << 20)
     assert large < 4 << 20

@@ -92,7 +92,7 @@ def _damaged(base: str, number: int) -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "what"), [(1, name_of(0, 2)), (2, name_of(0, 3)), (3, name_of(0, 4)), (4, name_of(0, 5)), (8, name_of(0, 5)), (10, _key(0))]
+    ("number", "what"), [(1, name_of(0, 2)), (8, name_of(0, 5)), (10, _key(0))], ids=["first piece", "last piece", "manifest"]
 )
 def test_bytes_that_change_on_the_way_are_noticed(pool: Pool, tmp_path: Path, number: int, what: str) -> None:
     sender, receiver = pool.run(_damaged, str(tmp_path), number, ranks=2)
@@ -142,7 +142,7 @@ def _stopped(base: str, rank: int, after: int) -> tuple[str, list[str]]:
     return end, own.exchange(2, own.stage((100,), first=50))
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
+@pytest.mark.parametrize("after", [0, 5, 14])
 def test_a_rank_whose_save_is_dropped_leaves_and_comes_to_the_next(pool: Pool, tmp_path: Path, after: int) -> None:
     answers = pool.run(_stopped, str(tmp_path), 1, after, ranks=3)
     assert answers[1][0] == "it was cancelled"
@@ -251,19 +251,6 @@ def test_ranks_that_are_at_different_saves_end_it(pool: Pool, tmp_path: Path) ->
         assert _kept_from(tmp_path, rank, 1 - rank) == ([], [])
 
 
-def _unintelligible(base: str) -> str:
-    own = side(base, (0, 1), 1, damage=(1, 100) if dist.get_rank() == 1 else None)
-    with pytest.raises(BackendUnavailableError) as caught:
-        own.exchange(1, own.stage())
-    return str(caught.value)
-
-
-def test_a_rank_that_cannot_be_understood_ends_it(pool: Pool, tmp_path: Path) -> None:
-    sender, receiver = pool.run(_unintelligible, str(tmp_path), ranks=2)
-    assert "a message of rank 0 was damaged on the way, or another process sent it" in receiver
-    assert "rank 1 does not answer" in sender
-
-
 def _alone(base: str) -> None:
     if dist.get_rank() == 0:
         with pytest.raises(BackendUnavailableError, match=r"rank 0 could not connect .*, \[0, 1\]: .*; what is staged gets no copies"):
@@ -295,6 +282,7 @@ def _until_killed(base: str, rank: int, port: int, ends: "Queue[tuple[int, str]]
     ends.put((rank, end))
 
 
+@pytest.mark.race
 def test_a_rank_that_is_killed_ends_it_in_its_block_and_half_a_copy_does_not_count(tmp_path: Path) -> None:
     """The blocks are 0 and 1; and 2, 3 and 4."""
     context = multiprocessing.get_context("forkserver")
