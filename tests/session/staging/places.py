@@ -188,6 +188,12 @@ class Process:
     def put(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
         return self.store.put_snapshot_async(state_of(step), ref=ref, step=step, **options)
 
+    def stage(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
+        """Saves, and waits until it is staged."""
+        pending = self.put(step, ref, **options)
+        pending.staged.wait(SECONDS)
+        return pending
+
     def put_at(self, faults: Faults, at: int, told: "Acknowledged", *steps: int) -> None:
         """Saves these, and meets the fault of `faults` at their n-th call."""
         faults.calls, faults.at = 0, at
@@ -261,7 +267,7 @@ def leave_staged(server: PieceStore, path: Path, *steps: int, **options: Any) ->
         job.put(0).wait(SECONDS)
         refusing.refuse(*UPLOADS)
         for step in steps:
-            job.put(step, **options).staged.wait(SECONDS)
+            job.stage(step, **options)
         assert [pending.step for pending in job.store.drain(0).staged] == list(steps)
 
 

@@ -89,8 +89,7 @@ def refused_put(job: Process, step: int) -> tsck.PendingSnapshot:
     return pending
 
 
-def test_a_save_waits_behind_one_that_still_fails(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_a_save_waits_behind_one_that_still_fails(server: PieceStore, path: Path) -> None:
     with process(server, path) as job:
         job.put(0).wait(SECONDS)
         refused_put(job, 1)
@@ -101,8 +100,7 @@ def test_a_save_waits_behind_one_that_still_fails(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_a_save_that_waits_may_be_cancelled(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
+def test_a_save_that_waits_may_be_cancelled(server: PieceStore, path: Path, connection: Server) -> None:
     with process(server, path, store_faults=connection) as job:
         job.put(0).wait(SECONDS)
         refused_put(job, 1)
@@ -118,18 +116,16 @@ def test_a_save_that_waits_may_be_cancelled(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 3])
 
 
-def test_space_that_a_failed_save_uses(tmp_path: Path) -> None:
+def test_space_that_a_failed_save_uses(server: PieceStore, path: Path) -> None:
     """The next save does not fit in addition, so it is published first."""
-    server, path = PieceStore(), tmp_path / "stage"
     with process(server, path, capacity_bytes=450 * KIB) as job:
         refused_put(job, 0)
         assert job.error_of_put(1) is None
     require_all_well(server, path, [0, 1])
 
 
-def test_what_can_never_be_published_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_can_never_be_published_is_named(server: PieceStore, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its files are gone meanwhile: the next save says so, and goes on."""
-    server, path = PieceStore(), tmp_path / "stage"
     with process(server, path) as job:
         job.put(0).wait(SECONDS)
         refused_put(job, 1)
@@ -146,10 +142,10 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
     with process(server, path, store_faults=refusing) as job:
         job.put(0).wait(SECONDS)
         refusing.refuse(*UPLOADS)
-        job.put(1).staged.wait(SECONDS)
+        job.stage(1)
         clock = job.store.engine.clock
         job.store.engine.clock = lambda: clock() - 3_600_000_000_000
-        job.put(2).staged.wait(SECONDS)
+        job.stage(2)
         job.store.drain(0)
     with process(server, path) as job:
         job.store.finish_staged("job")
@@ -164,8 +160,7 @@ class NoCopies(Faults):
 
 
 @pytest.mark.parametrize("mode", ["no-space", "unavailable"])
-def test_what_is_published_stays_published_when_the_disk_fails_then(tmp_path: Path, mode: str) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_what_is_published_stays_published_when_the_disk_fails_then(server: PieceStore, path: Path, mode: str) -> None:
     with process(server, path, disk_faults=NoCopies(mode, 1, persistent=True)) as job:
         job.put(0).wait(SECONDS)
         job.put(1).wait(SECONDS)
