@@ -179,16 +179,6 @@ def test_what_gc_frees_meanwhile_is_written_again_from_the_capture(place: Scene)
     assert place.store.fsck(read_data=True).ok
 
 
-def test_many_refs_in_flight(place: Scene) -> None:
-    with held(place):
-        pendings = [put_beside(place.store, step, ref=f"run-{step % 3}", size_bytes=1000) for step in range(9)]
-    for pending in pendings:
-        pending.wait()
-    for step in range(9):
-        check(place.store, step, size_bytes=1000, ref=f"run-{step % 3}")
-    assert [place.steps(f"run-{run}") for run in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-
-
 def test_a_restore_into_a_state_that_is_in_flight(place: Scene) -> None:
     """The memory that is filled is what the save has captured: it was copied."""
     put_beside(place.store, 1).wait()

@@ -1,7 +1,6 @@
 """What a staging disk does wrong: bytes that are not what was written, no space, no folder. Never wrong bytes, never silence."""
 
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -70,22 +69,6 @@ def test_after_publication(server: PieceStore, path: Path, kind: str) -> None:
         assert not copy.exists() or LocalBackend(job.folder.path).get(str(copy.relative_to(job.folder.path)), max_bytes=1 << 30)
     with process(server, path) as job:
         check(job.store, 0)
-    require_all_well(server, path, [0])
-
-
-def test_uploaded_but_not_published(server: PieceStore, path: Path, connection: Server) -> None:
-    """The store has it already, so it heals."""
-    with process(server, path, store_faults=connection) as job:
-        connection.refuse(*UPLOADS)
-        pending = job.stage(0)
-        uploaded = threading.Event()
-        job.store.on_event(lambda event: uploaded.set() if event.fields.get("what") == "publishing" else None)
-        connection.refuse("create log")
-        assert uploaded.wait(SECONDS)
-        damage(one_of(job, "unsent/packs/*/*"))
-        check(job.store, 0, "job^staged")
-        connection.refuse()
-        assert ended(pending) is None
     require_all_well(server, path, [0])
 
 

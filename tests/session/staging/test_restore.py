@@ -7,7 +7,7 @@ import pytest
 
 from tensorstore_ck.errors import MissingObjectError, NotFoundError
 from tests.backend.staging.places import PieceStore
-from tests.session.staging.places import KIB, SECONDS, UPLOADS, Server, check, ended, leave_staged, process, require_all_well
+from tests.session.staging.places import UPLOADS, Server, check, ended, leave_staged, process, require_all_well
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -55,27 +55,3 @@ def test_on_another_host(server: PieceStore, path: Path) -> None:
     with process(server, path.with_name("elsewhere")) as other:
         check(other.store, 1, "job^staged")
     require_all_well(server, path, [0, 1])
-
-
-def test_a_second_restore_reads_nothing_from_the_store(server: PieceStore, path: Path) -> None:
-    with process(server, path.with_name("elsewhere")) as job:
-        job.put(0).wait(SECONDS)
-    reads = []
-    for _ in range(2):
-        connection = Server()
-        with process(server, path, store_faults=connection) as reader:
-            check(reader.store, 0, "job")
-        reads.append([what for what in connection.seen if what.startswith(("read packs/", "get parts/", "get snapshots/"))])
-    assert any(what.startswith("read packs/") for what in reads[0])
-    assert reads[1] == []
-
-
-def test_what_restores_leave_is_bounded(tmp_path: Path) -> None:
-    server, path, capacity_bytes = PieceStore(), tmp_path / "stage", 400 * KIB
-    with process(server, tmp_path / "elsewhere") as job:
-        for step in range(4):
-            job.put(step).wait(SECONDS)
-    with process(server, path, capacity_bytes=capacity_bytes) as reader:
-        for step in range(4):
-            check(reader.store, step)
-            assert reader.folder.used_bytes() <= capacity_bytes + 2 * 64 * KIB

@@ -1,7 +1,6 @@
 """Staged saves to an S3 server through a proxy that does what networks do: published once, and every byte is right."""
 
 import random
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.common import retry
 from tensorstore_ck.log import log
 from tests.backend.chaos import ChaosProxy, Fault, Request, chaos_proxy, first
-from tests.effort import PATIENCE_SECONDS
 from tests.servers import BUCKET, S3Server, storage_options
 
 MIB = 1 << 20
@@ -101,30 +99,3 @@ def test_faults(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy) -> Non
 def test_a_real_server(tmp_path: Path, seaweedfs_server: S3Server) -> None:
     with chaos_proxy(seaweedfs_server.port) as proxy:
         run(tmp_path, seaweedfs_server.endpoint, proxy, [Fault.STATUS_503, Fault.LOSE_REPLY])
-
-
-def test_what_a_job_left_is_uploaded_by_the_next_and_nothing_twice(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy) -> None:
-    url = f"s3://{BUCKET}/{uuid.uuid4()}"
-    reached = threading.Event()
-
-    def until_the_second_piece(request: Request) -> Fault:
-        if "partNumber=2" not in request.path:
-            return Fault.NONE
-        reached.set()
-        return Fault.STATUS_503
-
-    staging = tsck.Staging(tmp_path / "stage", max_parallel_requests=1)
-    proxy.plan = until_the_second_piece
-    with opened(tmp_path, url, proxy.url, staging=staging) as store:
-        pending = store.put_snapshot_async(state_of(0), ref="job", step=0)
-        pending.staged.wait(PATIENCE_SECONDS)
-        assert reached.wait(PATIENCE_SECONDS)
-        assert [each.step for each in store.drain(0).staged] == [0]
-    proxy.plan = lambda _: Fault.NONE
-    proxy.seen.clear()
-    with opened(tmp_path, url, proxy.url, staging=staging) as store:
-        store.finish_staged("job")
-        assert torch.equal(store.checkout("job")["w"], state_of(0)["w"])
-    pieces = [request.path for request in proxy.seen if request.method == "PUT" and "partNumber=" in request.path]
-    assert len(pieces) == 1
-    assert "partNumber=2" in pieces[0]
