@@ -166,9 +166,7 @@ def test_asynchronous_and_synchronous_saves_keep_their_order(place: Scene) -> No
 
 def test_what_gc_frees_meanwhile_is_written_again_from_the_capture(place: Scene) -> None:
     put_beside(place.store, 1).wait()
-    stop = place.gate.stop("put snapshots/")
-    pending = put_beside(place.store, 2)
-    stop.await_reached()
+    stop, pending = place.hold(2, at="put snapshots/")
     with place.other() as other:
         for _ in range(2):
             other.gc(EVERYTHING)

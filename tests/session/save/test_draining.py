@@ -157,8 +157,7 @@ def test_what_was_given_up_is_not_waited_for_again() -> None:
 
 
 def test_a_save_that_failed_before_is_not_lost_by_a_drain(place: Scene) -> None:
-    stop = place.gate.stop("put parts/")
-    failed = put_beside(place.store, 1)
+    stop, failed = place.hold(1)
     draining = Draining(place)
     stop.let_go(BackendUnavailableError("injected"))
     assert [pending.id for pending in draining.report().dropped] == [failed.id]

@@ -48,9 +48,7 @@ def require_silence(place: Scene, step: int, **options: Any) -> None:
 
 def test_by_the_waits_and_then_by_nobody_else(place: Scene) -> None:
     """By one that was there before, by those that come later, and by those for milestones that it has not passed."""
-    stop = place.gate.stop("put parts/")
-    pending = put_beside(place.store, 1)
-    stop.await_reached()
+    stop, pending = place.hold(1)
     threading.Timer(0, stop.let_go, [broken()]).start()
     for wait in (pending.wait, pending.wait, pending.staged.wait, pending.published.wait):
         with pytest.raises(BackendUnavailableError, match="injected"):
@@ -157,9 +155,7 @@ ERRORS = [BackendUnavailableError, OddError, MemoryError, KeyboardInterrupt, Sys
 def test_later_saves_are_not_hurt(place: Scene, at: str, error: type[BaseException]) -> None:
     """Also by what no store should raise: the worker lives."""
     put_beside(place.store, 0).wait()
-    stop = place.gate.stop(at)
-    failed = put_beside(place.store, 1)
-    stop.await_reached()
+    stop, failed = place.hold(1, at=at)
     later = put_beside(place.store, 2)
     stop.let_go(error("injected"))
     with pytest.raises(error, match="injected"):
@@ -225,9 +221,7 @@ def test_a_ref_that_is_known_to_be_elsewhere_is_refused_at_once_but_earlier_erro
 
 
 def test_what_cannot_be_stored_is_refused_at_once_and_hurts_nobody(place: Scene) -> None:
-    stop = place.gate.stop("put parts/")
-    first = put_beside(place.store, 1)
-    stop.await_reached()
+    stop, first = place.hold(1)
     with pytest.raises(UnsupportedValueError, match=r"model\.odd"):
         place.store.put_snapshot_async({"model": {"odd": object()}, "w": torch.zeros(9)}, ref="job", step=2)
     with pytest.raises(tsck.errors.InvalidNameError):
@@ -247,8 +241,7 @@ def test_callbacks_that_fail_or_want_to_end_the_process_disturb_nobody(place: Sc
 
     ends = [place.store.on_event(lambda event: 1 // 0), place.store.on_event(leave)]
     told: list[Any] = []
-    stop = place.gate.stop("put parts/")
-    pending = put_beside(place.store, 1)
+    stop, pending = place.hold(1)
     for callback in (lambda _: 1 // 0, leave, told.append):
         pending.published.on_settled(callback)
     stop.let_go()
@@ -273,8 +266,7 @@ def test_a_callback_may_use_the_store(place: Scene) -> None:
         said.append(place.store.drain(1.0).safe)
         said.append(place.store.put_snapshot({}, ref="other", step=9).step)
 
-    stop = place.gate.stop("put parts/")
-    pending = put_beside(place.store, 1)
+    stop, pending = place.hold(1)
     pending.published.on_settled(use)
     stop.let_go()
     settle(place)

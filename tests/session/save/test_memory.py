@@ -24,9 +24,7 @@ COPY = 2 * MIB
 def stalled_backend(copies: int) -> Iterator[tuple[Scene, Stop, tsck.PendingSnapshot]]:
     """Memory for so many copies; step 1 is being stored, and goes on when it is let go."""
     with scene(host_memory_bytes=copies * COPY) as place:
-        stop = place.gate.stop("put parts/")
-        first = put_beside(place.store, 1, size_bytes=COPY)
-        stop.await_reached()
+        stop, first = place.hold(1, size_bytes=COPY)
         yield place, stop, first
 
 
@@ -200,8 +198,7 @@ def test_memory_is_free_before_callbacks_run(waits: threading.Event) -> None:
             holds.set()
             goes.wait(SECONDS)
 
-        stop = place.gate.stop("put parts/")
-        first = put_beside(place.store, 1, size_bytes=COPY)
+        stop, first = place.hold(1, size_bytes=COPY)
         first.published.on_settled(hold)
         put = Put(place.store, 2)
         assert waits.wait(SECONDS)

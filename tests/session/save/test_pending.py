@@ -74,9 +74,7 @@ def test_cancel_between_the_blocks_of_a_state(place: Scene) -> None:
 
 def test_cancel_that_comes_too_late(place: Scene) -> None:
     """Once the entry may be in the log, a save is published whatever was asked: `wait` says so, and so do all others."""
-    stop = place.gate.stop("create log/")
-    pending = put_beside(place.store, 1)
-    stop.await_reached()
+    stop, pending = place.hold(1, at="create log/")
     assert pending.cancel()
     stop.let_go()
     assert pending.wait().step == 1
@@ -105,8 +103,7 @@ def test_cancel_of_what_has_ended(place: Scene) -> None:
 
 
 def test_a_wait_that_is_too_short(place: Scene) -> None:
-    stop = place.gate.stop("put parts/")
-    pending = put_beside(place.store, 1)
+    stop, pending = place.hold(1)
     for wait, milestone, seconds in ((pending.wait, "published", 0), (pending.staged.wait, "staged", 0.05)):
         with pytest.raises(WaitTimeoutError, match=f"job@1 is not {milestone} after {seconds:g} s; the save continues") as raised:
             wait(seconds)
@@ -121,8 +118,7 @@ def test_a_wait_that_is_too_short(place: Scene) -> None:
 
 
 def test_many_threads_wait_for_one(place: Scene) -> None:
-    stop = place.gate.stop("put parts/")
-    pending = put_beside(place.store, 1)
+    stop, pending = place.hold(1)
     found: list[tsck.Snapshot] = []
     threads = [threading.Thread(target=lambda: found.append(pending.wait(SECONDS))) for _ in range(20)]
     for thread in threads:
@@ -141,9 +137,7 @@ def milestones(pending: tsck.PendingSnapshot) -> list[bool]:
 
 
 def test_what_is_said_at_each_milestone(place: Scene) -> None:
-    stop = place.gate.stop("create log/")
-    pending = put_beside(place.store, 1)
-    stop.await_reached()
+    stop, pending = place.hold(1, at="create log/")
     assert milestones(pending) == [True, False, False]
     pending.captured.wait(0)
     assert repr(pending) == "<PendingSnapshot job@1: under way>"
@@ -166,8 +160,7 @@ def test_nothing_is_called_saved_before_others_can_see_it(caplog: pytest.LogCapt
     with scene() as place:
         seen: list[list[int | None]] = []
         place.store.on_event(lambda event: seen.append(place.steps()) if event.kind == "published" else None)
-        stop = place.gate.stop("create log/")
-        pending = put_beside(place.store, 1)
+        stop, pending = place.hold(1, at="create log/")
         pending.published.on_settled(lambda _: seen.append(place.steps()))
         stop.await_reached()
         assert not any("saved" in record.getMessage() for record in caplog.records)
@@ -190,8 +183,7 @@ def test_callbacks_before_and_after_each_milestone(place: Scene, error: Exceptio
 
         return called
 
-    stop = place.gate.stop("put parts/")
-    pending = put_beside(place.store, 1)
+    stop, pending = place.hold(1)
     held = [pending]
     for name in ("captured", "staged", "published"):
         getattr(pending, name).on_settled(note("before", name))

@@ -251,6 +251,14 @@ def process(server: PieceStore, path: Path, **options: Any) -> Iterator[Process]
         made.folder.leave()  # as the kernel sees to when a process is gone
 
 
+@contextlib.contextmanager
+def published(server: PieceStore, path: Path, connection: Faults | None = None) -> Iterator[Process]:
+    """One that has published step 0."""
+    with process(server, path, store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        yield job
+
+
 def state_of(step: int) -> dict[str, Any]:
     """A tensor that stays, and one whose blocks are new."""
     return {"frozen": _noise(-1, FROZEN_BYTES), "moving": _noise(step, MOVING_BYTES), "step": step}

@@ -21,6 +21,7 @@ from tests.session.staging.places import (
     leave_staged,
     leftovers,
     process,
+    published,
     require_all_well,
 )
 
@@ -60,8 +61,8 @@ def test_before_publication(server: PieceStore, path: Path, connection: Server, 
 @pytest.mark.parametrize("kind", ["packs", "parts", "snapshots"])
 def test_after_publication(server: PieceStore, path: Path, kind: str) -> None:
     """Read from the store, and the copy is gone."""
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path):
+        pass
     with process(server, path) as job:
         copy = one_of(job, f"copies/{kind}/*/*")
         damage(copy)
@@ -116,8 +117,7 @@ def test_no_space_at_all(server: PieceStore, path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["staged", "half uploaded"])
 def test_the_folder_is_deleted(server: PieceStore, path: Path, connection: Server, when: str) -> None:
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         if when == "staged":
             connection.refuse("get log")
             pending = job.stage(1)

@@ -20,6 +20,7 @@ from tests.session.staging.places import (
     leave_staged,
     leftovers,
     process,
+    published,
     require_all_well,
 )
 
@@ -38,8 +39,7 @@ def test_two_processes_resume_at_once(server: PieceStore, path: Path) -> None:
 
 
 def test_a_zombie_learns_what_became_of_its_save(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as zombie:
-        zombie.put(0).wait(SECONDS)
+    with published(server, path, connection) as zombie:
         connection.refuse(*UPLOADS)
         pending, asleep = zombie.put(1), threading.Event()
         pending.staged.wait(SECONDS)
@@ -56,8 +56,7 @@ def test_a_zombie_learns_what_became_of_its_save(server: PieceStore, path: Path,
 
 
 def test_the_ref_moved_meanwhile(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as job, process(server, path.with_name("elsewhere")) as other:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         connection.refuse(*UPLOADS)
         pending = job.stage(1)
         assert [pin.owner.partition(":")[0] for pin in other.view.pins()] == ["staged"]
@@ -109,8 +108,7 @@ def test_one_of_a_chain_is_dropped_while_nobody_runs(server: PieceStore, path: P
 
 def test_gc_and_forget_between(server: PieceStore, path: Path, connection: Server) -> None:
     """What a staged save shares with published ones is held, whatever becomes of their branch."""
-    with process(server, path, store_faults=connection) as job, process(server, path.with_name("elsewhere")) as other:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         connection.refuse(*UPLOADS)
         job.stage(1, expect=ANY)
         other.store.forget("job")
@@ -145,8 +143,7 @@ def test_an_earlier_one_is_published_and_forgotten(server: PieceStore, path: Pat
 
 def test_what_was_condemned_meanwhile_is_rescued(server: PieceStore, path: Path, connection: Server) -> None:
     """A gc without mercy on what is young finds objects in the store that no entry names yet."""
-    with process(server, path, store_faults=connection) as job, process(server, path.with_name("elsewhere")) as other:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         pending = half_uploaded(job, connection, 1)
         other.store.gc(GcOptions(min_age_seconds=0, grace_seconds=3600, undo_window_seconds=0, max_delete=1))
         assert list(other.view.objects())
@@ -158,8 +155,7 @@ def test_what_was_condemned_meanwhile_is_rescued(server: PieceStore, path: Path,
 
 
 def test_what_was_freed_meanwhile_is_reported(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as job, process(server, path.with_name("elsewhere")) as other:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         pending = half_uploaded(job, connection, 1)
         other.store.gc(EVERYTHING)
         connection.refuse()

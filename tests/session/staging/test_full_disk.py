@@ -26,6 +26,7 @@ from tests.session.staging.places import (
     Server,
     ended,
     process,
+    published,
     refused_uploads,
     require_all_well,
     require_nothing_lost,
@@ -90,8 +91,7 @@ def refused_put(job: Process, step: int) -> tsck.PendingSnapshot:
 
 
 def test_a_save_waits_behind_one_that_still_fails(server: PieceStore, path: Path) -> None:
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path) as job:
         refused_put(job, 1)
         refused = refused_put(job, 2)
         assert "job@1 was staged before job@2" in "".join(refused.error.__notes__)  # type: ignore[union-attr]
@@ -101,8 +101,7 @@ def test_a_save_waits_behind_one_that_still_fails(server: PieceStore, path: Path
 
 
 def test_a_save_that_waits_may_be_cancelled(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         refused_put(job, 1)
         connection.refuse(*UPLOADS)
         tried = threading.Event()
@@ -126,8 +125,7 @@ def test_space_that_a_failed_save_uses(server: PieceStore, path: Path) -> None:
 
 def test_what_can_never_be_published_is_named(server: PieceStore, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its files are gone meanwhile: the next save says so, and goes on."""
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path) as job:
         refused_put(job, 1)
         for pack in Path(job.folder.path).glob("unsent/packs/*/*"):
             pack.unlink()

@@ -6,14 +6,13 @@ import pytest
 
 from tensorstore_ck.errors import QuotaExceededError
 from tests.backend.staging.places import PieceStore
-from tests.session.staging.places import SECONDS, UPLOADS, Server, check, leave_staged, leftovers, process, require_all_well
+from tests.session.staging.places import SECONDS, UPLOADS, Server, check, leave_staged, leftovers, process, published, require_all_well
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_a_save_is_refused_before_it_is_staged(server: PieceStore, path: Path) -> None:
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path) as job:
         job.store.set_quota("*", refuse=1)
         error = job.error_of_put(1)
         assert isinstance(error, QuotaExceededError), error
@@ -33,8 +32,7 @@ def test_what_was_staged_before_is_published_after(server: PieceStore, path: Pat
 
 
 def test_a_store_that_does_not_answer_is_not_asked(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         job.store.set_quota("*", refuse="1TB")
         connection.refuse("get log", "create log", "get_log", *UPLOADS)
         pending = job.stage(1)

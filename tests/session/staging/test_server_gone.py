@@ -17,6 +17,7 @@ from tests.session.staging.places import (
     leave_staged,
     leftovers,
     process,
+    published,
     refused_uploads,
     require_all_well,
 )
@@ -48,8 +49,7 @@ def test_staging_goes_on_and_all_is_published_in_order(server: PieceStore, path:
 
 def test_it_goes_away_while_a_save_is_staged(server: PieceStore, path: Path, connection: Server) -> None:
     """What is shared with the store cannot be pinned then, so it is staged as well."""
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         connection.refuse("create log")
         job.store.engine.log._sleep = lambda _: None
         pending = job.stage(1)
@@ -62,8 +62,7 @@ def test_it_goes_away_while_a_save_is_staged(server: PieceStore, path: Path, con
 
 
 def test_drain_says_what_is_staged_and_the_next_process_publishes_it(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         connection.refuse(*ALL)
         for step in (1, 2):
             job.stage(step)
@@ -99,8 +98,7 @@ def test_close_waits_for_what_this_process_staged_and_leaves_what_others_did(ser
 
 def test_a_refusal_costs_nothing_that_was_staged(server: PieceStore, path: Path) -> None:
     """Expired credentials: reported, and the next process continues."""
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path) as job:
         with refused_uploads("the token has expired"):
             error = ended(job.put(1))
         assert isinstance(error, PermissionDeniedError)
@@ -111,8 +109,7 @@ def test_a_refusal_costs_nothing_that_was_staged(server: PieceStore, path: Path)
 
 
 def test_a_reader_may_open_a_store_with_leftovers(server: PieceStore, path: Path, connection: Server) -> None:
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         connection.refuse(*ALL)  # so the log does not know yet
         job.stage(1)
         job.store.drain(0)
