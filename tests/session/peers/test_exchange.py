@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tensorstore_ck.session.peers import targets_of
-from tensorstore_ck.session.staging.manifest import manifest_key
 from tests.session.group.pool import Pool
-from tests.session.peers.sides import PIECE_BYTES, SIZES, Side, bytes_of, folder_at, lies_in, manifest_of, name_of, put_id, side
+from tests.session.peers.sides import PIECE_BYTES, SIZES, Side, bytes_of, folder_at, key_of, lies_in, manifest_of, name_of, put_id, side
 
 
 def _once(base: str, hosts: Sequence[int], copies: int) -> tuple[list[str], list[str], int]:
@@ -20,7 +19,7 @@ def _once(base: str, hosts: Sequence[int], copies: int) -> tuple[list[str], list
 
 
 def _keys(ranks: Sequence[int], put: int = 1) -> list[str]:
-    return sorted(manifest_key(put_id(put), rank) for rank in ranks)
+    return sorted(key_of(rank, put) for rank in ranks)
 
 
 def _sources(rank: int, hosts: Sequence[int], copies: int) -> list[int]:
@@ -49,7 +48,7 @@ def test_every_ranks_files_lie_byte_for_byte_on_other_hosts(pool: Pool, tmp_path
         objects, manifests = lies_in(folder_at(tmp_path, host))
         names = [(name_of(rank, number), size) for rank in there for number, size in enumerate(SIZES)]
         assert objects == {name: bytes_of(name, size) for name, size in names}
-        assert manifests == {manifest_key(put_id(1), rank): manifest_of(rank, 1) for rank in there}
+        assert manifests == {key_of(rank): manifest_of(rank, 1) for rank in there}
 
 
 def _with_warnings(base: str, hosts: Sequence[int], copies: int) -> tuple[list[str], list[str]]:
@@ -96,7 +95,7 @@ def test_an_object_travels_once_and_stays_until_no_save_names_it(pool: Pool, tmp
         source = (rank - 1) % 3
         own = [name_of(rank, number) for number in range(3)]
         theirs = [name_of(source, number) for number in range(3)]
-        manifests = [manifest_key(put_id(put), rank) for put in (1, 2)]
+        manifests = [key_of(rank, put) for put in (1, 2)]
         manifest_bytes = len(manifest_of(rank, 1)) + len(manifest_of(rank, 2))
         (_, *_), second, one_left, none_left = seen
         assert second[0] == 100 + 200 + 300 + manifest_bytes

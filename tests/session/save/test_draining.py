@@ -35,33 +35,18 @@ def hanging(at: str = "put parts/") -> Iterator[tuple[Scene, Stop, list[tsck.Pen
         yield place, stop, puts
 
 
-class Draining(threading.Thread):
-    """A drain on a thread of its own, which has seen what is under way."""
+def drain_and_let_go(place: Scene, stop: Stop, error: BaseException | None = None) -> DrainReport:
+    """What is held goes on when the drain has seen what is under way."""
+    found = place.store.session.queue._queued
 
-    def __init__(self, place: Scene) -> None:
-        super().__init__(daemon=True)
-        self._place = place
-        self._looked = threading.Event()
-        self._report: DrainReport | None = None
-        found = place.store.session.queue._queued
+    def look() -> Any:
+        items = found()
+        stop.let_go(error)
+        return items
 
-        def look() -> Any:
-            items = found()
-            self._looked.set()
-            return items
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place.store.session.queue, "_queued", look)
-            self.start()
-            assert self._looked.wait(SECONDS)
-
-    def run(self) -> None:
-        self._report = self._place.store.drain(SECONDS)
-
-    def report(self) -> DrainReport:
-        self.join(SECONDS)
-        assert self._report is not None
-        return self._report
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place.store.session.queue, "_queued", look)
+        return place.store.drain(SECONDS)
 
 
 def test_nothing_to_wait_for(place: Scene) -> None:
@@ -87,13 +72,11 @@ def test_nothing_to_wait_for(place: Scene) -> None:
 
 
 def test_everything_is_finished_in_time(place: Scene) -> None:
-    stop = place.gate.stop("put parts/")
-    puts = [put_beside(place.store, step) for step in (1, 2, 3)]
-    draining = Draining(place)
-    stop.let_go()
-    report = draining.report()
+    stop, _ = place.hold(1)
+    puts = [put_beside(place.store, step) for step in (2, 3)]
+    report = drain_and_let_go(place, stop)
     assert [snapshot.step for snapshot in report.published] == [1, 2, 3]
-    assert report.safe == puts[2].snapshot
+    assert report.safe == puts[1].snapshot
     assert (report.dropped, report.under_way) == ((), ())
     assert place.steps() == [1, 2, 3]
 
@@ -158,9 +141,8 @@ def test_what_was_given_up_is_not_waited_for_again() -> None:
 
 def test_a_save_that_failed_before_is_not_lost_by_a_drain(place: Scene) -> None:
     stop, failed = place.hold(1)
-    draining = Draining(place)
-    stop.let_go(BackendUnavailableError("injected"))
-    assert [pending.id for pending in draining.report().dropped] == [failed.id]
+    report = drain_and_let_go(place, stop, BackendUnavailableError("injected"))
+    assert [pending.id for pending in report.dropped] == [failed.id]
     with pytest.raises(BackendUnavailableError):
         place.store.close()
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorstore_ck.session.save.put import SinglePut
 from tensorstore_ck.session.save.queued_put import Admission
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
+PutInAThread = Callable[..., "Future[tsck.PendingSnapshot]"]
 COPY = 2 * MIB
 """What memory is taken in."""
 
@@ -28,22 +30,11 @@ def stalled_backend(copies: int) -> Iterator[tuple[Scene, Stop, tsck.PendingSnap
         yield place, stop, first
 
 
-class Put(threading.Thread):
-    """A save on a thread of its own: it may have to wait."""
-
-    def __init__(self, store: tsck.Store, step: int, **options: Any) -> None:
-        super().__init__(daemon=True)
-        self._put: Callable[[], tsck.PendingSnapshot] = lambda: put_beside(store, step, **{"size_bytes": COPY, **options})
-        self._returned: tsck.PendingSnapshot | None = None
-        self.start()
-
-    def run(self) -> None:
-        self._returned = self._put()
-
-    def returned(self) -> tsck.PendingSnapshot:
-        self.join(SECONDS)
-        assert self._returned is not None
-        return self._returned
+@pytest.fixture
+def put_in_a_thread() -> Iterator[PutInAThread]:
+    """A save that may have to wait."""
+    with ThreadPoolExecutor(1) as other:
+        yield lambda store, step, **options: other.submit(put_beside, store, step, **{"size_bytes": COPY, **options})
 
 
 @pytest.fixture
@@ -118,13 +109,13 @@ def test_replace_drops_the_oldest_that_wait_and_never_the_one_in_work(caplog: py
         put_beside(place.store, 6).wait()  # nothing is left to be reported
 
 
-def test_replace_waits_where_only_the_one_in_work_is_left(waits: threading.Event) -> None:
+def test_replace_waits_where_only_the_one_in_work_is_left(put_in_a_thread: PutInAThread, waits: threading.Event) -> None:
     with stalled_backend(1) as (place, stop, first):
-        put = Put(place.store, 2, on_full="replace")
+        put = put_in_a_thread(place.store, 2, on_full="replace")
         assert waits.wait(SECONDS)
         assert not first.done()
         stop.let_go()
-        assert put.returned().wait(SECONDS).step == 2
+        assert put.result(SECONDS).wait(SECONDS).step == 2
         assert first.wait().step == 1
         assert not place.told("dropped")
         assert [event.step for event in place.told("stalled")] == [2]
@@ -149,13 +140,13 @@ def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_save() -> 
 # --- block ------------------------------------------------------------------------------------------------------------
 
 
-def test_block_stalls_and_says_so_once(waits: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_block_stalls_and_says_so_once(put_in_a_thread: PutInAThread, waits: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
     with stalled_backend(2) as (place, stop, first):
         second = put_beside(place.store, 2, size_bytes=COPY)
-        third = Put(place.store, 3, size_bytes=2 * COPY)  # which needs the memory of both
+        third = put_in_a_thread(place.store, 3, size_bytes=2 * COPY)  # which needs the memory of both
         assert waits.wait(SECONDS)
         stop.let_go()
-        pendings = [first, second, third.returned()]
+        pendings = [first, second, third.result(SECONDS)]
         assert [pending.wait(SECONDS).step for pending in pendings] == [1, 2, 3]
         (stalled,) = place.told("stalled")
         assert (stalled.step, stalled.put, stalled.fields["queue_depth"]) == (3, pendings[2].id, 2)  # which it waited for
@@ -169,7 +160,7 @@ def test_block_stalls_and_says_so_once(waits: threading.Event, caplog: pytest.Lo
             check(place.store, step, size_bytes=size)
 
 
-def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event) -> None:
+def test_a_callback_of_a_stall_may_ask_what_is_under_way(put_in_a_thread: PutInAThread, waits: threading.Event) -> None:
     """From another thread, even: nothing is locked while callbacks run."""
     with stalled_backend(1) as (place, stop, _):
         answers: list[bool] = []
@@ -182,14 +173,14 @@ def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event)
                 answers.append(not other.is_alive())
 
         place.store.on_event(ask)
-        put = Put(place.store, 2)
+        put = put_in_a_thread(place.store, 2)
         assert waits.wait(SECONDS)
         stop.let_go()
-        put.returned().wait(SECONDS)
+        put.result(SECONDS).wait(SECONDS)
         assert answers == [True]
 
 
-def test_memory_is_free_before_callbacks_run(waits: threading.Event) -> None:
+def test_memory_is_free_before_callbacks_run(put_in_a_thread: PutInAThread, waits: threading.Event) -> None:
     """Who waits for it does not wait for the callbacks of the save that had it."""
     with scene(host_memory_bytes=COPY) as place:
         holds, goes = threading.Event(), threading.Event()
@@ -200,13 +191,13 @@ def test_memory_is_free_before_callbacks_run(waits: threading.Event) -> None:
 
         stop, first = place.hold(1, size_bytes=COPY)
         first.published.on_settled(hold)
-        put = Put(place.store, 2)
+        put = put_in_a_thread(place.store, 2)
         assert waits.wait(SECONDS)
         stop.let_go()
         assert holds.wait(SECONDS)
-        assert put.returned().captured.reached()
+        assert put.result(SECONDS).captured.reached()
         goes.set()
-        assert put.returned().wait(SECONDS).step == 2
+        assert put.result(SECONDS).wait(SECONDS).step == 2
 
 
 @pytest.mark.parametrize("on_full", ["block", "skip", "replace"])
@@ -289,12 +280,12 @@ def test_a_save_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch
         put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
 
 
-def test_the_memory_of_a_cancelled_save_that_waits_is_taken() -> None:
+def test_the_memory_of_a_cancelled_save_that_waits_is_taken(put_in_a_thread: PutInAThread) -> None:
     """It needs it no more than one that was replaced."""
     with stalled_backend(2) as (place, stop, _):
         cancelled = put_beside(place.store, 2, size_bytes=COPY)
         assert cancelled.cancel()
-        third = Put(place.store, 3).returned()
+        third = put_in_a_thread(place.store, 3).result(SECONDS)
         stop.let_go()
         third.wait(SECONDS)
         with pytest.raises(SnapshotDroppedError, match="cancelled"):

@@ -90,7 +90,7 @@ def test_a_loop_that_asks_saves_once_more_and_leaves(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_never_asks_ends_by_the_signal(tmp_path: Path) -> None:
-    process = Started(worker.preempted_unawares, tmp_path, DEADLINE_SECONDS / 8)
+    process = Started(worker.preempted_unawares, tmp_path, 0.4)
     await_heard(tmp_path, "ready")
     os.kill(process.pid, signal.SIGTERM)
     assert process.end() == -signal.SIGTERM, stderr(tmp_path)
@@ -164,7 +164,7 @@ def test_resident_memory_stays_within_the_budget(tmp_path: Path) -> None:
 def test_many_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
     shared = Path("/dev/shm")
     folder = tmp_path if not shared.is_dir() else shared / f"tsck-{os.getpid()}"
-    puts = 1000
+    puts = 500
     try:
         assert run(worker.many, folder, puts) == 0, stderr(folder)
         early, late, last = heard(folder)
