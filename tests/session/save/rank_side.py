@@ -38,7 +38,7 @@ class Side:
         self.stops: list[Stop] = []
         self.events: list[Event] = []
         self.store.on_event(self.events.append)
-        self.frozen: Any = None
+        self.frozen: DTensor | None = None
         self.held, self.holds = threading.Event(), threading.Event()
 
 
@@ -159,8 +159,9 @@ def put_now(step: int) -> Ending:
 def frozen_shard() -> DTensor:
     """This rank's share of the large tensor of step 1, the same each time."""
     side = SIDES[-1]
-    side.frozen = side.frozen if side.frozen is not None else state_of(1, dist.get_rank(), side.ranks)["model"]["w"]
-    return side.frozen
+    shard = side.frozen = side.frozen if side.frozen is not None else state_of(1, dist.get_rank(), side.ranks)["model"]["w"]
+    assert shard is not None
+    return shard
 
 
 def keep(step: int, changes: bool) -> Ending:

@@ -13,9 +13,10 @@ import torch.distributed
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.threads import cpu_threads
+from tests.effort import PATIENCE_SECONDS
 from tests.session.save import worker
 from tests.session.save.places import MIB, check
-from tests.session.save.worker import DEADLINE_SECONDS, Started, heard
+from tests.session.save.worker import Started, heard
 
 dist: Any = torch.distributed
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ def stderr(folder: Path) -> str:
 
 
 def await_heard(folder: Path, key: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(key in line for line in heard(folder)):
         assert time.monotonic() < deadline, stderr(folder)
         time.sleep(0.005)
@@ -79,7 +80,7 @@ def test_a_backend_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_asks_saves_once_more_and_leaves(tmp_path: Path) -> None:
-    process = Started(worker.preempted, tmp_path, DEADLINE_SECONDS)
+    process = Started(worker.preempted, tmp_path, PATIENCE_SECONDS)
     await_heard(tmp_path, "ready")
     os.kill(process.pid, signal.SIGTERM)
     assert process.end() == 0, stderr(tmp_path)

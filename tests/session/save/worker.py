@@ -22,7 +22,7 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.save import process_end
 from tensorstore_ck.session.save.save_queue import SaveQueue
-from tests.effort import PATIENCE_SECONDS as DEADLINE_SECONDS
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import rank_process
 from tests.session.save.places import MIB, put_beside, state_of
@@ -42,7 +42,7 @@ class Started:
 
     def end(self) -> int:
         """Waits; its exit code, or minus the signal that ended it."""
-        self._process.join(DEADLINE_SECONDS)
+        self._process.join(PATIENCE_SECONDS)
         code = self._process.exitcode
         self._process.kill()
         assert code is not None, "the process does not end"
@@ -63,7 +63,7 @@ def watch() -> None:
         faulthandler.dump_traceback()
         os._exit(99)
 
-    timer = threading.Timer(DEADLINE_SECONDS / 2, end)
+    timer = threading.Timer(PATIENCE_SECONDS / 2, end)
     timer.daemon = True
     timer.start()
 
@@ -118,7 +118,7 @@ def in_flight(folder: str, how: str) -> None:
     ends = threading.Event()
 
     def hold() -> None:
-        assert ends.wait(DEADLINE_SECONDS)
+        assert ends.wait(PATIENCE_SECONDS)
         if how == "fails":
             raise BackendUnavailableError("injected")
         if how == "hangs":
@@ -172,19 +172,19 @@ def preempted_unawares(folder: str, deadline_seconds: float) -> None:
 def preempted_child(folder: str) -> None:
     """A helper process of the job has inherited the handler, and is not the job."""
     store = open_store(folder)
-    preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=DEADLINE_SECONDS)
+    preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=PATIENCE_SECONDS)
     context = multiprocessing.get_context("fork")
     is_up = context.Event()  # before that, Python would lose the signal
 
     def help_out() -> None:
         is_up.set()
-        time.sleep(DEADLINE_SECONDS)
+        time.sleep(PATIENCE_SECONDS)
 
     helper = context.Process(target=help_out)
     helper.start()
-    assert is_up.wait(DEADLINE_SECONDS / 4)
+    assert is_up.wait(PATIENCE_SECONDS / 4)
     helper.terminate()
-    helper.join(DEADLINE_SECONDS / 4)
+    helper.join(PATIENCE_SECONDS / 4)
     say(folder, helper=helper.exitcode, requested=preemption.requested)
     if helper.exitcode is None:
         helper.kill()
@@ -199,19 +199,19 @@ def forked(folder: str, at: str) -> None:
 
     def hold() -> None:
         reached.set()
-        goes.wait(DEADLINE_SECONDS)
+        goes.wait(PATIENCE_SECONDS)
 
     store = open_store(folder, Trap(at, 5 if at == "append" else 2, hold))
     put_beside(store, 1).wait()
     pending = put_beside(store, 2)
-    assert reached.wait(DEADLINE_SECONDS)
+    assert reached.wait(PATIENCE_SECONDS)
     pid = os.fork()
     if pid == 0:
         child(folder, store, pending)
         return  # and ends as an interpreter does, with the hooks that it has inherited
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     goes.set()
-    say(folder, child=code, parent=pending.wait(DEADLINE_SECONDS).step, next=put_beside(store, 3).wait(DEADLINE_SECONDS).step)
+    say(folder, child=code, parent=pending.wait(PATIENCE_SECONDS).step, next=put_beside(store, 3).wait(PATIENCE_SECONDS).step)
 
 
 def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None:
@@ -225,7 +225,7 @@ def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None
         "restored": store.checkout("job@1")["step"],
         "steps": [found.step for found in store.log("job")],
     }
-    beside = put_beside(store, 10, ref="child").wait(DEADLINE_SECONDS)
+    beside = put_beside(store, 10, ref="child").wait(PATIENCE_SECONDS)
     waited_for = store.put_snapshot(state_of(11), ref="child", step=11)
     store.close()
     say(folder, **said, put=[beside.step, waited_for.step])
@@ -238,7 +238,7 @@ def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> 
     """One of them is killed in its second save, with a third in flight; the others learn of it, and go on as a new group."""
     assert Group.begin.__kwdefaults__ is not None
     Group.begin.__kwdefaults__["grace"] = 1.0
-    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS))
+    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_SECONDS))
     dist.init_process_group("gloo", store=dist.PrefixStore("first", server), rank=rank, world_size=ranks)
     trap = Trap("put parts/", 2, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None
     store = open_store(folder, trap, cache=f"cache-{rank}")
@@ -256,13 +256,13 @@ def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> 
             said[str(step)] = [type(exc).__name__, str(exc)]
     for pending in pendings:
         try:
-            pending.wait(DEADLINE_SECONDS / 2)
+            pending.wait(PATIENCE_SECONDS / 2)
         except tsck.StoreError as exc:
             said[str(pending.step)] = [type(exc).__name__, str(exc)]
     dist.destroy_process_group()
     left = [each for each in range(ranks) if each != victim]
     dist.init_process_group("gloo", store=dist.PrefixStore("second", server), rank=left.index(rank), world_size=len(left))
-    said["root"] = put_beside(store, 4, group=dist.group.WORLD).wait(DEADLINE_SECONDS / 2).root
+    said["root"] = put_beside(store, 4, group=dist.group.WORLD).wait(PATIENCE_SECONDS / 2).root
     store.close()
     say(folder, rank=rank, **said)
     os._exit(0)  # gloo's threads wait for who is gone
