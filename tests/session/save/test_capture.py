@@ -152,18 +152,6 @@ def require_chain(place: Scene, snapshots: list[tsck.Snapshot]) -> None:
         assert [found.root for found in reversed(other.log("job"))] == [snapshot.root for snapshot in snapshots]
 
 
-def test_asynchronous_and_synchronous_saves_keep_their_order(place: Scene) -> None:
-    snapshots = []
-    for step in range(0, 8, 2):
-        pending = put_beside(place.store, step)
-        state = state_of(step + 1)
-        snapshots += [place.store.put_snapshot(state, ref="job", step=step + 1)]
-        assert pending.done()
-        snapshots.insert(-1, pending.wait())
-    assert place.steps() == list(range(8))
-    require_chain(place, snapshots)
-
-
 def test_what_gc_frees_meanwhile_is_written_again_from_the_capture(place: Scene) -> None:
     put_beside(place.store, 1).wait()
     stop, pending = place.hold(2, at="put snapshots/")

@@ -247,37 +247,32 @@ def test_a_bad_value_says_which_are_good(place: Scene) -> None:
         tsck.open("memory://never", create=True, host_memory_bytes=0)
 
 
-def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with scene(host_memory_bytes=COPY) as place:
-        for error in (MemoryError("injected"), KeyboardInterrupt()):
-            with monkeypatch.context() as patch:
-
-                def fail(*_: object, error: BaseException = error, **__: object) -> None:
-                    raise error
-
-                patch.setattr("tensorstore_ck.session.save.put.copy_captured", fail)
-                with pytest.raises(type(error)):
-                    put_beside(place.store, 1, size_bytes=COPY)
-            assert place.in_use_bytes == 0
-            assert not place.store.pending()
-        put_beside(place.store, 2, size_bytes=COPY).wait()
-        assert place.steps() == [2]
+def raised_in_a_capture(*_: object, **__: object) -> None:
+    raise MemoryError
 
 
-def test_a_save_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted_once_it_has_memory(_: SinglePut, admit: Callable[[], Admission]) -> Admission:
     """As when the other ranks cannot be reached, or by Ctrl-C."""
+    assert admit().admitted
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("where", "fails", "error"),
+    [("copy_captured", raised_in_a_capture, MemoryError), ("SinglePut.decide", interrupted_once_it_has_memory, KeyboardInterrupt)],
+)
+def test_a_save_that_fails_once_it_has_memory_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch, where: str, fails: object, error: type[BaseException]
+) -> None:
     with scene(host_memory_bytes=COPY) as place:
         with monkeypatch.context() as patch:
-
-            def decide(self: SinglePut, admit: Callable[[], Admission]) -> Admission:
-                assert admit().admitted
-                raise KeyboardInterrupt
-
-            patch.setattr(SinglePut, "decide", decide)
-            with pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"tensorstore_ck.session.save.put.{where}", fails)
+            with pytest.raises(error):
                 put_beside(place.store, 1, size_bytes=COPY)
         assert place.in_use_bytes == 0
+        assert not place.store.pending()
         put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
+        assert place.steps() == [2]
 
 
 def test_the_memory_of_a_cancelled_save_that_waits_is_taken(put_in_a_thread: PutInAThread) -> None:

@@ -85,7 +85,9 @@ def refused_put(job: Process, step: int) -> tsck.PendingSnapshot:
     """A save that is staged, and whose upload the store refuses for now."""
     with refused_uploads("the token has expired"):
         pending = job.put(step)
-        assert isinstance(ended(pending), PermissionDeniedError)
+        error = ended(pending)
+    assert isinstance(error, PermissionDeniedError)
+    assert "it stays on the staging disk" in "".join(error.__notes__)
     assert pending.staged.reached()
     return pending
 

@@ -150,15 +150,6 @@ def test_a_folder_that_is_exchanged_while_it_is_used(url: Path, shared: Path, pr
     assert len(list((shared / "away" / "staged").iterdir())) == 1
 
 
-def test_a_folder_that_was_deleted_is_made_again(url: Path, shared: Path) -> None:
-    root = root_of(url, shared)
-    with opened(url, shared) as store:
-        root.rename(shared / "away")
-        shutil.rmtree(shared / "away")
-        store.put_snapshot_async(state_of(1), ref="deleted", step=1).wait(PATIENCE_SECONDS)
-    assert modes(root) == PRIVATE
-
-
 def test_a_folder_above_where_everybody_exchanges_everything(url: Path, shared: Path) -> None:
     shared.chmod(0o777)
     with pytest.raises(PermissionDeniedError, match=r"shared can be written by every user .*`chmod \+t`"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.errors import PermissionDeniedError, WaitTimeoutError
+from tensorstore_ck.errors import WaitTimeoutError
 from tests.backend.staging.places import PieceStore
 from tests.session.staging.places import (
     SECONDS,
@@ -13,7 +13,6 @@ from tests.session.staging.places import (
     Process,
     Server,
     check,
-    ended,
     leave_staged,
     leftovers,
     process,
@@ -93,18 +92,6 @@ def test_close_waits_for_what_this_process_staged_and_leaves_what_others_did(ser
     assert any(name.startswith("staged/") for name in leftovers(job.folder))
     with process(server, path) as job:
         job.store.finish_staged("job")
-    require_all_well(server, path, [0, 1])
-
-
-def test_a_refusal_costs_nothing_that_was_staged(server: PieceStore, path: Path) -> None:
-    """Expired credentials: reported, and the next process continues."""
-    with published(server, path) as job:
-        with refused_uploads("the token has expired"):
-            error = ended(job.put(1))
-        assert isinstance(error, PermissionDeniedError)
-        assert "it stays on the staging disk" in "".join(error.__notes__)
-    with process(server, path) as job:
-        check(job.store, 1, "job")
     require_all_well(server, path, [0, 1])
 
 

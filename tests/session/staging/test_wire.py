@@ -2,7 +2,6 @@
 
 import random
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from tests.servers import BUCKET, S3Server, storage_options
 
 MIB = 1 << 20
 STEPS_PUT = (0, 1)
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.s3
+FAULTS = (Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST)
 FEW_TRIES = {"retries": {"max_attempts": 1, "mode": "legacy"}}
 MORE_THAN_ONE_REQUEST_IS_TRIED = 5
 STEPS = [
@@ -30,18 +30,6 @@ STEPS = [
     ("PUT", "/snapshots/"),
     ("PUT", "/log/"),
 ]
-
-
-@pytest.fixture(scope="module")
-def moto_proxy(moto_server: S3Server) -> Iterator[ChaosProxy]:
-    with chaos_proxy(moto_server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(moto_proxy: ChaosProxy) -> Iterator[ChaosProxy]:
-    yield moto_proxy
-    moto_proxy.plan = lambda _: Fault.NONE
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +50,16 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.randint(0, 256, (6 * MIB,), dtype=torch.uint8, generator=generator), "step": step}
 
 
-def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> None:
+def test_faults_at_each_step(tmp_path: Path, seaweedfs_server: S3Server) -> None:
     """Saves through faults; then another host looks, past the proxy."""
+    with chaos_proxy(seaweedfs_server.port) as proxy:
+        run(tmp_path, seaweedfs_server.endpoint, proxy)
+
+
+def run(path: Path, endpoint: str, proxy: ChaosProxy) -> None:
     url = f"s3://{BUCKET}/{uuid.uuid4()}"
     opened(path, url, proxy.url).close()
-    plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in faults for step in STEPS]
+    plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in FAULTS for step in STEPS]
 
     def plan(request: Request) -> Fault:
         return next((found for each in plans if (found := each(request)) is not Fault.NONE), Fault.NONE)
@@ -89,13 +82,3 @@ def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> No
         assert store.pins() == ()
         report = store.fsck(read_data=True)
         assert report.ok, report.findings
-
-
-def test_faults(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy) -> None:
-    run(tmp_path, moto_server.endpoint, proxy, [Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST])
-
-
-@pytest.mark.s3
-def test_a_real_server(tmp_path: Path, seaweedfs_server: S3Server) -> None:
-    with chaos_proxy(seaweedfs_server.port) as proxy:
-        run(tmp_path, seaweedfs_server.endpoint, proxy, [Fault.STATUS_503, Fault.LOSE_REPLY])
