@@ -36,7 +36,6 @@ class Put:
     """Or ``published``, the reason why it was dropped, or the text of its error."""
     dropped: str = ""
     """Why it will be dropped when its turn comes."""
-    is_told: bool = False
 
     @property
     def failed(self) -> bool:
@@ -106,7 +105,6 @@ class Machine(RuleBasedStateMachine):
         if not self.untold:
             return False
         first = self.untold.pop(0)
-        first.is_told = True
         with pytest.raises((BackendUnavailableError, ConflictError), match=first.outcome) as raised:
             call()
         assert any(f"job@{first.step}" in note for note in raised.value.__notes__)

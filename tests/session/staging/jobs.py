@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,7 +19,8 @@ from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.group.channel import ChannelError
 from tensorstore_ck.session.group.rank_put import RankPut
 from tensorstore_ck.session.group.round import Round
-from tensorstore_ck.session.save import publish_staged_group, resume_staged
+from tensorstore_ck.session.save import resume_staged
+from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
 from tensorstore_ck.session.staging import stage
 from tests.session.group.pool import GROUPS
 from tests.session.group.pool import TIMEOUT_SECONDS as SECONDS
@@ -80,10 +81,11 @@ def tensor_of(step: int) -> torch.Tensor:
 
 
 @contextmanager
-def patched(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`make` gets what the attribute was, and returns what it is meanwhile."""
+def patched(target: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile `call` is called instead of a method, with the method first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, name, make(getattr(target, name)))
+        real = getattr(target, name)
+        patch.setattr(target, name, lambda *args, **options: call(real, *args, **options))
         yield
 
 
@@ -110,19 +112,16 @@ def leave_while_one_publishes(folder: str, ranks: int, disks: tuple[str, ...], e
     """All end when one rank waits for the others to publish what they staged: which step that is, and what is still under way then."""
     begun = threading.Event()
 
-    def telling(real: Any) -> Any:
-        def begin(self: Group, title: str, **options: Any) -> Any:
-            if title.startswith("publishing"):
-                begun.set()
-            return real(self, title, **options)
-
-        return begin
+    def begin(real: Any, self: Group, title: str, **options: Any) -> Any:
+        if title.startswith("publishing"):
+            begun.set()
+        return real(self, title, **options)
 
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
         if job.rank != eager:
             job.upload_later()
-        with patched(Group, "begin", telling):
+        with patched(Group, "begin", begin):
             job.put(1).staged.wait(SECONDS)
             if job.rank == eager:
                 assert begun.wait(SECONDS)
@@ -134,14 +133,11 @@ def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> 
     """What is staged, restored before it is published; then what is published, and a save on top."""
     is_restored = threading.Event()
 
-    def held(real: Any) -> Any:
-        def upload(self: Uploader, names: Any, **options: Any) -> None:
-            assert "on_retry" not in options or is_restored.wait(SECONDS)
-            real(self, names, **options)
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+        assert "on_retry" not in options or is_restored.wait(SECONDS)
+        real(self, names, **options)
 
-        return upload
-
-    with patched(Uploader, "upload", held), Job(folder, ranks, disks) as job:
+    with patched(Uploader, "upload", upload), Job(folder, ranks, disks) as job:
         kinds: list[str] = []
         job.store.on_event(lambda event: kinds.append(event.kind))
         staged = job.restore("job^staged")
@@ -162,7 +158,8 @@ def resume(
     logger = logging.getLogger("tensorstore_ck")
     logger.addHandler(handler)
     try:
-        with patched(resume_staged, "STALE_SECONDS", lambda _: stale_seconds), Job(folder, ranks, disks) as job:
+        with pytest.MonkeyPatch.context() as patch, Job(folder, ranks, disks) as job:
+            patch.setattr(resume_staged, "STALE_SECONDS", stale_seconds)
             return job.restore("job"), job.steps(), "\n".join(told)
     finally:
         logger.removeHandler(handler)
@@ -172,18 +169,15 @@ def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> t
     """One rank cancels a staged save before its upload; then all save another one."""
     is_reached, is_decided = threading.Event(), threading.Event()
 
-    def held(real: Any) -> Any:
-        def upload(self: Uploader, names: Any, **options: Any) -> None:
-            if "on_retry" in options:
-                is_reached.set()
-                assert is_decided.wait(SECONDS)
-            real(self, names, **options)
-
-        return upload
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+        if "on_retry" in options:
+            is_reached.set()
+            assert is_decided.wait(SECONDS)
+        real(self, names, **options)
 
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
-        with patched(Uploader, "upload", held):
+        with patched(Uploader, "upload", upload):
             pending = job.put(1)
             pending.staged.wait(SECONDS)
             if job.rank == canceller:
@@ -199,20 +193,17 @@ def refuse_uploads(folder: str, ranks: int, disks: tuple[str, ...], failing: int
     """One rank's upload of one save is refused so many times; then all save another one: the error, the events, and what is published."""
     left = [1] * times if dist.get_rank() == failing else []
 
-    def refusing(real: Any) -> Any:
-        def upload(self: Uploader, names: Any, **options: Any) -> None:
-            if "on_retry" in options and left:
-                left.pop()
-                raise PermissionDeniedError("the token has expired")
-            real(self, names, **options)
-
-        return upload
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+        if "on_retry" in options and left:
+            left.pop()
+            raise PermissionDeniedError("the token has expired")
+        real(self, names, **options)
 
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
         kinds: list[str] = []
         job.store.on_event(lambda event: kinds.append(event.kind))
-        with patched(Uploader, "upload", refusing):
+        with patched(Uploader, "upload", upload):
             error = error_of(job.put(1))
         job.put(2).wait(SECONDS)
         return error, kinds, job.steps()
@@ -230,9 +221,9 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
         with (
-            patched(stage, "announce", lambda _: die),
-            patched(stage.StagingDestination, "give_up", lambda _: lambda self: None),
-            patched(RankPut, "resolve", lambda _: lambda self, reason: None),
+            patched(stage, "announce", die),
+            patched(stage.StagingDestination, "give_up", lambda *_: None),
+            patched(RankPut, "resolve", lambda *_: None),
             suppress(BaseException),
         ):
             job.put(1).wait(SECONDS)
@@ -241,26 +232,22 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
 def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 stages its side, learns no outcome and cannot ask the log: what that save raises."""
 
-    def losing(real: Any) -> Any:
-        def lose(self: Round) -> Any:
-            found = real(self)
-            if not self._title.startswith("the save"):
-                return found
-            self._grace = 0.0
-            raise ChannelError("the connection is lost")
+    def lose(real: Any, self: Round) -> Any:
+        found = real(self)
+        if dist.get_rank() != 1 or not self._title.startswith("the save"):
+            return found
+        self._grace = 0.0
+        raise ChannelError("the connection is lost")
 
-        return lose if dist.get_rank() == 1 else real
-
-    def resolve(*_: object) -> Any:
-        raise BackendUnavailableError("no answer")
+    def resolve(real: Any, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise BackendUnavailableError("no answer")
+        return real(*args)
 
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
         job.upload_later()
-        with (
-            patched(Round, "_wait_for_outcome", losing),
-            patched(RankPut, "resolve", lambda real: resolve if dist.get_rank() == 1 else real),
-        ):
+        with patched(Round, "_wait_for_outcome", lose), patched(RankPut, "resolve", resolve):
             pending = job.put(1)
             try:
                 pending.staged.wait(SECONDS)
@@ -272,12 +259,9 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 does not find in the log what rank 0 published: what that save raises."""
 
-    def missing(real: Any) -> Any:
-        def conclude(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:
-            with patched(RefTable, "snapshot", lambda _: lambda *_: None):
-                return real(self, *args)
+    def conclude(real: Any, *args: Any) -> Any:
+        with patched(RefTable, "snapshot", lambda *_: None) if dist.get_rank() == 1 else nullcontext():
+            return real(*args)
 
-        return conclude if dist.get_rank() == 1 else real
-
-    with Job(folder, ranks, disks) as job, patched(publish_staged_group.PublishStagedGroup, "_conclude", missing):
+    with Job(folder, ranks, disks) as job, patched(PublishStagedGroup, "_conclude", conclude):
         return error_of(job.put(0))
