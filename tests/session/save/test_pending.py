@@ -162,7 +162,6 @@ def test_nothing_is_called_saved_before_others_can_see_it(caplog: pytest.LogCapt
         place.store.on_event(lambda event: seen.append(place.steps()) if event.kind == "published" else None)
         stop, pending = place.hold(1, at="create log/")
         pending.published.on_settled(lambda _: seen.append(place.steps()))
-        stop.await_reached()
         assert not any("saved" in record.getMessage() for record in caplog.records)
         stop.let_go()
         pending.wait()
@@ -255,20 +254,6 @@ def test_progress_moves_and_knows_its_end() -> None:
         fields = place.told("published")[-1].fields
         assert fields["logical_bytes"] == size
         assert int(fields["hashed_bytes"]) >= size
-
-
-def test_pending_is_what_is_under_way_oldest_first(place: Scene) -> None:
-    assert place.store.pending() == []
-    stop = place.gate.stop("put parts/")
-    puts = [put_beside(place.store, step) for step in (1, 2, 3)]
-    assert [pending.id for pending in place.store.pending()] == [pending.id for pending in puts]
-    assert len({pending.id for pending in puts}) == 3
-    place.store.pending()[1].cancel()
-    stop.let_go()
-    place.store.drain()
-    assert place.store.pending() == []
-    assert [pending.done() for pending in puts] == [True] * 3
-    assert place.steps() == [1, 3]
 
 
 def test_events_show_a_save_from_its_capture_to_its_end(place: Scene) -> None:
