@@ -17,7 +17,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.state.byte_sources import memory_at
-from tests.session.save.places import Scene, check, put_beside, scene, state_of
+from tests.session.save.places import Scene, check, put_beside, state_of
 from tests.state.fake import assert_same
 from tests.state.samples import DTYPES, tensor
 
@@ -29,9 +29,7 @@ Losses = namedtuple("Losses", "train valid")
 @contextmanager
 def held(place: Scene) -> Iterator[None]:
     """What it contains is not inspected before the end."""
-    stop = place.gate.stop("put parts/")
-    put_beside(place.store, 0, ref="blocker", expect=tsck.ANY, size_bytes=100)
-    stop.await_reached()
+    stop, _ = place.hold(0, ref="blocker", expect=tsck.ANY, size_bytes=100)
     yield
     stop.let_go()
 
@@ -121,26 +119,25 @@ def test_metadata_and_metrics_are_those_of_the_call(place: Scene) -> None:
 # --- many in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_one_state_that_is_trained_on_with_six_snapshots_in_flight() -> None:
+def test_one_state_that_is_trained_on_with_six_snapshots_in_flight(place: Scene) -> None:
     model: dict[str, Any] = {"w": torch.zeros(300, 300), "views": torch.zeros(5000)[::2], "losses": [], "rng": bytearray(8), "step": 0}
     expected, pendings = [], []
-    with scene() as place:
-        with held(place):
-            for step in range(1, 7):
-                model["w"] += step
-                model["views"] -= step
-                model["losses"].append(float(step))
-                model["rng"][step % 8] = step
-                model["step"] = step
-                expected.append(copy.deepcopy(model))
-                pendings.append(place.store.put_snapshot_async(model, ref="job", step=step))
-                assert pendings[-1].captured.reached()
-            ruin(model)
-            assert [pending.step for pending in place.store.pending()] == [0, 1, 2, 3, 4, 5, 6]
-        snapshots = [pending.wait() for pending in pendings]
-        for step, snapshot in enumerate(snapshots, start=1):
-            assert_same(place.store.checkout(snapshot.root), expected[step - 1])
-        require_chain(place, snapshots)
+    with held(place):
+        for step in range(1, 7):
+            model["w"] += step
+            model["views"] -= step
+            model["losses"].append(float(step))
+            model["rng"][step % 8] = step
+            model["step"] = step
+            expected.append(copy.deepcopy(model))
+            pendings.append(place.store.put_snapshot_async(model, ref="job", step=step))
+            assert pendings[-1].captured.reached()
+        ruin(model)
+        assert [pending.step for pending in place.store.pending()] == [0, 1, 2, 3, 4, 5, 6]
+    snapshots = [pending.wait() for pending in pendings]
+    for step, snapshot in enumerate(snapshots, start=1):
+        assert_same(place.store.checkout(snapshot.root), expected[step - 1])
+    require_chain(place, snapshots)
 
 
 def require_chain(place: Scene, snapshots: list[tsck.Snapshot]) -> None:

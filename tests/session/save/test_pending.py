@@ -10,7 +10,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
-from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside, scene
+from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
 """Calls of a save that come before its last look at whether it was given up."""
@@ -154,20 +154,19 @@ def test_what_is_said_at_each_milestone(place: Scene) -> None:
     assert (event.put, event.fields["root"], event.fields["snapshot"]) == (pending.id, snapshot.root, snapshot.id)
 
 
-def test_nothing_is_called_saved_before_others_can_see_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_called_saved_before_others_can_see_it(place: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Not in an event, not in the log, not by a milestone."""
     caplog.set_level("DEBUG", "tensorstore_ck")
-    with scene() as place:
-        seen: list[list[int | None]] = []
-        place.store.on_event(lambda event: seen.append(place.steps()) if event.kind == "published" else None)
-        stop, pending = place.hold(1, at="create log/")
-        pending.published.on_settled(lambda _: seen.append(place.steps()))
-        assert not any("saved" in record.getMessage() for record in caplog.records)
-        stop.let_go()
-        pending.wait()
-        place.store.drain()
-        assert seen == [[1], [1]]
-        assert sum("saved job@1" in record.getMessage() for record in caplog.records) == 1
+    seen: list[list[int | None]] = []
+    place.store.on_event(lambda event: seen.append(place.steps()) if event.kind == "published" else None)
+    stop, pending = place.hold(1, at="create log/")
+    pending.published.on_settled(lambda _: seen.append(place.steps()))
+    assert not any("saved" in record.getMessage() for record in caplog.records)
+    stop.let_go()
+    pending.wait()
+    place.store.drain()
+    assert seen == [[1], [1]]
+    assert sum("saved job@1" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("error", [None, BackendUnavailableError("injected")], ids=["published", "failed"])
@@ -223,37 +222,34 @@ def test_what_is_held_of_a_save_does_not_hold_its_state(place: Scene) -> None:
 # --- progress and what is under way -----------------------------------------------------------------------------------
 
 
-def test_progress_moves_and_knows_its_end() -> None:
+def test_progress_moves_and_knows_its_end(place: Scene) -> None:
     size = 12 * MIB
-    with scene() as place:
-        first = place.gate.stop("put parts/")
-        blocker = put_beside(place.store, 0)
-        first.await_reached()
-        stops = [place.gate.stop("open packs/")]
-        pending = put_beside(place.store, 1, size_bytes=size)
-        now = pending.progress()
-        assert (now.stage, now.fraction) == ("queued", 0.0)
-        assert now.stage_bytes["capture"] == size
-        assert now.stage_seconds["capture"] > 0
-        first.let_go()
-        blocker.wait()
-        stops[0].await_reached()
-        begun = pending.progress()
-        assert begun.total_bytes == size
-        assert begun.done_bytes < size
-        stop = place.gate.stop("put snapshots/")
-        stops[0].let_go()
-        stop.await_reached()
-        last = pending.progress()
-        assert last.stage == "commit"
-        assert (last.done_bytes, last.total_bytes, last.fraction) == (size, size, 1.0)
-        assert last.stage_bytes["write"] >= size
-        stop.let_go()
-        pending.wait()
-        assert pending.progress().stage_seconds["commit"] > 0
-        fields = place.told("published")[-1].fields
-        assert fields["logical_bytes"] == size
-        assert int(fields["hashed_bytes"]) >= size
+    first, blocker = place.hold(0)
+    opening = place.gate.stop("open packs/")
+    pending = put_beside(place.store, 1, size_bytes=size)
+    now = pending.progress()
+    assert (now.stage, now.fraction) == ("queued", 0.0)
+    assert now.stage_bytes["capture"] == size
+    assert now.stage_seconds["capture"] > 0
+    first.let_go()
+    blocker.wait()
+    opening.await_reached()
+    begun = pending.progress()
+    assert begun.total_bytes == size
+    assert begun.done_bytes < size
+    stop = place.gate.stop("put snapshots/")
+    opening.let_go()
+    stop.await_reached()
+    last = pending.progress()
+    assert last.stage == "commit"
+    assert (last.done_bytes, last.total_bytes, last.fraction) == (size, size, 1.0)
+    assert last.stage_bytes["write"] >= size
+    stop.let_go()
+    pending.wait()
+    assert pending.progress().stage_seconds["commit"] > 0
+    fields = place.told("published")[-1].fields
+    assert fields["logical_bytes"] == size
+    assert int(fields["hashed_bytes"]) >= size
 
 
 def test_events_show_a_save_from_its_capture_to_its_end(place: Scene) -> None:
