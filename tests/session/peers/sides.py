@@ -89,6 +89,30 @@ class Side:
         return self.replicator.exchange(put_id(put), manifest, names, warn=self.warnings.append, stop=stop, on_bytes=sent)
 
 
+def key_of(rank: int, put: int = 1) -> str:
+    """Of a rank's manifest of the test's n-th save."""
+    return manifest_key(put_id(put), rank)
+
+
+Outcome = tuple[list[str], list[str], list[str]]
+"""What `two_exchanges` returns."""
+
+
+def two_exchanges(own: Side, sizes: Sequence[int] = SIZES, **options: Any) -> Outcome:
+    """The manifests that one exchange left here, what was said of it, and those of the next."""
+    first = own.exchange(1, own.stage(sizes), **options)
+    said = list(own.warnings)
+    return first, said, own.exchange(2, own.stage((100,), first=50))
+
+
+def connected(base: str, hosts: Sequence[int], copies: int = 1, group: Any = None) -> tuple[PeerLink, list[bytes]]:
+    """A link between ranks on these hosts, and the hosts' keys."""
+    for host in hosts:
+        os.makedirs(folder_at(base, host).path, exist_ok=True)
+    keys = [host_of_folder(folder_at(base, host).path) for host in hosts]
+    return connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=TIMEOUT_SECONDS), keys
+
+
 def side(
     base: str,
     hosts: Sequence[int],
@@ -102,10 +126,7 @@ def side(
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Side:
     """This process's; `hosts` are the numbers of the ranks' hosts, `damage` is what `DamagingGroup` takes."""
-    for host in hosts:
-        os.makedirs(folder_at(base, host).path, exist_ok=True)
-    keys = [host_of_folder(folder_at(base, host).path) for host in hosts]
-    link = connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=TIMEOUT_SECONDS)
+    link, keys = connected(base, hosts, copies, group)
     gloo = link.gloo if damage is None else DamagingGroup(link.gloo, *damage)
     link = PeerLink(gloo, link.ranks, link.rank, link.key, answer_seconds)
     folder = folder_at(base, hosts[link.rank], capacity_bytes)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tensorstore_ck.session.peers import targets_of
-from tensorstore_ck.session.staging.manifest import manifest_key
 from tests.session.group.pool import Pool
-from tests.session.peers.sides import PIECE_BYTES, SIZES, Side, bytes_of, folder_at, lies_in, manifest_of, name_of, put_id, side
+from tests.session.peers.sides import PIECE_BYTES, SIZES, Side, bytes_of, folder_at, key_of, lies_in, manifest_of, name_of, put_id, side
 
 
 def _once(base: str, hosts: Sequence[int], copies: int) -> tuple[list[str], list[str], int]:
@@ -20,7 +19,7 @@ def _once(base: str, hosts: Sequence[int], copies: int) -> tuple[list[str], list
 
 
 def _keys(ranks: Sequence[int], put: int = 1) -> list[str]:
-    return sorted(manifest_key(put_id(put), rank) for rank in ranks)
+    return sorted(key_of(rank, put) for rank in ranks)
 
 
 def _sources(rank: int, hosts: Sequence[int], copies: int) -> list[int]:
@@ -31,10 +30,7 @@ def _sources(rank: int, hosts: Sequence[int], copies: int) -> list[int]:
 @pytest.mark.parametrize(
     ("hosts", "copies"),
     [
-        ((0, 1), 1),
-        ((0, 1, 2, 3), 2),
         ((0, 1, 2, 3, 4, 5, 6, 7), 3),
-        ((0, 0, 1, 1, 2, 2, 3, 3), 2),
         ((0, 0, 0, 1), 1),
         ((0, 1, 0, 1, 2, 0, 0, 2), 2),
     ],
@@ -52,7 +48,7 @@ def test_every_ranks_files_lie_byte_for_byte_on_other_hosts(pool: Pool, tmp_path
         objects, manifests = lies_in(folder_at(tmp_path, host))
         names = [(name_of(rank, number), size) for rank in there for number, size in enumerate(SIZES)]
         assert objects == {name: bytes_of(name, size) for name, size in names}
-        assert manifests == {manifest_key(put_id(1), rank): manifest_of(rank, 1) for rank in there}
+        assert manifests == {key_of(rank): manifest_of(rank, 1) for rank in there}
 
 
 def _with_warnings(base: str, hosts: Sequence[int], copies: int) -> tuple[list[str], list[str]]:
@@ -68,10 +64,7 @@ def test_fewer_hosts_than_copies_are_said_once_and_all_of_them_used(pool: Pool, 
     assert "replicate_to_peers=5 needs 6 hosts, and the job has 3: what is staged has 2 copies" in said
     assert not answers[1][1]
     assert not answers[2][1]
-
-
-def test_on_one_host_there_is_nobody_to_copy_to(pool: Pool, tmp_path: Path) -> None:
-    answers = pool.run(_with_warnings, str(tmp_path), (0, 0), 1, ranks=2)
+    answers = pool.run(_with_warnings, str(tmp_path / "one"), (0, 0), 1, ranks=2)
     assert [keys for keys, _ in answers] == [[], []]
     assert "has no copies" in answers[0][1][0]
 
@@ -102,7 +95,7 @@ def test_an_object_travels_once_and_stays_until_no_save_names_it(pool: Pool, tmp
         source = (rank - 1) % 3
         own = [name_of(rank, number) for number in range(3)]
         theirs = [name_of(source, number) for number in range(3)]
-        manifests = [manifest_key(put_id(put), rank) for put in (1, 2)]
+        manifests = [key_of(rank, put) for put in (1, 2)]
         manifest_bytes = len(manifest_of(rank, 1)) + len(manifest_of(rank, 2))
         (_, *_), second, one_left, none_left = seen
         assert second[0] == 100 + 200 + 300 + manifest_bytes
@@ -155,6 +148,6 @@ def _measured(base: str, size_bytes: int) -> int:
 
 
 def test_memory_does_not_grow_with_the_files(pool: Pool, tmp_path: Path) -> None:
-    small, large = (max(pool.run(_measured, str(tmp_path / str(size)), size << 20, ranks=2)) for size in (1, 32))
+    small, large = (max(pool.run(_measured, str(tmp_path / str(size)), size << 20, ranks=2)) for size in (1, 12))
     assert large < small + (1 << 20)
     assert large < 4 << 20

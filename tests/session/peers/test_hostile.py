@@ -1,7 +1,5 @@
-"""A process in the gloo group, or at its ports, that is not the rank that it claims to be: it costs a copy, and no wrong byte."""
+"""A process in the gloo group that is not the rank that it claims to be: it costs a copy, and no wrong byte."""
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -14,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tensorstore_ck.errors import BackendUnavailableError
-from tensorstore_ck.session.peers import PeerLink, connect, host_of_folder
+from tensorstore_ck.session.peers import PeerLink
 from tensorstore_ck.session.peers.link import BACK, FORTH, MAC_BYTES, MAX_RECORD_BYTES, PeerLostError
-from tensorstore_ck.session.staging.manifest import manifest_key
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool
-from tests.session.peers.sides import PIECE_BYTES, bytes_of, folder_at, lies_in, name_of, put_id, side
+from tests.session.peers.sides import PIECE_BYTES, bytes_of, connected, folder_at, key_of, lies_in, name_of, put_id, side
 
 HOSTS: Final = (0, 1)
 SHORT_SECONDS: Final = 1.0
@@ -146,15 +143,9 @@ def _attacked(base: str, number: int) -> tuple[str, list[str]]:
     if dist.get_rank() == 1:
         return _victim(base, (1,), SHORT_SECONDS if list(ATTACKS)[number] is _stopping_midway else TIMEOUT_SECONDS)
     with suppress(PeerLostError, RuntimeError):  # the other side breaks off
-        list(ATTACKS)[number](_hostile_link(base))
+        list(ATTACKS)[number](connected(base, HOSTS)[0])
     dist.barrier(GROUPS[2])
     return "", []
-
-
-def _hostile_link(base: str) -> PeerLink:
-    for host in HOSTS:
-        os.makedirs(folder_at(base, host).path, exist_ok=True)
-    return connect(GROUPS[2], [host_of_folder(folder_at(base, host).path) for host in HOSTS], 1, base, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def _victim(base: str, puts: Sequence[int], answer_seconds: float = TIMEOUT_SECONDS) -> tuple[str, list[str]]:
@@ -178,7 +169,7 @@ def test_a_hostile_rank_costs_a_copy_and_nothing_of_it_is_kept(pool: Pool, tmp_p
     assert list(ATTACKS.values())[number] in said
     assert keys == []
     objects, manifests = lies_in(folder_at(tmp_path, 1))
-    assert list(manifests) == [manifest_key(put_id(1), 1)]
+    assert list(manifests) == [key_of(1)]
     assert objects == {name_of(1, 0): bytes_of(name_of(1, 0), 10)}
 
 
@@ -186,7 +177,7 @@ def _replayed(base: str) -> tuple[str, list[str]]:
     """Rank 0 is honest in the first save; then somebody sends the same again, all of it."""
     if dist.get_rank() == 1:
         return _victim(base, (1, 1))
-    link = _hostile_link(base)
+    link = connected(base, HOSTS)[0]
     group = link.gloo = _Recorded(link.gloo)
     _put(link, 1, b"1" * SIZE)
     with suppress(RuntimeError):  # it is found out
@@ -199,52 +190,4 @@ def _replayed(base: str) -> tuple[str, list[str]]:
 def test_what_was_sent_before_is_not_taken_again(pool: Pool, tmp_path: Path) -> None:
     _, (said, keys) = pool.run(_replayed, str(tmp_path), ranks=2)
     assert "a message of rank 0 was damaged on the way, or another process sent it" in said
-    assert keys == [manifest_key(put_id(1), 0)]
-
-
-def _listening_ports(pid: int) -> list[int]:
-    inodes = set()
-    for entry in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/{pid}/fd/{entry}").removeprefix("socket:[").rstrip("]"))
-        except OSError:
-            continue
-    ports = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                ports.append(int(fields[1].rpartition(":")[2], 16))
-    return ports
-
-
-def _pelted(base: str) -> tuple[list[str], int]:
-    """Ranks 0 and 1 keep each other's files; the third process knows their ports only."""
-    pids: list[Any] = [None] * 3
-    dist.all_gather_object(pids, os.getpid(), GROUPS[3])
-    if dist.get_rank() < 2:
-        own = side(base, HOSTS, 1)
-        dist.barrier(GROUPS[3])
-        dist.barrier(GROUPS[3])
-        return own.exchange(1, own.stage()), 0
-    dist.barrier(GROUPS[3])
-    told = 0
-    for port in [port for pid in pids[:2] for port in _listening_ports(pid)]:
-        for data in (b"", b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n" * 50, os.urandom(4096), (1 << 62).to_bytes(8, "little") * 8):
-            with socket.socket() as connection:
-                connection.settimeout(5)
-                try:
-                    connection.connect(("127.0.0.1", port))
-                    connection.sendall(data)
-                    told += 1
-                except OSError:
-                    continue  # it listens elsewhere, or hung up
-    dist.barrier(GROUPS[3])
-    return [], told
-
-
-def test_what_strangers_send_to_the_ports_of_ranks_changes_nothing(pool: Pool, tmp_path: Path) -> None:
-    (first, _), (second, _), (_, told) = pool.run(_pelted, str(tmp_path), ranks=3)
-    assert told
-    assert first == [manifest_key(put_id(1), 1)]
-    assert second == [manifest_key(put_id(1), 0)]
+    assert keys == [key_of(0)]

@@ -81,6 +81,7 @@ def run(folder: Path, phase: str) -> list[int | None]:
 
 
 @pytest.mark.slow
+@pytest.mark.race
 def test_a_job_goes_on_from_the_survivors(tmp_path: Path) -> None:
     tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache").close()
     assert run(tmp_path, "first") == [-signal.SIGKILL] * RANKS

@@ -4,17 +4,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.session.peers import host_of_folder, sources_of, targets_of
 from tensorstore_ck.session.peers.ring import block_of
+from tests.effort import effort
 
+FEW = settings(max_examples=effort(40, 200))
 HOSTS = st.lists(st.integers(0, 5), min_size=1, max_size=20).map(lambda numbers: [bytes([number]) for number in numbers])
 
 
 @given(hosts=HOSTS, copies=st.integers(1, 6))
+@FEW
 def test_copies_lie_on_as_many_other_hosts_as_there_can_be(hosts: list[bytes], copies: int) -> None:
     for rank, host in enumerate(hosts):
         kept_on = [hosts[target] for target in targets_of(rank, hosts, copies)]
@@ -23,6 +26,7 @@ def test_copies_lie_on_as_many_other_hosts_as_there_can_be(hosts: list[bytes], c
 
 
 @given(hosts=HOSTS, copies=st.integers(1, 6))
+@FEW
 def test_sources_are_those_whose_target_a_rank_is_in_the_order_of_rounds(hosts: list[bytes], copies: int) -> None:
     rounds = [targets_of(rank, hosts, copies) for rank in range(len(hosts))]
     for rank in range(len(hosts)):
@@ -37,6 +41,7 @@ def test_load_is_even(copies: int) -> None:
 
 
 @given(hosts=HOSTS, copies=st.integers(1, 6))
+@FEW
 def test_ranks_have_to_do_with_those_of_their_block_alone_and_blocks_are_small(hosts: list[bytes], copies: int) -> None:
     for rank in range(len(hosts)):
         block = block_of(rank, hosts, copies)

@@ -99,6 +99,13 @@ class Scene:
         """Another handle: what everybody else sees."""
         return Store(open_engine(self.inner, Gate()))
 
+    def hold(self, step: int, *, at: str = "put parts/", **options: Any) -> tuple[Stop, PendingSnapshot]:
+        """A save in the background, which has come to this call and waits there."""
+        stop = self.gate.stop(at)
+        pending = put_beside(self.store, step, **options)
+        stop.await_reached()
+        return stop, pending
+
     def steps(self, ref: str = "job") -> list[int | None]:
         """What is visible to everybody else, oldest first."""
         with self.other() as store:

@@ -3,9 +3,9 @@
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.events import Event
-from tensorstore_ck.state import capture_copy
 from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS
 from tests.session.save.places import MIB, SECONDS, Gate, Stop
@@ -39,7 +38,7 @@ class Side:
         self.stops: list[Stop] = []
         self.events: list[Event] = []
         self.store.on_event(self.events.append)
-        self.frozen: Any = None
+        self.frozen: DTensor | None = None
         self.held, self.holds = threading.Event(), threading.Event()
 
 
@@ -126,56 +125,63 @@ def await_hold(only: int) -> None:
     assert not mine(only) or SIDES[-1].holds.wait(SECONDS)
 
 
-def put(step: int, odd: int | None = None, **options: Any) -> Ending:
-    """Saves in the background, and spoils what was saved."""
+def save(state: dict[str, Any], step: int, *, waits: bool = False, **options: Any) -> Ending:
+    """In the background, or waited for: how the call ended."""
     side = SIDES[-1]
-    rank = dist.get_rank()
-    state, own = state_of(step, rank, side.ranks), {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
-    if rank == odd:
-        state["odd"] = object()
+    options = {"ref": "job", "step": step, "group": GROUPS[side.ranks], "timeout_seconds": TIMEOUT_SECONDS, **options}
 
-    def do() -> None:
-        side.puts[step] = side.store.put_snapshot_async(
-            state,
-            ref="job",
-            step=step,
-            group=GROUPS[side.ranks],
-            rank_state=own,
-            **{"timeout_seconds": TIMEOUT_SECONDS, **options},
-        )
-
-    try:
-        return ending(do)
-    finally:
-        spoil(state, own)
-
-
-def keep(step: int, changes: bool) -> Ending:
-    """Saves a state that has the large tensor of step 1, frozen; where it `changes`, on rank 1."""
-    side, rank = SIDES[-1], dist.get_rank()
-    state, options = state_of(step, rank, side.ranks), {"group": GROUPS[side.ranks], "timeout_seconds": TIMEOUT_SECONDS}
-    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
-    state["model"]["w"] = side.frozen
-    if changes and rank == 1:
-        side.frozen.to_local()[0] += 1
-
-    def do() -> None:
-        side.puts[step] = side.store.put_snapshot_async(state, ref="job", step=step, frozen=["model.w"], **options)
+    def do() -> Any:
+        if waits:
+            return side.store.put_snapshot(state, **options)
+        side.puts[step] = side.store.put_snapshot_async(state, **options)
+        return None
 
     return ending(do)
 
 
+def put(step: int, odd: int | None = None, **options: Any) -> Ending:
+    """Saves, and spoils what was saved."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, own = state_of(step, rank, side.ranks), {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
+    if rank == odd:
+        state["odd"] = object()
+    try:
+        return save(state, step, rank_state=own, **options)
+    finally:
+        spoil(state, own)
+
+
+def put_now(step: int) -> Ending:
+    """Saves, and waits."""
+    return put(step, waits=True)
+
+
+def frozen_shard() -> DTensor:
+    """This rank's share of the large tensor of step 1, the same each time."""
+    side = SIDES[-1]
+    shard = side.frozen = side.frozen if side.frozen is not None else state_of(1, dist.get_rank(), side.ranks)["model"]["w"]
+    assert shard is not None
+    return shard
+
+
+def keep(step: int, changes: bool) -> Ending:
+    """Saves a state that has the large tensor of step 1, frozen; where it `changes`, on rank 1."""
+    rank = dist.get_rank()
+    state = state_of(step, rank, SIDES[-1].ranks)
+    state["model"]["w"] = frozen_shard()
+    if changes and rank == 1:
+        frozen_shard().to_local()[0] += 1
+    return save(state, step, frozen=["model.w"])
+
+
 def put_moved(step: int, moves: list[int], options: dict[str, Any]) -> tuple[Ending, list[str]]:
     """Saves, and waits: a tensor of which each rank has a share has moved on these ranks. Also what was warned of."""
-    side, rank = SIDES[-1], dist.get_rank()
-    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
-    if rank in moves:
-        side.frozen.to_local().add_(1)
-    state = {"w": side.frozen, "optimizer": {"state": {0: {"step": torch.tensor(float(options.pop("count", step)))}}}}
-    put = partial(side.store.put_snapshot, state, ref="job", step=step, group=GROUPS[side.ranks], timeout_seconds=TIMEOUT_SECONDS)
+    if dist.get_rank() in moves:
+        frozen_shard().to_local().add_(1)
+    state = {"w": frozen_shard(), "optimizer": {"state": {0: {"step": torch.tensor(float(options.pop("count", step)))}}}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ended = ending(lambda: put(**options))
+        ended = save(state, step, waits=True, **options)
     return ended, [str(each.message) for each in caught]
 
 
@@ -189,39 +195,9 @@ def put_torn(step: int, on: int | None) -> Ending:
             state["model"]["w"].to_local().add_(1)
         return real(what, *args, **others)
 
-    side.gate.call = call  # type: ignore[method-assign]
-    options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
-    try:
-        return ending(lambda: side.store.put_snapshot(state, ref="job", step=step, group=GROUPS[side.ranks], **options))
-    finally:
-        side.gate.call = real  # type: ignore[method-assign]
-
-
-def put_torn_beside(step: int, on: int) -> Ending:
-    """In the same way, in the background: before its copy is compared."""
-    side, rank = SIDES[-1], dist.get_rank()
-    state, real = state_of(step, rank, side.ranks), capture_copy._OtherSources.copy_strided
-
-    def copy_strided(self: capture_copy._OtherSources) -> None:
-        real(self)
-        if rank == on:
-            state["model"]["w"].to_local().add_(1)
-
-    capture_copy._OtherSources.copy_strided = copy_strided  # type: ignore[method-assign]
-    options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
-    try:
-        return ending(lambda: side.store.put_snapshot_async(state, ref="job", step=step, group=GROUPS[side.ranks], **options).wait())
-    finally:
-        capture_copy._OtherSources.copy_strided = real  # type: ignore[method-assign]
-
-
-def put_now(step: int) -> Ending:
-    """Saves, and waits."""
-    side = SIDES[-1]
-    rank = dist.get_rank()
-    own = {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
-    options: dict[str, Any] = {"group": GROUPS[side.ranks], "rank_state": own, "timeout_seconds": TIMEOUT_SECONDS}
-    return ending(lambda: side.store.put_snapshot(state_of(step, rank, side.ranks), ref="job", step=step, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side.gate, "call", call)
+        return save(state, step, waits=True, verify_capture=1.0)
 
 
 def cancel(step: int, only: int) -> bool | None:

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 import tensorstore_ck as tsck
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.state.byte_sources import memory_at
-from tests.session.save.places import MIB, Scene, check, put_beside, scene, spoil, state_of
+from tests.session.save.places import Scene, check, put_beside, state_of
 from tests.state.fake import assert_same
-from tests.state.samples import DTYPES, states, tensor
+from tests.state.samples import DTYPES, tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # deepcopy
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
@@ -30,9 +29,7 @@ Losses = namedtuple("Losses", "train valid")
 @contextmanager
 def held(place: Scene) -> Iterator[None]:
     """What it contains is not inspected before the end."""
-    stop = place.gate.stop("put parts/")
-    put_beside(place.store, 0, ref="blocker", expect=tsck.ANY, size_bytes=100)
-    stop.await_reached()
+    stop, _ = place.hold(0, ref="blocker", expect=tsck.ANY, size_bytes=100)
     yield
     stop.let_go()
 
@@ -62,7 +59,7 @@ def ruin(value: Any) -> None:
         value.append("ruined")
 
 
-def every_kind() -> dict[Any, Any]:
+def every_kind(mapped: Path) -> dict[Any, Any]:
     base = torch.arange(10_000, dtype=torch.float32)
     numbers = np.arange(6000, dtype=np.float64).reshape(60, 100)
     moments: OrderedDict[str, Any] = OrderedDict(first=torch.randn(40, 50), second=torch.randn(40, 50))
@@ -80,6 +77,7 @@ def every_kind() -> dict[Any, Any]:
         "one": torch.tensor(7),
         "dtypes": {str(dtype): tensor(dtype, (7, 5), seed) for seed, dtype in enumerate(DTYPES)},
         "array": numbers,
+        "mapped": np.memmap(mapped, np.int32, "w+", shape=(5000,)),
         "backwards": numbers[::-1, ::2],
         "columns": np.asfortranarray(numbers),
         "big-endian": numbers.astype(">f4"),
@@ -96,80 +94,50 @@ def every_kind() -> dict[Any, Any]:
     }
 
 
-def test_a_state_of_every_kind_that_is_ruined_at_once() -> None:
-    with scene() as place:
-        state = every_kind()
-        expected = copy.deepcopy(state)
-        with held(place):
-            pending = place.store.put_snapshot_async(state, ref="job")
-            ruin(state)
-        pending.wait()
-        assert_same(place.store.checkout("job"), expected)
+def test_a_state_of_every_kind_that_is_ruined_at_once(place: Scene, tmp_path: Path) -> None:
+    state = every_kind(tmp_path / "mapped")
+    state["mapped"][:] = np.arange(5000)
+    expected = copy.deepcopy({**state, "mapped": np.array(state["mapped"])})
+    with held(place):
+        pending = place.store.put_snapshot_async(state, ref="job")
+        ruin(state)
+    pending.wait()
+    assert_same(place.store.checkout("job"), expected)
 
 
-def test_a_file_that_is_mapped(tmp_path: Path) -> None:
-    mapped = np.memmap(tmp_path / "data", np.int32, "w+", shape=(5000,))
-    mapped[:] = np.arange(5000)
-    with scene() as place:
-        with held(place):
-            pending = place.store.put_snapshot_async({"mapped": mapped}, ref="job")
-            mapped[:] = -1
-        pending.wait()
-        assert np.array_equal(place.store.checkout("job")["mapped"], np.arange(5000))
-
-
-def test_metadata_and_metrics_are_those_of_the_call() -> None:
-    with scene() as place:
-        metrics, metadata = {"loss": 0.5}, {"lr": [1, 2]}
-        with held(place):
-            pending = place.store.put_snapshot_async({}, ref="job", metrics=metrics, metadata=metadata)
-            metrics["loss"] = 9.0
-            metadata["lr"].append(3)
-        snapshot = pending.wait()
-        assert snapshot.metrics == {"loss": 0.5}
-        assert place.store.show("job").metadata == {"lr": [1, 2]}
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Scene]:
-    with scene() as made:
-        yield made
-
-
-@given(states)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_any_state(shared: Scene, state: Any) -> None:
-    whole = {"state": state, "more": [torch.arange(300), bytearray(b"xyz")]}
-    expected = copy.deepcopy(whole)
-    with held(shared):
-        pending = shared.store.put_snapshot_async(whole, ref="job", expect=tsck.ANY)
-        ruin(whole)
-    assert_same(shared.store.checkout(pending.wait().root), expected)
+def test_metadata_and_metrics_are_those_of_the_call(place: Scene) -> None:
+    metrics, metadata = {"loss": 0.5}, {"lr": [1, 2]}
+    with held(place):
+        pending = place.store.put_snapshot_async({}, ref="job", metrics=metrics, metadata=metadata)
+        metrics["loss"] = 9.0
+        metadata["lr"].append(3)
+    snapshot = pending.wait()
+    assert snapshot.metrics == {"loss": 0.5}
+    assert place.store.show("job").metadata == {"lr": [1, 2]}
 
 
 # --- many in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_one_state_that_is_trained_on_with_six_snapshots_in_flight() -> None:
+def test_one_state_that_is_trained_on_with_six_snapshots_in_flight(place: Scene) -> None:
     model: dict[str, Any] = {"w": torch.zeros(300, 300), "views": torch.zeros(5000)[::2], "losses": [], "rng": bytearray(8), "step": 0}
     expected, pendings = [], []
-    with scene() as place:
-        with held(place):
-            for step in range(1, 7):
-                model["w"] += step
-                model["views"] -= step
-                model["losses"].append(float(step))
-                model["rng"][step % 8] = step
-                model["step"] = step
-                expected.append(copy.deepcopy(model))
-                pendings.append(place.store.put_snapshot_async(model, ref="job", step=step))
-                assert pendings[-1].captured.reached()
-            ruin(model)
-            assert [pending.step for pending in place.store.pending()] == [0, 1, 2, 3, 4, 5, 6]
-        snapshots = [pending.wait() for pending in pendings]
-        for step, snapshot in enumerate(snapshots, start=1):
-            assert_same(place.store.checkout(snapshot.root), expected[step - 1])
-        require_chain(place, snapshots)
+    with held(place):
+        for step in range(1, 7):
+            model["w"] += step
+            model["views"] -= step
+            model["losses"].append(float(step))
+            model["rng"][step % 8] = step
+            model["step"] = step
+            expected.append(copy.deepcopy(model))
+            pendings.append(place.store.put_snapshot_async(model, ref="job", step=step))
+            assert pendings[-1].captured.reached()
+        ruin(model)
+        assert [pending.step for pending in place.store.pending()] == [0, 1, 2, 3, 4, 5, 6]
+    snapshots = [pending.wait() for pending in pendings]
+    for step, snapshot in enumerate(snapshots, start=1):
+        assert_same(place.store.checkout(snapshot.root), expected[step - 1])
+    require_chain(place, snapshots)
 
 
 def require_chain(place: Scene, snapshots: list[tsck.Snapshot]) -> None:
@@ -181,72 +149,25 @@ def require_chain(place: Scene, snapshots: list[tsck.Snapshot]) -> None:
         assert [found.root for found in reversed(other.log("job"))] == [snapshot.root for snapshot in snapshots]
 
 
-def test_memory_for_one_is_reused_by_the_next_only_when_it_is_stored() -> None:
-    """Nothing blocks here: captures run while the worker runs, all into the same memory."""
-    with scene(host_memory_bytes=4 * MIB) as place:
-        pendings = [put_beside(place.store, step, size_bytes=4 * MIB) for step in range(6)]
-        snapshots = [pending.wait() for pending in pendings]
-        for step in range(6):
-            check(place.store, step, size_bytes=4 * MIB)
-        require_chain(place, snapshots)
+def test_what_gc_frees_meanwhile_is_written_again_from_the_capture(place: Scene) -> None:
+    put_beside(place.store, 1).wait()
+    stop, pending = place.hold(2, at="put snapshots/")
+    with place.other() as other:
+        for _ in range(2):
+            other.gc(EVERYTHING)
+    stop.let_go()
+    pending.wait()
+    check(place.store, 1)
+    check(place.store, 2)
+    assert place.store.fsck(read_data=True).ok
 
 
-def test_asynchronous_and_synchronous_saves_keep_their_order() -> None:
-    with scene() as place:
-        snapshots = []
-        for step in range(0, 8, 2):
-            pending = put_beside(place.store, step)
-            state = state_of(step + 1)
-            snapshots += [place.store.put_snapshot(state, ref="job", step=step + 1)]
-            assert pending.done()
-            snapshots.insert(-1, pending.wait())
-        assert place.steps() == list(range(8))
-        require_chain(place, snapshots)
-
-
-def test_what_gc_frees_meanwhile_is_written_again_from_the_capture() -> None:
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        stop = place.gate.stop("put snapshots/")
-        pending = put_beside(place.store, 2)
-        stop.await_reached()
-        with place.other() as other:
-            for _ in range(2):
-                other.gc(EVERYTHING)
-        stop.let_go()
-        pending.wait()
-        check(place.store, 1)
-        check(place.store, 2)
-        assert place.store.fsck(read_data=True).ok
-
-
-def test_many_refs_in_flight() -> None:
-    with scene() as place:
-        with held(place):
-            pendings = [put_beside(place.store, step, ref=f"run-{step % 3}", size_bytes=1000) for step in range(9)]
-        for pending in pendings:
-            pending.wait()
-        for step in range(9):
-            check(place.store, step, size_bytes=1000, ref=f"run-{step % 3}")
-        assert [place.steps(f"run-{run}") for run in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-
-
-def test_a_restore_waits_for_earlier_saves() -> None:
-    with scene() as place:
-        put_beside(place.store, 1)
-        state = state_of(2)
-        place.store.put_snapshot_async(state, ref="job", step=2)
-        spoil(state)
-        assert place.store.checkout("job")["step"] == 2
-
-
-def test_a_restore_into_a_state_that_is_in_flight() -> None:
+def test_a_restore_into_a_state_that_is_in_flight(place: Scene) -> None:
     """The memory that is filled is what the save has captured: it was copied."""
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        state = state_of(2)
-        pending = place.store.put_snapshot_async(state, ref="job", step=2)
-        place.store.checkout("job@1", into=state)
-        assert pending.done()
-        assert torch.equal(state["w"], state_of(1)["w"])
-        check(place.store, 2)
+    put_beside(place.store, 1).wait()
+    state = state_of(2)
+    pending = place.store.put_snapshot_async(state, ref="job", step=2)
+    place.store.checkout("job@1", into=state)
+    assert pending.done(), "a restore waits for earlier saves"
+    assert torch.equal(state["w"], state_of(1)["w"])
+    check(place.store, 2)

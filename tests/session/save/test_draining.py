@@ -3,7 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +19,9 @@ from tests.session.save.places import SECONDS, Scene, Stop, check, put_beside, s
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs is not waited for as long as in a job."""
-    monkeypatch.setattr(save_queue, "GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr(save_queue, "GIVE_UP_SECONDS", 0.05)
     assert save_queue.SaveQueue.drain.__kwdefaults__ is not None
-    monkeypatch.setitem(save_queue.SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.2)
+    monkeypatch.setitem(save_queue.SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.05)
 
 
 @contextmanager
@@ -34,57 +35,50 @@ def hanging(at: str = "put parts/") -> Iterator[tuple[Scene, Stop, list[tsck.Pen
         yield place, stop, puts
 
 
-class Draining(threading.Thread):
-    """A drain on a thread of its own, which has seen what is under way."""
+def drain_and_let_go(place: Scene, stop: Stop, error: BaseException | None = None) -> DrainReport:
+    """What is held goes on when the drain has seen what is under way."""
+    found = place.store.session.queue._queued
 
-    def __init__(self, place: Scene) -> None:
-        super().__init__(daemon=True)
-        self._place = place
-        self._looked = threading.Event()
-        self._report: DrainReport | None = None
-        found = place.store.session.queue._queued
+    def look() -> Any:
+        items = found()
+        stop.let_go(error)
+        return items
 
-        def look() -> Any:
-            items = found()
-            self._looked.set()
-            return items
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place.store.session.queue, "_queued", look)
-            self.start()
-            assert self._looked.wait(SECONDS)
-
-    def run(self) -> None:
-        self._report = self._place.store.drain(SECONDS)
-
-    def report(self) -> DrainReport:
-        self.join(SECONDS)
-        assert self._report is not None
-        return self._report
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place.store.session.queue, "_queued", look)
+        return place.store.drain(SECONDS)
 
 
-def test_nothing_to_wait_for() -> None:
-    with scene() as place:
-        report = place.store.drain()
-        assert (report.published, report.staged, report.dropped, report.under_way, report.safe) == ((), (), (), (), None)
-        assert str(report) == "nothing was published"
-        root = put_beside(place.store, 1).wait().root
+def test_nothing_to_wait_for(place: Scene) -> None:
+    """Of the saves before, the last one is safe: whether it had a step, and was waited for, or not."""
+    report = place.store.drain()
+    assert (report.published, report.staged, report.dropped, report.under_way, report.safe) == ((), (), (), (), None)
+    assert str(report) == "nothing was published"
+    puts: list[Callable[[], tsck.Snapshot]] = [
+        put_beside(place.store, 1).wait,
+        lambda: place.store.put_snapshot(state_of(2), ref="job", step=2),
+    ]
+    for put in puts:
+        snapshot = put()
         report = place.store.drain(0)
-        assert (report.published, report.safe) == ((), place.store.log("job")[0])
-        assert str(report) == f"job@1 ({root[:16]}) is safe"
+        assert (report.published, report.safe) == ((), snapshot)
+        assert str(report) == f"job@{snapshot.step} ({snapshot.root[:16]}) is safe"
+    root = place.store.put_snapshot_async({}, ref="job").wait().root
+    stop = place.gate.stop("put parts/")
+    place.store.put_snapshot_async({}, ref="job")
+    stop.await_reached()
+    assert str(place.store.drain(0)) == f"job ({root[:16]}) is safe; given up: job"
+    stop.let_go()
 
 
-def test_everything_is_finished_in_time() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        puts = [put_beside(place.store, step) for step in (1, 2, 3)]
-        draining = Draining(place)
-        stop.let_go()
-        report = draining.report()
-        assert [snapshot.step for snapshot in report.published] == [1, 2, 3]
-        assert report.safe == puts[2].snapshot
-        assert (report.dropped, report.under_way) == ((), ())
-        assert place.steps() == [1, 2, 3]
+def test_everything_is_finished_in_time(place: Scene) -> None:
+    stop, _ = place.hold(1)
+    puts = [put_beside(place.store, step) for step in (2, 3)]
+    report = drain_and_let_go(place, stop)
+    assert [snapshot.step for snapshot in report.published] == [1, 2, 3]
+    assert report.safe == puts[1].snapshot
+    assert (report.dropped, report.under_way) == ((), ())
+    assert place.steps() == [1, 2, 3]
 
 
 def test_a_backend_that_hangs_is_given_up() -> None:
@@ -96,12 +90,14 @@ def test_a_backend_that_hangs_is_given_up() -> None:
         assert report.safe == safe
         assert str(report) == f"job@1 ({safe.root[:16]}) is safe; given up: job@2, job@3"
         assert place.steps() == [1]
+        later = put_beside(place.store, 4)  # waits for its turn
+        assert not later.done()
         stop.let_go()
         for pending in (second, third):
             with pytest.raises(SnapshotDroppedError, match="abandoned"):
                 pending.wait(SECONDS)
         assert [(event.step, event.fields["reason"]) for event in place.told("dropped")] == [(2, "abandoned"), (3, "abandoned")]
-        assert put_beside(place.store, 4).wait().parent == safe.root
+        assert later.wait(SECONDS).parent == safe.root
         assert place.steps() == [1, 4]
         check(place.store, 4)
         assert place.in_use_bytes == 0
@@ -134,16 +130,6 @@ def test_an_outcome_in_the_log_is_first_reported_as_running_and_then_as_it_is() 
         assert place.store.drain().safe == second.snapshot
 
 
-def test_saves_after_a_drain_that_gave_up_wait_for_their_turn() -> None:
-    with hanging() as (place, stop, _):
-        place.store.drain(0)
-        later = put_beside(place.store, 4)
-        assert not later.done()
-        stop.let_go()
-        assert later.wait(SECONDS).step == 4
-        assert place.steps() == [1, 4]
-
-
 def test_what_was_given_up_is_not_waited_for_again() -> None:
     """Neither by another drain nor by the end of a `with` block: a job that got the signal to end must end."""
     with hanging() as (place, stop, _):
@@ -153,46 +139,26 @@ def test_what_was_given_up_is_not_waited_for_again() -> None:
         stop.let_go()
 
 
-def test_a_save_that_failed_before_is_not_lost_by_a_drain() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        failed = put_beside(place.store, 1)
-        draining = Draining(place)
-        stop.let_go(BackendUnavailableError("injected"))
-        assert [pending.id for pending in draining.report().dropped] == [failed.id]
-        with pytest.raises(BackendUnavailableError):
-            place.store.close()
-
-
-def test_synchronous_saves_count_as_safe() -> None:
-    with scene() as place:
-        snapshot = place.store.put_snapshot(state_of(1), ref="job", step=1)
-        assert place.store.drain().safe == snapshot
-
-
-def test_without_a_step() -> None:
-    with scene() as place:
-        root = place.store.put_snapshot_async({}, ref="job").wait().root
-        stop = place.gate.stop("put parts/")
-        place.store.put_snapshot_async({}, ref="job")
-        stop.await_reached()
-        assert str(place.store.drain(0)) == f"job ({root[:16]}) is safe; given up: job"
-        stop.let_go()
-
-
-def test_close_waits_for_what_is_under_way() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        puts = [put_beside(place.store, step) for step in (1, 2)]
-        closing = threading.Thread(target=place.store.close)
-        closing.start()
-        assert not puts[0].done()
-        stop.let_go()
-        closing.join(SECONDS)
-        assert not closing.is_alive()
-        assert [pending.wait(0).step for pending in puts] == [1, 2]
-        assert place.allocated_bytes == 0
+def test_a_save_that_failed_before_is_not_lost_by_a_drain(place: Scene) -> None:
+    stop, failed = place.hold(1)
+    report = drain_and_let_go(place, stop, BackendUnavailableError("injected"))
+    assert [pending.id for pending in report.dropped] == [failed.id]
+    with pytest.raises(BackendUnavailableError):
         place.store.close()
+
+
+def test_close_waits_for_what_is_under_way(place: Scene) -> None:
+    stop = place.gate.stop("put parts/")
+    puts = [put_beside(place.store, step) for step in (1, 2)]
+    closing = threading.Thread(target=place.store.close)
+    closing.start()
+    assert not puts[0].done()
+    stop.let_go()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert [pending.wait(0).step for pending in puts] == [1, 2]
+    assert place.allocated_bytes == 0
+    place.store.close()
 
 
 # --- preemption; see test_processes for processes that end by it ----------------------------------------------------------
@@ -246,42 +212,30 @@ def test_the_signal_takes_its_former_course_at_the_deadline(
         stop.let_go()
 
 
-def test_a_job_that_has_finished_is_left_to_end_itself(former: list[int]) -> None:
-    with scene() as place:
-        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
-        signal_myself()
-        put_beside(place.store, 1)
-        report = preemption.finish()
-        assert report.safe is not None
-        assert report.safe.step == 1
-        assert not former
-        signal_myself()  # a user who sends it again does not want to wait any longer
-        assert former == [signal.SIGUSR2]
+def test_a_job_that_has_finished_is_left_to_end_itself(place: Scene, former: list[int]) -> None:
+    preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
+    signal_myself()
+    put_beside(place.store, 1)
+    report = preemption.finish()
+    assert report.safe is not None
+    assert report.safe.step == 1
+    assert not former
+    signal_myself()  # a user who sends it again does not want to wait any longer
+    assert former == [signal.SIGUSR2]
 
 
-def test_a_preemption_that_is_called_off(former: list[int]) -> None:
-    with scene() as place:
-        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
-        preemption.cancel()
-        signal_myself()
-        assert former == [signal.SIGUSR2]
-        assert not preemption.requested
+def test_a_preemption_that_is_called_off(place: Scene, former: list[int]) -> None:
+    preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
+    preemption.cancel()
+    signal_myself()
+    assert former == [signal.SIGUSR2]
+    assert not preemption.requested
 
 
 def test_where_and_how_a_preemption_can_be_asked_for() -> None:
-    with scene() as place:
+    with scene() as place, ThreadPoolExecutor(1) as other_thread:
         for seconds in (0, -1):
             with pytest.raises(InvalidOptionError, match="deadline_seconds must be more than 0"):
                 place.store.on_preemption(signal.SIGUSR2, deadline_seconds=seconds)
-        errors: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                place.store.on_preemption(signal.SIGUSR2, deadline_seconds=1)
-            except InvalidOptionError as exc:
-                errors.append(exc)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        assert "main thread" in str(errors[0])
+        with pytest.raises(InvalidOptionError, match="main thread"):
+            other_thread.submit(place.store.on_preemption, signal.SIGUSR2, deadline_seconds=1).result()

@@ -1,7 +1,8 @@
 """An error is raised once: by the next wait, or else by the next save, or else by close. It never kills what comes after it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ def settle(place: Scene) -> None:
     place.store.session.queue.wait_idle()
 
 
-def require_silence(place: Scene, step: int) -> None:
+def require_silence(place: Scene, step: int, **options: Any) -> None:
     """A save takes place, and the end says nothing."""
-    put_beside(place.store, step).wait()
+    put_beside(place.store, step, **options).wait()
     assert place.steps()[-1] == step
     check(place.store, step)
     place.store.close()
@@ -45,34 +46,15 @@ def require_silence(place: Scene, step: int) -> None:
 # --- which call raises it ---------------------------------------------------------------------------------------------
 
 
-def test_by_the_wait_and_then_by_nobody_else() -> None:
-    with scene() as place:
-        pending = fail(place, 1)
-        for _ in range(3):
-            with pytest.raises(BackendUnavailableError, match="injected"):
-                pending.wait()
-        require_silence(place, 2)
-
-
-def test_by_a_wait_that_was_there_before() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        pending = put_beside(place.store, 1)
-        stop.await_reached()
-        threading.Timer(0, stop.let_go, [broken()]).start()
+def test_by_the_waits_and_then_by_nobody_else(place: Scene) -> None:
+    """By one that was there before, by those that come later, and by those for milestones that it has not passed."""
+    stop, pending = place.hold(1)
+    threading.Timer(0, stop.let_go, [broken()]).start()
+    for wait in (pending.wait, pending.wait, pending.staged.wait, pending.published.wait):
         with pytest.raises(BackendUnavailableError, match="injected"):
-            pending.wait(SECONDS)
-        require_silence(place, 2)
-
-
-@pytest.mark.parametrize("milestone", ["staged", "published"])
-def test_by_the_wait_for_a_milestone(milestone: str) -> None:
-    with scene() as place:
-        pending = fail(place, 1)
-        pending.captured.wait(0)  # which it has passed
-        with pytest.raises(BackendUnavailableError, match="injected"):
-            getattr(pending, milestone).wait(0)
-        require_silence(place, 2)
+            wait(SECONDS)
+    pending.captured.wait(0)
+    require_silence(place, 2)
 
 
 def put_again(store: tsck.Store) -> None:
@@ -81,281 +63,230 @@ def put_again(store: tsck.Store) -> None:
 
 
 @pytest.mark.parametrize("again", [lambda store: put_beside(store, 2), put_again], ids=["beside", "waited for"])
-def test_the_next_save_reports_it_and_does_not_start(again: Callable[[tsck.Store], object]) -> None:
-    with scene() as place:
-        pending = fail(place, 1)
-        with pytest.raises(BackendUnavailableError, match="injected") as raised:
-            again(place.store)
-        assert any("job@1" in note for note in raised.value.__notes__)
-        settle(place)
-        assert place.steps() == []
-        assert place.in_use_bytes == 0
-        require_silence(place, 3)
-        assert place.steps() == [3]
-        with pytest.raises(BackendUnavailableError):
-            pending.wait()  # who asks is answered
+def test_the_next_save_reports_it_and_does_not_start(place: Scene, again: Callable[[tsck.Store], object]) -> None:
+    pending = fail(place, 1)
+    with pytest.raises(BackendUnavailableError, match="injected") as raised:
+        again(place.store)
+    assert any("job@1" in note for note in raised.value.__notes__)
+    settle(place)
+    assert place.steps() == []
+    assert place.in_use_bytes == 0
+    require_silence(place, 3)
+    assert place.steps() == [3]
+    with pytest.raises(BackendUnavailableError):
+        pending.wait()  # who asks is answered
 
 
-def test_each_of_several_by_one_save_in_their_order() -> None:
+@contextmanager
+def three_failed() -> Iterator[tuple[Scene, list[tsck.PendingSnapshot]]]:
+    """Of saves that were under way at once, one after the other."""
     with scene() as place:
         stop = place.gate.stop("put parts/")
-        put_beside(place.store, 1)
+        puts = [put_beside(place.store, 1)]
         stop.await_reached()
-        told = put_beside(place.store, 2)
-        put_beside(place.store, 3)
-        put_beside(place.store, 4)
+        puts += [put_beside(place.store, step) for step in (2, 3)]
         for error in ("two", "three"):
             place.gate.fail("put parts/", BackendUnavailableError(error))
         stop.let_go(BackendUnavailableError("one"))
         settle(place)
+        yield place, puts
+
+
+def test_each_of_several_by_one_save_in_their_order() -> None:
+    with three_failed() as (place, puts):
         with pytest.raises(BackendUnavailableError, match="two"):
-            told.wait()
+            puts[1].wait()
         for step, error in ((5, "one"), (6, "three")):
             with pytest.raises(BackendUnavailableError, match=error):
                 put_beside(place.store, step)
         require_silence(place, 7)
-        assert place.steps() == [4, 7]
+        assert place.steps() == [7]
 
 
-def test_by_close() -> None:
-    with scene() as place:
-        fail(place, 1)
-        with pytest.raises(BackendUnavailableError, match="injected"):
-            place.store.close()
-        place.store.close()
-
-
-def test_close_reports_it_although_a_wait_reported_others() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        first = put_beside(place.store, 1)
-        stop.await_reached()
-        put_beside(place.store, 2)
-        put_beside(place.store, 3)
-        for error in ("two", "three"):
-            place.gate.fail("put parts/", BackendUnavailableError(error))
-        stop.let_go(BackendUnavailableError("one"))
-        settle(place)
+def test_close_reports_those_that_no_wait_did() -> None:
+    with three_failed() as (place, puts):
         with pytest.raises(BackendUnavailableError, match="one"):
-            first.wait()
+            puts[0].wait()
         with pytest.raises(BackendUnavailableError, match="two") as raised:
             place.store.close()
         assert any("three" in note for note in raised.value.__notes__), "an error is lost"
         place.store.close()
 
 
-def test_by_the_end_of_a_block() -> None:
-    with scene() as place:
-        place.gate.fail("put parts/", broken())
-        with pytest.raises(BackendUnavailableError), put_beside(place.store, 1):
-            pass
-        require_silence(place, 2)
+def test_by_the_end_of_a_block(place: Scene) -> None:
+    place.gate.fail("put parts/", broken())
+    with pytest.raises(BackendUnavailableError), put_beside(place.store, 1):
+        pass
+    require_silence(place, 2)
 
 
-def test_a_block_that_fails_itself_says_so_and_leaves_the_rest_to_the_next_save() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        with pytest.raises(ZeroDivisionError), put_beside(place.store, 1) as pending:
-            raise ZeroDivisionError
-        assert not pending.done()
-        stop.let_go(broken())
-        settle(place)
-        with pytest.raises(BackendUnavailableError):
-            put_beside(place.store, 2)
+def test_a_block_that_fails_itself_says_so_and_leaves_the_rest_to_the_next_save(place: Scene) -> None:
+    stop = place.gate.stop("put parts/")
+    with pytest.raises(ZeroDivisionError), put_beside(place.store, 1) as pending:
+        raise ZeroDivisionError
+    assert not pending.done()
+    stop.let_go(broken())
+    settle(place)
+    with pytest.raises(BackendUnavailableError):
+        put_beside(place.store, 2)
 
 
-def test_not_by_what_only_looks() -> None:
-    with scene() as place:
-        put_beside(place.store, 0).wait()
-        pending = fail(place, 1)
-        assert (pending.done(), pending.snapshot, pending.published.reached()) == (True, None, False)
-        assert isinstance(pending.error, BackendUnavailableError)
-        assert [found.step for found in place.store.log("job")] == [0]
-        check(place.store, 0)
-        assert not place.store.pending()
-        assert place.store.drain().dropped == ()
-        with pytest.raises(BackendUnavailableError):
-            put_beside(place.store, 2)
+def test_not_by_what_only_looks(place: Scene) -> None:
+    put_beside(place.store, 0).wait()
+    pending = fail(place, 1)
+    assert (pending.done(), pending.snapshot, pending.published.reached()) == (True, None, False)
+    assert isinstance(pending.error, BackendUnavailableError)
+    assert [found.step for found in place.store.log("job")] == [0]
+    check(place.store, 0)
+    assert not place.store.pending()
+    assert place.store.drain().dropped == ()
+    with pytest.raises(BackendUnavailableError):
+        put_beside(place.store, 2)
 
 
 # --- what goes on -----------------------------------------------------------------------------------------------------
 
 
-AT = ["open packs/", "append", "close", "put parts/", "put snapshots/", "get log/"]
-ERRORS = [NoSpaceError, OddError, MemoryError, KeyboardInterrupt, SystemExit]
+AT = ["open packs/", "append", "close", "put snapshots/", "get log/"]
+ERRORS = [BackendUnavailableError, OddError, MemoryError, KeyboardInterrupt, SystemExit]
 
 
-@pytest.mark.parametrize(("at", "error"), [*((at, BackendUnavailableError) for at in AT), *(("put parts/", error) for error in ERRORS)])
-def test_later_saves_are_not_hurt(at: str, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(("at", "error"), [*((at, NoSpaceError) for at in AT), *(("put parts/", error) for error in ERRORS)])
+def test_later_saves_are_not_hurt(place: Scene, at: str, error: type[BaseException]) -> None:
     """Also by what no store should raise: the worker lives."""
-    with scene() as place:
-        put_beside(place.store, 0).wait()
-        stop = place.gate.stop(at)
-        failed = put_beside(place.store, 1)
-        stop.await_reached()
-        later = put_beside(place.store, 2)
-        stop.let_go(error("injected"))
-        with pytest.raises(error, match="injected"):
-            failed.wait(SECONDS)
-        assert later.wait(SECONDS).step == 2
-        assert place.steps() == [0, 2]
-        assert place.in_use_bytes == 0
-        require_silence(place, 3)
+    put_beside(place.store, 0).wait()
+    stop, failed = place.hold(1, at=at)
+    later = put_beside(place.store, 2)
+    stop.let_go(error("injected"))
+    with pytest.raises(error, match="injected"):
+        failed.wait(SECONDS)
+    assert later.wait(SECONDS).step == 2
+    assert place.steps() == [0, 2]
+    assert place.in_use_bytes == 0
+    require_silence(place, 3)
 
 
-def test_a_failed_save_is_reported_by_an_event_and_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with scene() as place:
-        pending = fail(place, 1, OddError("odd"))
-        (event,) = place.told("failed")
-        assert (event.put, event.step) == (pending.id, 1)
-        assert (event.fields["error"], event.fields["error_kind"], event.fields["is_waited_for"]) == ("odd", "OddError", 0)
-        assert [record.levelname for record in caplog.records if "saving job@1 failed" in record.getMessage()] == ["ERROR"]
-        with pytest.raises(OddError):
-            pending.wait()
+def test_a_failed_save_is_reported_by_an_event_and_an_error_in_the_log(place: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    pending = fail(place, 1, OddError("odd"))
+    (event,) = place.told("failed")
+    assert (event.put, event.step) == (pending.id, 1)
+    assert (event.fields["error"], event.fields["error_kind"], event.fields["is_waited_for"]) == ("odd", "OddError", 0)
+    assert [record.levelname for record in caplog.records if "saving job@1 failed" in record.getMessage()] == ["ERROR"]
+    with pytest.raises(OddError):
+        pending.wait()
 
 
-def test_a_job_that_was_given_up_for_dead() -> None:
+def usurp(place: Scene) -> None:
+    """A successor moves the ref from step 1 to step 2."""
+    with place.other() as successor:
+        successor.checkout("job")
+        successor.put_snapshot(state_of(2), ref="job", step=2)
+
+
+@pytest.mark.parametrize("at", ["get log/", "put parts/"], ids=["before it looks", "between capture and commit"])
+def test_a_job_that_was_given_up_for_dead(place: Scene, at: str) -> None:
     """Its successor has moved the ref: nothing of it becomes visible, before it looks at the ref again."""
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        with place.other() as successor:
-            successor.checkout("job")
-            successor.put_snapshot(state_of(2), ref="job", step=2)
-        stop = place.gate.stop("get log/")
-        first, second = put_beside(place.store, 10), put_beside(place.store, 11)
-        stop.let_go()
-        for pending in (first, second):
-            with pytest.raises(ConflictError, match="another process moved it"):
-                pending.wait()
-        assert place.steps() == [1, 2]
-        place.store.checkout("job")
-        require_silence(place, 3)
-        assert place.steps() == [1, 2, 3]
-
-
-def test_a_ref_that_is_known_to_be_elsewhere_is_refused_at_once_but_earlier_errors_come_first() -> None:
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        with place.other() as successor:
-            successor.checkout("job")
-            successor.put_snapshot(state_of(2), ref="job", step=2)
-        with pytest.raises(ConflictError):
-            put_beside(place.store, 10).wait()
-        settle(place)
-        with pytest.raises(ConflictError):
-            put_beside(place.store, 11)
-        place.gate.fail("put parts/", NoSpaceError("injected"))
-        put_beside(place.store, 12, expect=tsck.ANY)
-        settle(place)
-        with pytest.raises(NoSpaceError, match="injected"):
-            put_beside(place.store, 13)
-        with pytest.raises(ConflictError):
-            put_beside(place.store, 14)
-        assert place.steps() == [1, 2]
-        put_beside(place.store, 15, expect=tsck.ANY).wait()
-        require_silence(place, 16)
-
-
-def test_a_job_that_loses_its_ref_between_capture_and_commit() -> None:
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        stop = place.gate.stop("put parts/")
-        pending = put_beside(place.store, 10)
-        stop.await_reached()
-        with place.other() as successor:
-            successor.checkout("job")
-            successor.put_snapshot(state_of(2), ref="job", step=2)
-        stop.let_go()
-        with pytest.raises(ConflictError):
+    put_beside(place.store, 1).wait()
+    stop = place.gate.stop(at)
+    first, second = put_beside(place.store, 10), put_beside(place.store, 11)
+    stop.await_reached()
+    usurp(place)
+    stop.let_go()
+    for pending in (first, second):
+        with pytest.raises(ConflictError, match="another process moved it"):
             pending.wait()
-        assert place.steps() == [1, 2]
+    assert place.steps() == [1, 2]
+    place.store.checkout("job")
+    require_silence(place, 3)
+    assert place.steps() == [1, 2, 3]
 
 
-def test_what_cannot_be_stored_is_refused_at_once_and_hurts_nobody() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        first = put_beside(place.store, 1)
-        stop.await_reached()
-        with pytest.raises(UnsupportedValueError, match=r"model\.odd"):
-            place.store.put_snapshot_async({"model": {"odd": object()}, "w": torch.zeros(9)}, ref="job", step=2)
-        with pytest.raises(tsck.errors.InvalidNameError):
-            place.store.put_snapshot_async({}, ref="../job")
-        with pytest.raises(tsck.errors.InvalidOptionError):
-            place.store.put_snapshot_async({}, ref="job", rank_state={})
-        assert [pending.step for pending in place.store.pending()] == [1]
-        stop.let_go()
-        first.wait()
-        require_silence(place, 3)
+def test_a_ref_that_is_known_to_be_elsewhere_is_refused_at_once_but_earlier_errors_come_first(place: Scene) -> None:
+    put_beside(place.store, 1).wait()
+    usurp(place)
+    with pytest.raises(ConflictError):
+        put_beside(place.store, 10).wait()
+    settle(place)
+    with pytest.raises(ConflictError):
+        put_beside(place.store, 11)
+    place.gate.fail("put parts/", NoSpaceError("injected"))
+    put_beside(place.store, 12, expect=tsck.ANY)
+    settle(place)
+    with pytest.raises(NoSpaceError, match="injected"):
+        put_beside(place.store, 13)
+    with pytest.raises(ConflictError):
+        put_beside(place.store, 14)
+    assert place.steps() == [1, 2]
+    require_silence(place, 16, expect=tsck.ANY)
 
 
-def test_callbacks_that_fail_disturb_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    with scene() as place:
-        place.store.on_event(lambda event: 1 // 0)
-        told: list[Any] = []
-        stop = place.gate.stop("put parts/")
-        pending = put_beside(place.store, 1)
-        pending.published.on_settled(lambda _: 1 // 0)
-        pending.published.on_settled(told.append)
-        stop.let_go()
-        assert pending.wait(SECONDS).step == 1
-        settle(place)
-        assert told == [pending]
-        pending.published.on_settled(lambda _: 1 // 0)  # at once
-        assert sum("a callback of a save failed" in record.getMessage() for record in caplog.records) == 2
-        assert sum("raised on the event" in record.getMessage() for record in caplog.records) == 1
-        require_silence(place, 2)
+def test_what_cannot_be_stored_is_refused_at_once_and_hurts_nobody(place: Scene) -> None:
+    stop, first = place.hold(1)
+    with pytest.raises(UnsupportedValueError, match=r"model\.odd"):
+        place.store.put_snapshot_async({"model": {"odd": object()}, "w": torch.zeros(9)}, ref="job", step=2)
+    with pytest.raises(tsck.errors.InvalidNameError):
+        place.store.put_snapshot_async({}, ref="../job")
+    with pytest.raises(tsck.errors.InvalidOptionError):
+        place.store.put_snapshot_async({}, ref="job", rank_state={})
+    assert [pending.step for pending in place.store.pending()] == [1]
+    stop.let_go()
+    first.wait()
+    require_silence(place, 3)
 
 
-def test_a_callback_that_wants_to_end_the_process_does_not_end_the_worker() -> None:
-    with scene() as place:
-        stop = place.gate.stop("put parts/")
-        pending = put_beside(place.store, 1)
+def test_callbacks_that_fail_or_want_to_end_the_process_disturb_nobody(place: Scene, caplog: pytest.LogCaptureFixture) -> None:
 
-        def leave(_: object) -> None:
-            raise SystemExit(3)
+    def leave(_: object) -> None:
+        raise SystemExit(3)
 
-        pending.published.on_settled(leave)
-        end = place.store.on_event(leave)
-        stop.let_go()
-        assert pending.wait(SECONDS).step == 1
-        assert put_beside(place.store, 2).wait(SECONDS).step == 2
+    ends = [place.store.on_event(lambda event: 1 // 0), place.store.on_event(leave)]
+    told: list[Any] = []
+    stop, pending = place.hold(1)
+    for callback in (lambda _: 1 // 0, leave, told.append):
+        pending.published.on_settled(callback)
+    stop.let_go()
+    assert pending.wait(SECONDS).step == 1
+    settle(place)
+    assert told == [pending]
+    pending.published.on_settled(lambda _: 1 // 0)  # at once
+    assert sum("a callback of a save failed" in record.getMessage() for record in caplog.records) == 3
+    assert put_beside(place.store, 2).wait(SECONDS).step == 2
+    assert any("raised on the event" in record.getMessage() for record in caplog.records)
+    for end in ends:
         end()
-        require_silence(place, 3)
+    require_silence(place, 3)
 
 
-def test_a_callback_may_use_the_store() -> None:
-    with scene() as place:
-        said: list[Any] = []
+def test_a_callback_may_use_the_store(place: Scene) -> None:
+    said: list[Any] = []
 
-        def use(pending: tsck.PendingSnapshot) -> None:
-            said.append(place.store.checkout("job")["step"])
-            said.append(place.store.tag("first", "job").step)
-            said.append(place.store.drain(1.0).safe)
-            said.append(place.store.put_snapshot({}, ref="other", step=9).step)
+    def use(pending: tsck.PendingSnapshot) -> None:
+        said.append(place.store.checkout("job")["step"])
+        said.append(place.store.tag("first", "job").step)
+        said.append(place.store.drain(1.0).safe)
+        said.append(place.store.put_snapshot({}, ref="other", step=9).step)
 
-        stop = place.gate.stop("put parts/")
-        pending = put_beside(place.store, 1)
-        pending.published.on_settled(use)
-        stop.let_go()
-        settle(place)
-        assert said == [1, 1, pending.snapshot, 9]
-        require_silence(place, 2)
+    stop, pending = place.hold(1)
+    pending.published.on_settled(use)
+    stop.let_go()
+    settle(place)
+    assert said == [1, 1, pending.snapshot, 9]
+    require_silence(place, 2)
 
 
-def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started(place: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the limit of processes: raised where it happens, and the next save tries again."""
-    with scene() as place:
-        with monkeypatch.context() as patch:
-            plain = threading.Thread.start
+    with monkeypatch.context() as patch:
+        plain = threading.Thread.start
 
-            def start(self: threading.Thread) -> None:
-                if self.name.startswith("tsck-save"):
-                    raise RuntimeError("can't start new thread")
-                plain(self)
+        def start(self: threading.Thread) -> None:
+            if self.name.startswith("tsck-save"):
+                raise RuntimeError("can't start new thread")
+            plain(self)
 
-            patch.setattr(threading.Thread, "start", start)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                put_beside(place.store, 1)
-        assert place.in_use_bytes == 0
-        assert not place.store.pending()
-        require_silence(place, 2)
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            put_beside(place.store, 1)
+    assert place.in_use_bytes == 0
+    assert not place.store.pending()
+    require_silence(place, 2)

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorstore_ck.session.save.put import SinglePut
 from tensorstore_ck.session.save.queued_put import Admission
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
+PutInAThread = Callable[..., "Future[tsck.PendingSnapshot]"]
 COPY = 2 * MIB
 """What memory is taken in."""
 
@@ -24,28 +26,15 @@ COPY = 2 * MIB
 def stalled_backend(copies: int) -> Iterator[tuple[Scene, Stop, tsck.PendingSnapshot]]:
     """Memory for so many copies; step 1 is being stored, and goes on when it is let go."""
     with scene(host_memory_bytes=copies * COPY) as place:
-        stop = place.gate.stop("put parts/")
-        first = put_beside(place.store, 1, size_bytes=COPY)
-        stop.await_reached()
+        stop, first = place.hold(1, size_bytes=COPY)
         yield place, stop, first
 
 
-class Put(threading.Thread):
-    """A save on a thread of its own: it may have to wait."""
-
-    def __init__(self, store: tsck.Store, step: int, **options: Any) -> None:
-        super().__init__(daemon=True)
-        self._put: Callable[[], tsck.PendingSnapshot] = lambda: put_beside(store, step, **{"size_bytes": COPY, **options})
-        self._returned: tsck.PendingSnapshot | None = None
-        self.start()
-
-    def run(self) -> None:
-        self._returned = self._put()
-
-    def returned(self) -> tsck.PendingSnapshot:
-        self.join(SECONDS)
-        assert self._returned is not None
-        return self._returned
+@pytest.fixture
+def put_in_a_thread() -> Iterator[PutInAThread]:
+    """A save that may have to wait."""
+    with ThreadPoolExecutor(1) as other:
+        yield lambda store, step, **options: other.submit(put_beside, store, step, **{"size_bytes": COPY, **options})
 
 
 @pytest.fixture
@@ -81,81 +70,56 @@ def require_dropped(place: Scene, pending: tsck.PendingSnapshot, reason: str, ca
 # --- skip -------------------------------------------------------------------------------------------------------------
 
 
-def test_skip(caplog: pytest.LogCaptureFixture) -> None:
-    with stalled_backend(1) as (place, stop, first):
-        skipped = put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
+def test_skip_leaves_alone_what_is_in_work_and_what_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(2) as (place, stop, first):
+        second = put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
+        skipped = put_beside(place.store, 3, size_bytes=COPY, on_full="skip")
         assert not first.done()
         assert not skipped.captured.reached()
-        assert not [event for event in place.told("captured") if event.step == 2]
+        assert not [event for event in place.told("captured") if event.step == 3]
         require_dropped(place, skipped, "skipped", caplog)
-        assert [pending.step for pending in place.store.pending()] == [1]
+        assert [pending.step for pending in place.store.pending()] == [1, 2]
         stop.let_go()
-        first.wait()
-        put_beside(place.store, 3, size_bytes=COPY, on_full="skip").wait()  # and raises nothing of step 2
-        assert place.steps() == [1, 3]
-        check(place.store, 3, size_bytes=COPY)
-
-
-def test_skip_leaves_alone_what_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
-    with stalled_backend(2) as (place, stop, _):
-        put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
-        skipped = put_beside(place.store, 3, size_bytes=COPY, on_full="skip")
-        require_dropped(place, skipped, "skipped", caplog)
-        stop.let_go()
-        place.store.drain()
-        assert place.steps() == [1, 2]
+        second.wait()
+        put_beside(place.store, 4, size_bytes=COPY, on_full="skip").wait()  # and raises nothing of step 3
+        assert place.steps() == [1, 2, 4]
+        check(place.store, 4, size_bytes=COPY)
 
 
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
-def test_replace_drops_the_oldest_that_waits_and_never_the_one_in_work(caplog: pytest.LogCaptureFixture) -> None:
+def test_replace_drops_the_oldest_that_wait_and_never_the_one_in_work(caplog: pytest.LogCaptureFixture) -> None:
+    """As many as it needs; their callbacks learn of it."""
     with stalled_backend(3) as (place, stop, first):
-        waiting = [put_beside(place.store, step, size_bytes=COPY, on_full="replace") for step in (2, 3, 4, 5)]
-        assert [pending.step for pending in place.store.pending() if pending.step not in (2, 3)] == [1, 4, 5]
-        stop.let_go()
-        place.store.drain()
-        for pending in waiting[:2]:
-            require_dropped(place, pending, "replaced", caplog)
-        assert [pending.wait().step for pending in (first, *waiting[2:])] == [1, 4, 5]
-        assert place.steps() == [1, 4, 5]
-        for step in (1, 4, 5):
-            check(place.store, step, size_bytes=COPY)
-        put_beside(place.store, 6).wait()  # nothing is left to be reported
-
-
-def test_replace_drops_as_many_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
-    with stalled_backend(3) as (place, stop, _):
-        waiting = [put_beside(place.store, step, size_bytes=COPY) for step in (2, 3)]
-        put_beside(place.store, 4, size_bytes=2 * COPY, on_full="replace")
+        waiting = [put_beside(place.store, step, size_bytes=COPY, on_full="replace") for step in (2, 3, 4)]
+        told: list[tsck.PendingSnapshot] = []
+        waiting[1].published.on_settled(told.append)
+        assert [pending.step for pending in place.store.pending() if pending.step != 2] == [1, 3, 4]
+        last = put_beside(place.store, 5, size_bytes=2 * COPY, on_full="replace")
         stop.let_go()
         place.store.drain()
         for pending in waiting:
             require_dropped(place, pending, "replaced", caplog)
-        assert place.steps() == [1, 4]
-        check(place.store, 4, size_bytes=2 * COPY)
+        assert told == [waiting[1]]
+        assert [pending.wait().step for pending in (first, last)] == [1, 5]
+        assert place.steps() == [1, 5]
+        for step, size_bytes in ((1, COPY), (5, 2 * COPY)):
+            check(place.store, step, size_bytes=size_bytes)
+        put_beside(place.store, 6).wait()  # nothing is left to be reported
 
 
-def test_replace_waits_where_only_the_one_in_work_is_left(waits: threading.Event) -> None:
+def test_replace_waits_where_only_the_one_in_work_is_left(put_in_a_thread: PutInAThread, waits: threading.Event) -> None:
     with stalled_backend(1) as (place, stop, first):
-        put = Put(place.store, 2, on_full="replace")
+        put = put_in_a_thread(place.store, 2, on_full="replace")
         assert waits.wait(SECONDS)
         assert not first.done()
         stop.let_go()
-        assert put.returned().wait(SECONDS).step == 2
+        assert put.result(SECONDS).wait(SECONDS).step == 2
         assert first.wait().step == 1
         assert not place.told("dropped")
         assert [event.step for event in place.told("stalled")] == [2]
         assert place.steps() == [1, 2]
-
-
-def test_callbacks_learn_that_a_save_was_replaced() -> None:
-    with stalled_backend(2) as (place, stop, _):
-        replaced, told = put_beside(place.store, 2, size_bytes=COPY), threading.Event()
-        replaced.published.on_settled(lambda pending: told.set() if isinstance(pending.error, SnapshotDroppedError) else None)
-        put_beside(place.store, 3, size_bytes=COPY, on_full="replace")
-        stop.let_go()
-        assert told.wait(SECONDS)
 
 
 def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_save() -> None:
@@ -176,13 +140,13 @@ def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_save() -> 
 # --- block ------------------------------------------------------------------------------------------------------------
 
 
-def test_block_stalls_and_says_so_once(waits: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_block_stalls_and_says_so_once(put_in_a_thread: PutInAThread, waits: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
     with stalled_backend(2) as (place, stop, first):
         second = put_beside(place.store, 2, size_bytes=COPY)
-        third = Put(place.store, 3, size_bytes=2 * COPY)  # which needs the memory of both
+        third = put_in_a_thread(place.store, 3, size_bytes=2 * COPY)  # which needs the memory of both
         assert waits.wait(SECONDS)
         stop.let_go()
-        pendings = [first, second, third.returned()]
+        pendings = [first, second, third.result(SECONDS)]
         assert [pending.wait(SECONDS).step for pending in pendings] == [1, 2, 3]
         (stalled,) = place.told("stalled")
         assert (stalled.step, stalled.put, stalled.fields["queue_depth"]) == (3, pendings[2].id, 2)  # which it waited for
@@ -196,7 +160,7 @@ def test_block_stalls_and_says_so_once(waits: threading.Event, caplog: pytest.Lo
             check(place.store, step, size_bytes=size)
 
 
-def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event) -> None:
+def test_a_callback_of_a_stall_may_ask_what_is_under_way(put_in_a_thread: PutInAThread, waits: threading.Event) -> None:
     """From another thread, even: nothing is locked while callbacks run."""
     with stalled_backend(1) as (place, stop, _):
         answers: list[bool] = []
@@ -209,14 +173,14 @@ def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event)
                 answers.append(not other.is_alive())
 
         place.store.on_event(ask)
-        put = Put(place.store, 2)
+        put = put_in_a_thread(place.store, 2)
         assert waits.wait(SECONDS)
         stop.let_go()
-        put.returned().wait(SECONDS)
+        put.result(SECONDS).wait(SECONDS)
         assert answers == [True]
 
 
-def test_memory_is_free_before_callbacks_run(waits: threading.Event) -> None:
+def test_memory_is_free_before_callbacks_run(put_in_a_thread: PutInAThread, waits: threading.Event) -> None:
     """Who waits for it does not wait for the callbacks of the save that had it."""
     with scene(host_memory_bytes=COPY) as place:
         holds, goes = threading.Event(), threading.Event()
@@ -225,16 +189,15 @@ def test_memory_is_free_before_callbacks_run(waits: threading.Event) -> None:
             holds.set()
             goes.wait(SECONDS)
 
-        stop = place.gate.stop("put parts/")
-        first = put_beside(place.store, 1, size_bytes=COPY)
+        stop, first = place.hold(1, size_bytes=COPY)
         first.published.on_settled(hold)
-        put = Put(place.store, 2)
+        put = put_in_a_thread(place.store, 2)
         assert waits.wait(SECONDS)
         stop.let_go()
         assert holds.wait(SECONDS)
-        assert put.returned().captured.reached()
+        assert put.result(SECONDS).captured.reached()
         goes.set()
-        assert put.returned().wait(SECONDS).step == 2
+        assert put.result(SECONDS).wait(SECONDS).step == 2
 
 
 @pytest.mark.parametrize("on_full", ["block", "skip", "replace"])
@@ -248,7 +211,7 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
             assert place.in_use_bytes <= place.allocated_bytes
 
         place.store.on_event(look)
-        sizes = [COPY, 3 * COPY, 100, 2 * COPY, COPY // 2, 3 * COPY, 2_500_000, 100, 3_500_000, COPY, 2 * COPY, 0]
+        sizes = [COPY, 3 * COPY, 100, 2 * COPY, 2_500_000, COPY, 0]
         pendings = [put_beside(place.store, step, size_bytes=size, on_full=on_full) for step, size in enumerate(sizes)]
         place.store.drain()
         look(None)
@@ -259,14 +222,6 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
         assert published == list(range(len(sizes))) or on_full != "block"
         for step in published:
             check(place.store, step, size_bytes=sizes[step])
-
-
-def test_close_gives_the_memory_back() -> None:
-    with scene() as place:
-        put_beside(place.store, 1).wait()
-        assert place.allocated_bytes > 0
-        place.store.close()
-        assert place.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("on_full", ["block", "skip", "replace"])
@@ -285,53 +240,47 @@ def test_a_state_that_does_not_fit_at_all(on_full: Any) -> None:
         assert place.in_use_bytes == 0
 
 
-def test_a_bad_value_says_which_are_good() -> None:
-    with scene() as place:
-        with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
-            place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
-        with pytest.raises(InvalidOptionError, match="more than 0"):
-            tsck.open("memory://never", create=True, host_memory_bytes=0)
+def test_a_bad_value_says_which_are_good(place: Scene) -> None:
+    with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
+        place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="more than 0"):
+        tsck.open("memory://never", create=True, host_memory_bytes=0)
 
 
-def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def raised_in_a_capture(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+def interrupted_once_it_has_memory(_: SinglePut, admit: Callable[[], Admission]) -> Admission:
+    """As when the other ranks cannot be reached, or by Ctrl-C."""
+    assert admit().admitted
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("where", "fails", "error"),
+    [("copy_captured", raised_in_a_capture, MemoryError), ("SinglePut.decide", interrupted_once_it_has_memory, KeyboardInterrupt)],
+)
+def test_a_save_that_fails_once_it_has_memory_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch, where: str, fails: object, error: type[BaseException]
+) -> None:
     with scene(host_memory_bytes=COPY) as place:
-        for error in (MemoryError("injected"), KeyboardInterrupt()):
-            with monkeypatch.context() as patch:
-
-                def fail(*_: object, error: BaseException = error, **__: object) -> None:
-                    raise error
-
-                patch.setattr("tensorstore_ck.session.save.put.copy_captured", fail)
-                with pytest.raises(type(error)):
-                    put_beside(place.store, 1, size_bytes=COPY)
-            assert place.in_use_bytes == 0
-            assert not place.store.pending()
-        put_beside(place.store, 2, size_bytes=COPY).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tensorstore_ck.session.save.put.{where}", fails)
+            with pytest.raises(error):
+                put_beside(place.store, 1, size_bytes=COPY)
+        assert place.in_use_bytes == 0
+        assert not place.store.pending()
+        put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
         assert place.steps() == [2]
 
 
-def test_a_save_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the other ranks cannot be reached, or by Ctrl-C."""
-    with scene(host_memory_bytes=COPY) as place:
-        with monkeypatch.context() as patch:
-
-            def decide(self: SinglePut, admit: Callable[[], Admission]) -> Admission:
-                assert admit().admitted
-                raise KeyboardInterrupt
-
-            patch.setattr(SinglePut, "decide", decide)
-            with pytest.raises(KeyboardInterrupt):
-                put_beside(place.store, 1, size_bytes=COPY)
-        assert place.in_use_bytes == 0
-        put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
-
-
-def test_the_memory_of_a_cancelled_save_that_waits_is_taken() -> None:
+def test_the_memory_of_a_cancelled_save_that_waits_is_taken(put_in_a_thread: PutInAThread) -> None:
     """It needs it no more than one that was replaced."""
     with stalled_backend(2) as (place, stop, _):
         cancelled = put_beside(place.store, 2, size_bytes=COPY)
         assert cancelled.cancel()
-        third = Put(place.store, 3).returned()
+        third = put_in_a_thread(place.store, 3).result(SECONDS)
         stop.let_go()
         third.wait(SECONDS)
         with pytest.raises(SnapshotDroppedError, match="cancelled"):

@@ -16,12 +16,14 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tests.effort import effort
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, state_of
 
 SIZE = 3000
 COPY = 2 * MIB
 """What a capture takes."""
 COPIES = 3
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 
 @dataclass
@@ -34,7 +36,6 @@ class Put:
     """Or ``published``, the reason why it was dropped, or the text of its error."""
     dropped: str = ""
     """Why it will be dropped when its turn comes."""
-    is_told: bool = False
 
     @property
     def failed(self) -> bool:
@@ -104,7 +105,6 @@ class Machine(RuleBasedStateMachine):
         if not self.untold:
             return False
         first = self.untold.pop(0)
-        first.is_told = True
         with pytest.raises((BackendUnavailableError, ConflictError), match=first.outcome) as raised:
             call()
         assert any(f"job@{first.step}" in note for note in raised.value.__notes__)
@@ -298,5 +298,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.0)
 
 
-Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, suppress_health_check=list(HealthCheck), print_blob=True)
+Machine.TestCase.settings = settings(
+    max_examples=effort(20, 100), stateful_step_count=25, suppress_health_check=list(HealthCheck), print_blob=True
+)
 TestMachine = Machine.TestCase

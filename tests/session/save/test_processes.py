@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,18 @@ import torch.distributed
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.threads import cpu_threads
+from tests.effort import PATIENCE_SECONDS
 from tests.session.save import worker
-from tests.session.save.nursery import DEADLINE_SECONDS, Nursery, heard
-from tests.session.save.places import MIB, check, put_beside
+from tests.session.save.places import MIB, check
+from tests.session.save.worker import Started, heard
 
 dist: Any = torch.distributed
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
+def run(scene: Callable[..., None], folder: Path, *args: object) -> int:
+    """Plays a scene in a process of its own; the exit code."""
+    return Started(scene, folder, *args).end()
 
 
 def steps_of(folder: Path) -> list[int | None]:
@@ -45,7 +45,7 @@ def stderr(folder: Path) -> str:
 
 
 def await_heard(folder: Path, key: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(key in line for line in heard(folder)):
         assert time.monotonic() < deadline, stderr(folder)
         time.sleep(0.005)
@@ -55,103 +55,63 @@ def await_heard(folder: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
-def test_what_is_in_flight_is_finished(nursery: Nursery, tmp_path: Path, how: str, code: int) -> None:
-    assert nursery.run(worker.in_flight, tmp_path, how) == code, stderr(tmp_path)
+def test_what_is_in_flight_is_finished(tmp_path: Path, how: str, code: int) -> None:
+    assert run(worker.in_flight, tmp_path, how) == code, stderr(tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3]
     assert heard(tmp_path) == [{"published": step} for step in (1, 2, 3)]
     assert ("ZeroDivisionError: the training failed" in stderr(tmp_path)) == (how == "raises")
     assert "under way" not in stderr(tmp_path)
 
 
-def test_what_cannot_be_finished_is_said(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.run(worker.in_flight, tmp_path, "fails") == 0
+def test_what_cannot_be_finished_is_said(tmp_path: Path) -> None:
+    assert run(worker.in_flight, tmp_path, "fails") == 0
     assert steps_of(tmp_path) == [2, 3]
     assert "saving job@1 failed" in stderr(tmp_path)
     assert "the process ends with saves in progress: job@3" in stderr(tmp_path)
 
 
-def test_a_backend_that_hangs_does_not_keep_the_process(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.run(worker.in_flight, tmp_path, "hangs") == 0
+def test_a_backend_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    assert run(worker.in_flight, tmp_path, "hangs") == 0
     assert steps_of(tmp_path) == []
     assert "the process ends with saves in progress: nothing was published; given up: job@1, job@2, job@3" in stderr(tmp_path)
-
-
-# --- SIGKILL ------------------------------------------------------------------------------------------------------------
-
-POINTS = [
-    (prefix, after)
-    for prefix in ("open packs/", "append", "close", "put parts/", "put snapshots/", "create log/")
-    for after in (False, True)
-]
-
-
-def test_killed_at_each_point_and_gone_on_with(nursery: Nursery, tmp_path: Path) -> None:
-    """One job that is killed again and again: it never loses an acknowledged save, and always continues."""
-    acknowledged, head = 0, 0
-    for number, (prefix, after) in enumerate(POINTS):
-        calls = (3 if prefix != "append" else 9) + number % 2
-        assert nursery.run(worker.killed, tmp_path, prefix, calls, after) == -signal.SIGKILL, stderr(tmp_path)
-        told = [line["published"] for line in heard(tmp_path) if "published" in line]
-        acknowledged = max(told, default=0)
-        steps = steps_of(tmp_path)
-        assert steps == list(range(1, len(steps) + 1))
-        assert acknowledged <= len(steps) <= acknowledged + 1
-        assert len(steps) > head, f"it did not go on after {prefix}"
-        head = len(steps)
-    assert not any("lost" in line for line in heard(tmp_path))
-    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as store:
-        store.checkout("job")
-        put_beside(store, head + 1).wait()
-        report = store.fsck(read_data=True)
-        assert report.ok, report.findings
-    assert steps_of(tmp_path)[-1] == head + 1
 
 
 # --- preemption ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_asks_saves_once_more_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
-    pid = nursery.begin(worker.preempted, tmp_path, DEADLINE_SECONDS)
+def test_a_loop_that_asks_saves_once_more_and_leaves(tmp_path: Path) -> None:
+    process = Started(worker.preempted, tmp_path, PATIENCE_SECONDS)
     await_heard(tmp_path, "ready")
-    os.kill(pid, signal.SIGTERM)
-    assert nursery.await_end(pid) == 0, stderr(tmp_path)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.end() == 0, stderr(tmp_path)
     said = heard(tmp_path)[-1]
     assert (said["safe"], said["dropped"]) == (said["last"], 0)
     assert steps_of(tmp_path)[-1] == said["last"]
     assert f"preempted: job@{said['last']} (" in stderr(tmp_path)
 
 
-def test_a_loop_that_never_asks_ends_by_the_signal(nursery: Nursery, tmp_path: Path) -> None:
-    pid = nursery.begin(worker.preempted_unawares, tmp_path, DEADLINE_SECONDS / 8, False)
+def test_a_loop_that_never_asks_ends_by_the_signal(tmp_path: Path) -> None:
+    process = Started(worker.preempted_unawares, tmp_path, 0.4)
     await_heard(tmp_path, "ready")
-    os.kill(pid, signal.SIGTERM)
-    assert nursery.await_end(pid) == -signal.SIGTERM, stderr(tmp_path)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.end() == -signal.SIGTERM, stderr(tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3]
     assert "preempted: job@3 (" in stderr(tmp_path)
 
 
-def test_a_backend_that_hangs_does_not_keep_it_beyond_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
-    pid = nursery.begin(worker.preempted_unawares, tmp_path, 0.4, True)
-    await_heard(tmp_path, "ready")
-    os.kill(pid, signal.SIGTERM)
-    assert nursery.await_end(pid) == -signal.SIGTERM, stderr(tmp_path)
-    assert steps_of(tmp_path) == [1, 2]
-    assert "preempted: job@2 (" in stderr(tmp_path)
-    assert ") is safe; given up: job@3" in stderr(tmp_path)
-
-
-def test_a_helper_process_is_ended_by_the_signal_at_once(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.run(worker.preempted_child, tmp_path) == 0, stderr(tmp_path)
+def test_a_helper_process_is_ended_by_the_signal_at_once(tmp_path: Path) -> None:
+    assert run(worker.preempted_child, tmp_path) == 0, stderr(tmp_path)
     assert heard(tmp_path) == [{"helper": -signal.SIGTERM, "requested": False}]
 
 
 # --- forks --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["append", "put parts/", "create log/"])
-def test_a_child_that_is_forked_in_the_middle_of_a_save(nursery: Nursery, tmp_path: Path, at: str) -> None:
+@pytest.mark.race
+@pytest.mark.parametrize("at", ["append", "create log/"])
+def test_a_child_that_is_forked_in_the_middle_of_a_save(tmp_path: Path, at: str) -> None:
     """It has a store to work with, the parent's saves are the parent's, and neither hangs."""
-    assert nursery.run(worker.forked, tmp_path, at) == 0, stderr(tmp_path)
+    assert run(worker.forked, tmp_path, at) == 0, stderr(tmp_path)
     waited, child, parent = heard(tmp_path)
     assert waited["waited"] != "WaitTimeoutError"
     assert "process from which this one was forked" in waited["message"]
@@ -166,23 +126,17 @@ def test_a_child_that_is_forked_in_the_middle_of_a_save(nursery: Nursery, tmp_pa
         check(store, 10, ref="child")
 
 
-def test_data_loader_workers_that_are_forked_while_saves_are_in_flight(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.run(worker.loading, tmp_path) == 0, stderr(tmp_path)
-    (said,) = heard(tmp_path)
-    assert said["total"] == 3 * sum(range(24))
-    assert said["steps"] == steps_of(tmp_path) == [10 * epoch + number for epoch in range(3) for number in range(6)]
-
-
 # --- ranks --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_with_saves_in_flight(nursery: Nursery, tmp_path: Path, victim: int) -> None:
+def test_a_rank_that_dies_with_saves_in_flight(tmp_path: Path, victim: int) -> None:
     """The others learn which rank is gone, in bounded time, and continue with their handles."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "next").close()
-    pids = [nursery.begin(worker.one_of_ranks, tmp_path, rank, 3, victim, server.port) for rank in range(3)]
-    codes = [nursery.await_end(pid) for pid in pids]
+    processes = [Started(worker.one_of_ranks, tmp_path, rank, 3, victim, server.port) for rank in range(3)]
+    codes = [process.end() for process in processes]
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(3)], stderr(tmp_path)
     said = heard(tmp_path)
     assert {line["rank"] for line in said} == {0, 1, 2} - {victim}
@@ -202,18 +156,18 @@ ENCODED_BYTES = 6 * MIB
 # --- what is used -------------------------------------------------------------------------------------------------------
 
 
-def test_resident_memory_stays_within_the_budget(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.run(worker.memory, tmp_path) == 0, stderr(tmp_path)
+def test_resident_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    assert run(worker.memory, tmp_path) == 0, stderr(tmp_path)
     for said in heard(tmp_path):
         assert said["peak"] <= said["budget"] + 24 * MIB + (cpu_threads() + 1) * ENCODED_BYTES, said
 
 
-def test_many_small_saves_leave_nothing_behind(nursery: Nursery, tmp_path: Path) -> None:
+def test_many_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
     shared = Path("/dev/shm")
     folder = tmp_path if not shared.is_dir() else shared / f"tsck-{os.getpid()}"
-    puts = 1000
+    puts = 500
     try:
-        assert nursery.run(worker.many, folder, puts) == 0, stderr(folder)
+        assert run(worker.many, folder, puts) == 0, stderr(folder)
         early, late, last = heard(folder)
     finally:
         if folder != tmp_path:

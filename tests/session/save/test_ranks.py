@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.common.host_memory import default_limit_bytes
 from tests.session.group.pool import Pool, make_store
 from tests.session.save import rank_side
 from tests.session.save.rank_side import Ending, full_tensors
@@ -72,40 +73,21 @@ def kinds(endings: list[Ending]) -> list[str]:
 # --- in flight ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_several_in_flight_each_as_it_was_at_its_call(begin: Callable[..., Ask], tmp_path: Path, late: int) -> None:
-    ask = begin(5, 5, 5, 5)
-    ask(rank_side.stop, "put parts/", late)
-    for step in (1, 2, 3, 4):
-        assert kinds(put(ask, step)) == ["published"] * 4, "it must return"
-    ask(rank_side.let_go)
-    require_published(ask, 1, 2, 3, 4)
-    require_visible(tmp_path, 4, 1, 2, 3, 4)
-    assert ask(rank_side.restore, "job@3") == [(True, 3)] * 4
-    assert [in_use for in_use, _ in ask(rank_side.memory)] == [0] * 4
-
-
-def test_asynchronous_saves_with_synchronous_ones_and_restores(begin: Callable[..., Ask], tmp_path: Path) -> None:
-    ask = begin(2, 2)
-    put(ask, 1)
-    put(ask, 2)
-    assert ask(rank_side.restore, "job") == [(True, 2)] * 2
-    put(ask, 3)
-    assert kinds(ask(rank_side.put_now, 4)) == ["published"] * 2
-    put(ask, 5)
-    require_published(ask, 1, 2, 3, 5)
-    require_visible(tmp_path, 2, 1, 2, 3, 4, 5)
-
-
-def test_memory_that_nobody_sized_is_shared_by_the_ranks_of_the_host(begin: Callable[..., Ask], tmp_path: Path) -> None:
+def test_several_in_flight_each_as_it_was_at_its_call(begin: Callable[..., Ask], tmp_path: Path) -> None:
+    """With one that is waited for and restores after them; memory that nobody sized is shared by the ranks of the host."""
     ask = begin(None, None, None)
-    put(ask, 1)
-    put(ask, 2)
-    require_published(ask, 1, 2)
-    require_visible(tmp_path, 3, 1, 2)
-    from tensorstore_ck.common.host_memory import default_limit_bytes
-
-    for _, limit in ask(rank_side.memory):
+    ask(rank_side.stop, "put parts/", 2)
+    for step in (1, 2, 3):
+        assert kinds(put(ask, step)) == ["published"] * 3, "it must return"
+    ask(rank_side.let_go)
+    assert ask(rank_side.restore, "job") == [(True, 3)] * 3
+    put(ask, 4)
+    assert kinds(ask(rank_side.put_now, 5)) == ["published"] * 3
+    put(ask, 6)
+    require_published(ask, 1, 2, 3, 4, 6)
+    require_visible(tmp_path, 3, 1, 2, 3, 4, 5, 6)
+    for in_use, limit in ask(rank_side.memory):
+        assert not in_use
         assert default_limit_bytes(3) / 2 < limit < 2 * default_limit_bytes(3)
 
 
@@ -130,17 +112,18 @@ def test_frozen_tensors_of_many_ranks(begin: Callable[..., Ask], tmp_path: Path)
 # --- memory is used up --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copies", [(1, 8, 8), (1, None, 8), (3, 1, 2)], ids=str)
-def test_block_where_ranks_have_different_memory(begin: Callable[..., Ask], tmp_path: Path, copies: tuple[int | None, ...]) -> None:
-    ask = begin(*copies)
-    for step in range(1, 7):
-        put(ask, step)
-    require_published(ask, *range(1, 7))
-    require_visible(tmp_path, 3, *range(1, 7))
+@pytest.mark.parametrize("options", [{}, {"on_full": "skip"}], ids=["block", "skip"])
+def test_a_rank_that_has_less_memory_than_rank_0_waits(begin: Callable[..., Ask], tmp_path: Path, options: dict[str, Any]) -> None:
+    """It does not skip alone: the others save."""
+    ask = begin(3, 1, None)
+    for step in range(1, 4):
+        put(ask, step, **options)
+    require_published(ask, 1, 2, 3)
+    require_visible(tmp_path, 3, 1, 2, 3)
 
 
-def test_skip_is_decided_by_rank_0_for_all(begin: Callable[..., Ask], tmp_path: Path) -> None:
-    ask = begin(1, 8, 8)
+def test_block_and_skip_are_decided_by_rank_0_for_all(begin: Callable[..., Ask], tmp_path: Path) -> None:
+    ask = begin(1, 8, None)
     ask(rank_side.stop, "put parts/", 1)
     put(ask, 1)
     put(ask, 2, on_full="skip")
@@ -150,19 +133,12 @@ def test_skip_is_decided_by_rank_0_for_all(begin: Callable[..., Ask], tmp_path: 
     ask(rank_side.let_go)
     require_published(ask, 1)
     put(ask, 3, on_full="skip")
-    require_published(ask, 3)
-    require_visible(tmp_path, 3, 1, 3)
+    put(ask, 4)
+    put(ask, 5)
+    require_published(ask, 3, 4, 5)
+    require_visible(tmp_path, 3, 1, 3, 4, 5)
     assert ask(rank_side.told, "dropped") == [[(2, "skipped")]] * 3
     assert ask(rank_side.told, "failed") == [[]] * 3
-
-
-def test_a_rank_that_has_less_memory_than_rank_0_does_not_skip_alone(begin: Callable[..., Ask], tmp_path: Path) -> None:
-    """It waits: the others save."""
-    ask = begin(8, 1, 8)
-    for step in range(1, 6):
-        put(ask, step, on_full="skip")
-    require_published(ask, *range(1, 6))
-    require_visible(tmp_path, 3, *range(1, 6))
 
 
 def test_replace_is_decided_by_rank_0_for_all(begin: Callable[..., Ask], tmp_path: Path) -> None:
@@ -204,7 +180,7 @@ def test_what_waits_on_rank_0_is_replaced_though_it_is_in_work_on_another(begin:
 def test_a_state_that_does_not_fit_on_one_rank(begin: Callable[..., Ask], tmp_path: Path) -> None:
     ask = begin(8, 8, 8)
     put(ask, 1)
-    ask(shrink, 1)
+    ask(limit_memory, 1, 1000)
     endings = put(ask, 2)
     assert kinds(endings)[1] == "NoSpaceError"
     assert "rank 1" in endings[1][1]
@@ -212,21 +188,13 @@ def test_a_state_that_does_not_fit_on_one_rank(begin: Callable[..., Ask], tmp_pa
     for rank in (0, 2):  # one that comes late gets the error at once
         told = ask(rank_side.wait, 2, rank)[rank] if kinds(endings)[rank] == "published" else endings[rank]
         assert "rank 1" in told[1]
-    ask(grow, 1)
+    ask(limit_memory, 1, 8 * rank_side.COPY)
     put(ask, 3)
     require_published(ask, 1, 3)
     require_visible(tmp_path, 3, 1, 3)
 
 
-def shrink(rank: int) -> None:
-    limit(rank, 1000)
-
-
-def grow(rank: int) -> None:
-    limit(rank, 8 * rank_side.COPY)
-
-
-def limit(rank: int, limit_bytes: int) -> None:
+def limit_memory(rank: int, limit_bytes: int) -> None:
     side = rank_side.SIDES[-1]
     side.store.session.queue.wait_idle()
     arena = side.store.session.queue._memory.arena
@@ -283,8 +251,7 @@ def test_an_error_that_nobody_waited_for_is_raised_on_all_ranks_by_the_next_save
     require_visible(tmp_path, 3, 1, 4)
 
 
-@pytest.mark.parametrize("told", [0, 1], ids=lambda rank: f"rank {rank} knows")
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "waited for"])
+@pytest.mark.parametrize(("told", "beside"), [(0, True), (1, False)])
 def test_ranks_of_which_one_has_its_result_already_stay_together(
     begin: Callable[..., Ask], tmp_path: Path, told: int, beside: bool
 ) -> None:

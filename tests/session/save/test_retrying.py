@@ -124,21 +124,6 @@ def test_what_passes_is_tried_again_and_nothing_else(backend: Flaky, kind: str) 
     assert calls == (4 if error.retry == "same" else 1)
 
 
-def test_conflicts_are_not_tried_again(backend: Flaky) -> None:
-    with opened(backend) as store, opened(backend) as other:
-        other.put_snapshot(state(1), ref="job", step=1)
-        calls: list[int] = []
-
-        def put() -> tsck.Snapshot:
-            calls.append(1)
-            return store.put_snapshot(state(1), ref="job", step=1)
-
-        with pytest.raises(tsck.ConflictError) as caught:
-            store.retrying(put)
-        assert len(calls) == 1
-        assert caught.value.retry == "after_resume"
-
-
 @pytest.mark.parametrize("attempts", [0, -1, 1.5, True, None])
 def test_attempts_that_make_no_sense(backend: Flaky, attempts: Any) -> None:
     with opened(backend) as store, pytest.raises(tsck.InvalidOptionError, match="attempts"):

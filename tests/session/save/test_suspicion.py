@@ -25,12 +25,6 @@ HIDDEN = 96
 """So that weights take blocks of their own, and biases lie inside the part."""
 
 
-@pytest.fixture
-def place() -> Iterator[Scene]:
-    with scene() as made:
-        yield made
-
-
 class Job:
     """A model under Adam."""
 
@@ -87,9 +81,13 @@ def test_asynchronous_saves_of_a_buffer_that_is_not_filled_any_more(place: Scene
         save(130, refreshed=True)
 
 
-def test_an_error_publishes_nothing(place: Scene) -> None:
+def put_two(place: Scene) -> None:
     for step in (1, 2):
         place.store.put_snapshot({"w": weights(step)}, ref="job", step=step)
+
+
+def test_whether_it_is_an_error_a_warning_or_meant_is_the_users_to_say(place: Scene) -> None:
+    put_two(place)
     with pytest.raises(SuspiciousSaveError, match=r"nothing was published to 'job': no floating tensor differs.*\(step 2\)"):
         place.store.put_snapshot({"w": weights(2)}, ref="job", step=3, unchanged="error")
     pending = place.store.put_snapshot_async({"w": weights(2)}, ref="job", step=3, unchanged="error")
@@ -97,7 +95,11 @@ def test_an_error_publishes_nothing(place: Scene) -> None:
         pending.wait()
     assert place.steps() == [1, 2]
     with no_warning():
-        place.store.put_snapshot({"w": weights(3)}, ref="job", step=3, unchanged="error")
+        place.store.put_snapshot({"w": weights(2)}, ref="job", step=3, unchanged="ok")
+        place.store.put_snapshot_async({"w": weights(2)}, ref="job", step=4, unchanged="ok").wait()
+        place.store.put_snapshot({"w": weights(3)}, ref="job", step=5, unchanged="error")
+    with pytest.raises(InvalidOptionError, match="unchanged must be"):
+        place.store.put_snapshot({"w": weights(2)}, ref="job", step=6, unchanged="never")  # type: ignore[arg-type]
 
 
 def test_a_frozen_base_counts_neither_for_nor_against(place: Scene) -> None:
@@ -113,12 +115,6 @@ def test_a_frozen_base_counts_neither_for_nor_against(place: Scene) -> None:
         put(4, adapter=3, frozen=["base.*"])
     with no_warning():
         put(5, adapter=5)
-
-
-def test_only_what_is_small_moves(place: Scene) -> None:
-    with no_warning():
-        for step in (1, 2, 3, 4):
-            place.store.put_snapshot({"base": weights(min(step, 2)), "bias": torch.full((3,), float(step))}, ref="job", step=step)
 
 
 @pytest.mark.parametrize("size", [10, 5000])
@@ -137,40 +133,23 @@ def test_integers_and_step_counters_that_move_hide_nothing(place: Scene, size: i
         put(3, 2)
 
 
-def test_a_state_in_which_nothing_ever_moved_is_none_of_its_business(place: Scene) -> None:
-    with no_warning():
-        for step in range(8):
-            place.store.put_snapshot({"w": weights(1), "seen": step}, ref="job", step=step)
-
-
-def test_the_step_must_have_moved_on(place: Scene) -> None:
-    with no_warning():
-        for step, seed in ((1, 1), (2, 2), (2, 2), (None, 2), (None, 2), (1, 2)):
-            place.store.put_snapshot({"w": weights(seed), "again": torch.rand(2000).long()}, ref="job", step=step)
-
-
-def test_another_ref_says_nothing(place: Scene) -> None:
-    for step in (1, 2):
-        place.store.put_snapshot({"w": weights(step)}, ref="job", step=step)
+def test_what_is_none_of_its_business(place: Scene) -> None:
+    """Only what is small moves; nothing ever moved; the step did not move on; and another ref says nothing."""
+    put_two(place)
     place.store.branch("other", "job")
     place.store.checkout("other")  # whose root is that of "job", too
     with no_warning():
         place.store.put_snapshot({"w": weights(2)}, ref="third", step=3)
-
-
-def test_it_is_the_users_to_say_that_it_is_meant(place: Scene) -> None:
-    for step in (1, 2):
-        place.store.put_snapshot({"w": weights(step)}, ref="job", step=step)
-    with no_warning():
-        place.store.put_snapshot({"w": weights(2)}, ref="job", step=3, unchanged="ok")
-        place.store.put_snapshot_async({"w": weights(2)}, ref="job", step=4, unchanged="ok").wait()
-    with pytest.raises(InvalidOptionError, match="unchanged must be"):
-        place.store.put_snapshot({"w": weights(2)}, ref="job", step=5, unchanged="never")  # type: ignore[arg-type]
+        for step in (1, 2, 3, 4):
+            place.store.put_snapshot({"base": weights(min(step, 2)), "bias": torch.full((3,), float(step))}, ref="small", step=step)
+        for step in range(8):
+            place.store.put_snapshot({"w": weights(1), "seen": step}, ref="never", step=step)
+        for at, seed in ((1, 1), (2, 2), (2, 2), (None, 2), (None, 2), (1, 2)):
+            place.store.put_snapshot({"w": weights(seed), "again": torch.rand(2000).long()}, ref="again", step=at)
 
 
 def test_a_resumed_job_knows_its_history(place: Scene) -> None:
-    for step in (1, 2):
-        place.store.put_snapshot({"w": weights(step)}, ref="job", step=step)
+    put_two(place)
     with place.other() as store:
         state = store.checkout("job")
         with pytest.warns(SuspiciousSaveWarning, match="no floating tensor"):
@@ -178,8 +157,7 @@ def test_a_resumed_job_knows_its_history(place: Scene) -> None:
 
 
 def test_nothing_is_read_for_it_but_parts_and_records(place: Scene) -> None:
-    for step in (1, 2):
-        place.store.put_snapshot({"w": weights(step)}, ref="job", step=step)
+    put_two(place)
     place.gate.calls_made.clear()
     with pytest.warns(SuspiciousSaveWarning, match="no floating tensor"):
         place.store.put_snapshot({"w": weights(2)}, ref="job", step=3)

@@ -1,5 +1,7 @@
-"""Run by the tests of processes, in a process that `nursery` has started: what one process does, until it ends or is ended."""
+"""What one process does in the tests of processes, until it ends or is ended; and how such a process is started."""
 
+import faulthandler
+import json
 import multiprocessing
 import os
 import signal
@@ -9,11 +11,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.protocol import Backend
@@ -21,34 +22,80 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.save import process_end
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
-from tests.session.save.nursery import DEADLINE_SECONDS, say, serve, watch
+from tests.session.group.pool import rank_process
 from tests.session.save.places import MIB, put_beside, state_of
 
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
 
 
-class Trap(Faults):
-    """Does something before or after the n-th call of a kind."""
+class Started:
+    """A process that plays a scene: forked where torch is loaded, it ends as an interpreter does. It writes to ``folder/stderr``."""
 
-    def __init__(self, prefix: str, number: int, do: Callable[[], object], *, after: bool = False) -> None:
+    def __init__(self, scene: Callable[..., None], folder: Path, *args: object) -> None:
+        folder.mkdir(exist_ok=True)
+        self._process = rank_process(_play, scene, str(folder), *args)
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def end(self) -> int:
+        """Waits; its exit code, or minus the signal that ended it."""
+        self._process.join(PATIENCE_SECONDS)
+        code = self._process.exitcode
+        self._process.kill()
+        assert code is not None, "the process does not end"
+        return code
+
+
+def _play(scene: Callable[..., None], folder: str, *args: object) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    watch()
+    scene(folder, *args)
+
+
+def watch() -> None:
+    """A process that hangs says where, and ends. A thread of Python's own: that of `faulthandler` does not survive a fork."""
+
+    def end() -> None:
+        faulthandler.dump_traceback()
+        os._exit(99)
+
+    timer = threading.Timer(PATIENCE_SECONDS / 2, end)
+    timer.daemon = True
+    timer.start()
+
+
+def say(folder: str, **said: object) -> None:
+    """In a file, a line each, in one write, which SIGKILL cannot tear."""
+    fd = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, json.dumps(said).encode() + b"\n")
+    os.close(fd)
+
+
+def heard(folder: Path) -> list[dict[str, Any]]:
+    """What it has said."""
+    path = folder / "said"
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+class Trap(Faults):
+    """Does something before the n-th call of a kind."""
+
+    def __init__(self, prefix: str, number: int, do: Callable[[], object]) -> None:
         super().__init__()
         self._prefix = prefix
         self._left = number
         self._do = do
-        self._after = after
 
     def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
-        is_here = what.startswith(self._prefix)
-        self._left -= is_here
-        strikes = is_here and self._left == 0
-        if strikes and not self._after:
-            self._do()
-        result = effect()
-        if strikes and self._after:
-            self._do()
-        return result
+        if what.startswith(self._prefix):
+            self._left -= 1
+            if self._left == 0:
+                self._do()
+        return effect()
 
 
 def open_store(folder: str, trap: Faults | None = None, *, cache: str = "cache", **options: Any) -> tsck.Store:
@@ -71,7 +118,7 @@ def in_flight(folder: str, how: str) -> None:
     ends = threading.Event()
 
     def hold() -> None:
-        assert ends.wait(DEADLINE_SECONDS)
+        assert ends.wait(PATIENCE_SECONDS)
         if how == "fails":
             raise BackendUnavailableError("injected")
         if how == "hangs":
@@ -89,16 +136,6 @@ def in_flight(folder: str, how: str) -> None:
         raise ZeroDivisionError("the training failed")
     if how == "exits":
         sys.exit(3)
-
-
-def killed(folder: str, prefix: str, number: int, after: bool) -> None:
-    """Saves without end, until it is killed at a call of the backend."""
-    trap = Trap(prefix, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after)
-    store = open_store(folder, trap, host_memory_bytes=6 * MIB)
-    step = store.checkout("job")["step"] if "job" in store.branches() else 0
-    while True:
-        step += 1
-        tell_end(folder, put_beside(store, step))
 
 
 # --- scenes: preemption -------------------------------------------------------------------------------------------------
@@ -121,13 +158,12 @@ def preempted(folder: str, deadline_seconds: float) -> None:
     store.close()
 
 
-def preempted_unawares(folder: str, deadline_seconds: float, hangs: bool) -> None:
+def preempted_unawares(folder: str, deadline_seconds: float) -> None:
     """A loop that never asks."""
-    store = open_store(folder, Trap("put parts/", 3, lambda: time.sleep(3600)) if hangs else None)
+    store = open_store(folder)
     store.on_preemption(signal.SIGTERM, deadline_seconds=deadline_seconds)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         put_beside(store, step).wait()
-    put_beside(store, 3)
     say(folder, ready=3)
     while True:
         time.sleep(0.01)
@@ -136,19 +172,19 @@ def preempted_unawares(folder: str, deadline_seconds: float, hangs: bool) -> Non
 def preempted_child(folder: str) -> None:
     """A helper process of the job has inherited the handler, and is not the job."""
     store = open_store(folder)
-    preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=DEADLINE_SECONDS)
+    preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=PATIENCE_SECONDS)
     context = multiprocessing.get_context("fork")
     is_up = context.Event()  # before that, Python would lose the signal
 
     def help_out() -> None:
         is_up.set()
-        time.sleep(DEADLINE_SECONDS)
+        time.sleep(PATIENCE_SECONDS)
 
     helper = context.Process(target=help_out)
     helper.start()
-    assert is_up.wait(DEADLINE_SECONDS / 4)
+    assert is_up.wait(PATIENCE_SECONDS / 4)
     helper.terminate()
-    helper.join(DEADLINE_SECONDS / 4)
+    helper.join(PATIENCE_SECONDS / 4)
     say(folder, helper=helper.exitcode, requested=preemption.requested)
     if helper.exitcode is None:
         helper.kill()
@@ -163,23 +199,23 @@ def forked(folder: str, at: str) -> None:
 
     def hold() -> None:
         reached.set()
-        goes.wait(DEADLINE_SECONDS)
+        goes.wait(PATIENCE_SECONDS)
 
     store = open_store(folder, Trap(at, 5 if at == "append" else 2, hold))
     put_beside(store, 1).wait()
     pending = put_beside(store, 2)
-    assert reached.wait(DEADLINE_SECONDS)
+    assert reached.wait(PATIENCE_SECONDS)
     pid = os.fork()
     if pid == 0:
         child(folder, store, pending)
         return  # and ends as an interpreter does, with the hooks that it has inherited
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     goes.set()
-    say(folder, child=code, parent=pending.wait(DEADLINE_SECONDS).step, next=put_beside(store, 3).wait(DEADLINE_SECONDS).step)
+    say(folder, child=code, parent=pending.wait(PATIENCE_SECONDS).step, next=put_beside(store, 3).wait(PATIENCE_SECONDS).step)
 
 
 def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None:
-    watch(DEADLINE_SECONDS / 4)
+    watch()
     try:
         pending.wait(1.0)
     except tsck.StoreError as exc:
@@ -189,34 +225,10 @@ def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None
         "restored": store.checkout("job@1")["step"],
         "steps": [found.step for found in store.log("job")],
     }
-    beside = put_beside(store, 10, ref="child").wait(DEADLINE_SECONDS)
+    beside = put_beside(store, 10, ref="child").wait(PATIENCE_SECONDS)
     waited_for = store.put_snapshot(state_of(11), ref="child", step=11)
     store.close()
     say(folder, **said, put=[beside.step, waited_for.step])
-
-
-class Reading(Dataset[int]):
-    """Its workers are forked while saves are in flight; each looks at the store."""
-
-    def __init__(self, store: tsck.Store) -> None:
-        self._store = store
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        return index if index % 6 else index + 0 * len(self._store.branches())
-
-
-def loading(folder: str) -> None:
-    store = open_store(folder, host_memory_bytes=8 * MIB)
-    pendings, total = [], 0
-    for epoch in range(3):
-        for number, batch in enumerate(DataLoader(Reading(store), batch_size=4, num_workers=2)):
-            pendings.append(put_beside(store, 10 * epoch + number))
-            total += int(batch.sum())
-    say(folder, steps=[pending.wait(DEADLINE_SECONDS).step for pending in pendings], total=total)
-    store.close()
 
 
 # --- scenes: ranks ------------------------------------------------------------------------------------------------------
@@ -226,7 +238,7 @@ def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> 
     """One of them is killed in its second save, with a third in flight; the others learn of it, and go on as a new group."""
     assert Group.begin.__kwdefaults__ is not None
     Group.begin.__kwdefaults__["grace"] = 1.0
-    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS))
+    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_SECONDS))
     dist.init_process_group("gloo", store=dist.PrefixStore("first", server), rank=rank, world_size=ranks)
     trap = Trap("put parts/", 2, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None
     store = open_store(folder, trap, cache=f"cache-{rank}")
@@ -244,13 +256,13 @@ def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> 
             said[str(step)] = [type(exc).__name__, str(exc)]
     for pending in pendings:
         try:
-            pending.wait(DEADLINE_SECONDS / 2)
+            pending.wait(PATIENCE_SECONDS / 2)
         except tsck.StoreError as exc:
             said[str(pending.step)] = [type(exc).__name__, str(exc)]
     dist.destroy_process_group()
     left = [each for each in range(ranks) if each != victim]
     dist.init_process_group("gloo", store=dist.PrefixStore("second", server), rank=left.index(rank), world_size=len(left))
-    said["root"] = put_beside(store, 4, group=dist.group.WORLD).wait(DEADLINE_SECONDS / 2).root
+    said["root"] = put_beside(store, 4, group=dist.group.WORLD).wait(PATIENCE_SECONDS / 2).root
     store.close()
     say(folder, rank=rank, **said)
     os._exit(0)  # gloo's threads wait for who is gone
@@ -318,17 +330,3 @@ def many(folder: str, puts: int) -> None:
             say(folder, fds=len(os.listdir("/proc/self/fd")), resident=resident_bytes())
     say(folder, published=sum(pending.snapshot is not None for pending in pendings))
     store.close()
-
-
-SCENES: Final[dict[str, Callable[..., None]]] = {
-    scene.__name__: scene
-    for scene in (in_flight, killed, preempted, preempted_unawares, preempted_child, forked, loading, one_of_ranks, memory, many)
-}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asked = serve()
-    if asked is not None:
-        watch(DEADLINE_SECONDS / 2)
-        SCENES[asked[0]](*asked[1])

@@ -2,7 +2,9 @@
 
 import logging
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -14,7 +16,12 @@ from tensorstore_ck.backend.staging import Uploader
 from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, StoreError
 from tensorstore_ck.log import RefTable
 from tensorstore_ck.session.group import Group
-from tensorstore_ck.session.save import publish_staged_group, resume_staged
+from tensorstore_ck.session.group.channel import ChannelError
+from tensorstore_ck.session.group.rank_put import RankPut
+from tensorstore_ck.session.group.round import Round
+from tensorstore_ck.session.save import resume_staged
+from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
+from tensorstore_ck.session.staging import stage
 from tests.session.group.pool import GROUPS
 from tests.session.group.pool import TIMEOUT_SECONDS as SECONDS
 
@@ -25,12 +32,12 @@ DAY_SECONDS: Final = 86_400
 class Job:
     """One rank's side of a job; a context manager."""
 
-    def __init__(self, folder: str, ranks: int, disks: tuple[str, ...], *, stagger_seconds: float = 0.0) -> None:
+    def __init__(self, folder: str, ranks: int, disks: tuple[str, ...]) -> None:
         """`disks`: the staging folder of each rank."""
         self.rank = dist.get_rank()
         self.ranks = ranks
         self.group = GROUPS[ranks]
-        staging = tsck.Staging(f"{folder}/{disks[self.rank]}", stagger_seconds=stagger_seconds)
+        staging = tsck.Staging(f"{folder}/{disks[self.rank]}")
         self._threads = set(threading.enumerate())
         self.store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{self.rank}", staging=staging)
 
@@ -43,6 +50,12 @@ class Job:
         for thread in [each for each in threading.enumerate() if each.name == "tsck-group" and each not in self._threads]:
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+    def upload_later(self) -> None:
+        """What is staged from now on is not uploaded before this job has ended."""
+        engine = self.store.engine
+        assert engine.tier is not None
+        engine.tier = engine.tier._replace(options=replace(engine.tier.options, stagger_seconds=DAY_SECONDS))
 
     def put(self, step: int) -> tsck.PendingSnapshot:
         start, stop = (ELEMENTS * each // self.ranks for each in (self.rank, self.rank + 1))
@@ -67,13 +80,29 @@ def tensor_of(step: int) -> torch.Tensor:
     return torch.rand(ELEMENTS, generator=torch.Generator().manual_seed(step))
 
 
+@contextmanager
+def patched(target: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile `call` is called instead of a method, with the method first."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = getattr(target, name)
+        patch.setattr(target, name, lambda *args, **options: call(real, *args, **options))
+        yield
+
+
+def error_of(pending: tsck.PendingSnapshot) -> str:
+    """The class of what the wait raises."""
+    try:
+        pending.wait(SECONDS)
+    except StoreError as exc:
+        return type(exc).__name__
+    return ""
+
+
 def leave_staged(folder: str, ranks: int, disks: tuple[str, ...], steps: tuple[int, ...]) -> list[int | None]:
     """Publishes step 0, and ends when these are staged."""
     with Job(folder, ranks, disks) as job:
-        if not job.steps():
-            job.put(0).wait(SECONDS)
-    with Job(folder, ranks, disks, stagger_seconds=3600) as job:
-        assert job.restore("job") == 0
+        job.put(0).wait(SECONDS)
+        job.upload_later()
         for step in steps:
             job.put(step).staged.wait(SECONDS)
         return [pending.step for pending in job.store.drain(0).staged]
@@ -81,32 +110,38 @@ def leave_staged(folder: str, ranks: int, disks: tuple[str, ...], steps: tuple[i
 
 def leave_while_one_publishes(folder: str, ranks: int, disks: tuple[str, ...], eager: int) -> tuple[int | None, list[tsck.PendingSnapshot]]:
     """All end when one rank waits for the others to publish what they staged: which step that is, and what is still under way then."""
-    real, begun = Group.begin, threading.Event()
+    begun = threading.Event()
 
-    def begin(self: Group, title: str, **options: Any) -> Any:
+    def begin(real: Any, self: Group, title: str, **options: Any) -> Any:
         if title.startswith("publishing"):
             begun.set()
         return real(self, title, **options)
 
-    Group.begin = begin  # type: ignore[method-assign]
-    try:
-        with Job(folder, ranks, disks, stagger_seconds=0 if dist.get_rank() == eager else 3600) as job:
-            job.restore("job")
+    with Job(folder, ranks, disks) as job:
+        job.put(0).wait(SECONDS)
+        if job.rank != eager:
+            job.upload_later()
+        with patched(Group, "begin", begin):
             job.put(1).staged.wait(SECONDS)
             if job.rank == eager:
                 assert begun.wait(SECONDS)
-            (left,) = job.store.drain(0).staged
-            return left.step, job.store.pending()
-    finally:
-        Group.begin = real  # type: ignore[method-assign]
+        (left,) = job.store.drain(0).staged
+        return left.step, job.store.pending()
 
 
 def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> tuple[int, int, int | None, list[int | None]]:
     """What is staged, restored before it is published; then what is published, and a save on top."""
-    with Job(folder, ranks, disks, stagger_seconds=1.0) as job:
+    is_restored = threading.Event()
+
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+        assert "on_retry" not in options or is_restored.wait(SECONDS)
+        real(self, names, **options)
+
+    with patched(Uploader, "upload", upload), Job(folder, ranks, disks) as job:
         kinds: list[str] = []
         job.store.on_event(lambda event: kinds.append(event.kind))
         staged = job.restore("job^staged")
+        is_restored.set()
         published = job.restore("job")
         put = job.put(step).wait(SECONDS).step
         assert "retried" not in kinds
@@ -118,100 +153,64 @@ def resume(
 ) -> tuple[int, list[int | None], str]:
     """What is published when what was left has been gone on with, and what was logged."""
     told: list[str] = []
-    resume_staged.STALE_SECONDS = stale_seconds  # type: ignore[misc]
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("tensorstore_ck")
     logger.addHandler(handler)
     try:
-        with Job(folder, ranks, disks) as job:
+        with pytest.MonkeyPatch.context() as patch, Job(folder, ranks, disks) as job:
+            patch.setattr(resume_staged, "STALE_SECONDS", stale_seconds)
             return job.restore("job"), job.steps(), "\n".join(told)
     finally:
         logger.removeHandler(handler)
-        resume_staged.STALE_SECONDS = DAY_SECONDS  # type: ignore[misc]
 
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:
     """One rank cancels a staged save before its upload; then all save another one."""
-    real, is_reached, is_decided = Uploader.upload, threading.Event(), threading.Event()
+    is_reached, is_decided = threading.Event(), threading.Event()
 
-    def upload(self: Uploader, names: Any, **options: Any) -> None:
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
         if "on_retry" in options:
             is_reached.set()
             assert is_decided.wait(SECONDS)
         real(self, names, **options)
 
-    Uploader.upload = upload  # type: ignore[method-assign]
-    try:
-        with Job(folder, ranks, disks) as job:
-            job.restore("job")
+    with Job(folder, ranks, disks) as job:
+        job.put(0).wait(SECONDS)
+        with patched(Uploader, "upload", upload):
             pending = job.put(1)
             pending.staged.wait(SECONDS)
             if job.rank == canceller:
                 assert pending.cancel()
             is_decided.set()
-            error = "published"
-            try:
-                pending.wait(SECONDS)
-            except StoreError as exc:
-                error = type(exc).__name__
+            error = error_of(pending)
             step = job.put(2).wait(SECONDS).step
-            assert is_reached.is_set()
-            return error, step
-    finally:
-        Uploader.upload = real  # type: ignore[method-assign]
+        assert is_reached.is_set()
+        return error, step
 
 
-def fail_all_tries(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[str, list[int | None]]:
-    """One rank's upload is refused at each try of one save; then all save another one: the first error, and what is published."""
-    real, left = Uploader.upload, [1] * publish_staged_group.TRIES if dist.get_rank() == failing else []
+def refuse_uploads(folder: str, ranks: int, disks: tuple[str, ...], failing: int, times: int) -> tuple[str, list[str], list[int | None]]:
+    """One rank's upload of one save is refused so many times; then all save another one: the error, the events, and what is published."""
+    left = [1] * times if dist.get_rank() == failing else []
 
-    def upload(self: Uploader, names: Any, **options: Any) -> None:
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
         if "on_retry" in options and left:
             left.pop()
             raise PermissionDeniedError("the token has expired")
         real(self, names, **options)
 
-    Uploader.upload = upload  # type: ignore[method-assign]
-    try:
-        with Job(folder, ranks, disks) as job:
-            job.restore("job")
-            error = ""
-            try:
-                job.put(1).wait(SECONDS)
-            except StoreError as exc:
-                error = type(exc).__name__
-            job.put(2).wait(SECONDS)
-            return error, job.steps()
-    finally:
-        Uploader.upload = real  # type: ignore[method-assign]
-
-
-def fail_once(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[list[str], list[int | None]]:
-    """One rank's upload is refused once: which events there were."""
-    real, left = Uploader.upload, [1] if dist.get_rank() == failing else []
-
-    def upload(self: Uploader, names: Any, **options: Any) -> None:
-        if "on_retry" in options and left:
-            left.pop()
-            raise PermissionDeniedError("the token has expired")
-        real(self, names, **options)
-
-    Uploader.upload = upload  # type: ignore[method-assign]
-    try:
-        with Job(folder, ranks, disks) as job:
-            job.restore("job")
-            kinds: list[str] = []
-            job.store.on_event(lambda event: kinds.append(event.kind))
-            job.put(1).wait(SECONDS)
-            return kinds, job.steps()
-    finally:
-        Uploader.upload = real  # type: ignore[method-assign]
+    with Job(folder, ranks, disks) as job:
+        job.put(0).wait(SECONDS)
+        kinds: list[str] = []
+        job.store.on_event(lambda event: kinds.append(event.kind))
+        with patched(Uploader, "upload", upload):
+            error = error_of(job.put(1))
+        job.put(2).wait(SECONDS)
+        return error, kinds, job.steps()
 
 
 def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) -> None:
     """All ranks end when all have staged, and rank 0 has not yet said so in the log."""
-    from tensorstore_ck.session.staging import stage
 
     class EndedError(BaseException):
         pass
@@ -219,72 +218,50 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
     def die(*_: object) -> None:
         raise EndedError
 
-    from tensorstore_ck.session.group.rank_put import RankPut
-
-    real = stage.announce, stage.StagingDestination.give_up, RankPut.resolve
-    stage.announce = die  # type: ignore[assignment]
-    stage.StagingDestination.give_up = lambda self: None  # type: ignore[method-assign]
-    RankPut.resolve = lambda self, reason: None  # type: ignore[method-assign]
-    try:
-        with Job(folder, ranks, disks) as job:
-            job.restore("job")
-            with suppress(BaseException):
-                job.put(1).wait(SECONDS)
-    finally:
-        stage.announce, stage.StagingDestination.give_up, RankPut.resolve = real  # type: ignore[method-assign]
+    with Job(folder, ranks, disks) as job:
+        job.put(0).wait(SECONDS)
+        with (
+            patched(stage, "announce", die),
+            patched(stage.StagingDestination, "give_up", lambda *_: None),
+            patched(RankPut, "resolve", lambda *_: None),
+            suppress(BaseException),
+        ):
+            job.put(1).wait(SECONDS)
 
 
 def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 stages its side, learns no outcome and cannot ask the log: what that save raises."""
-    from tensorstore_ck.session.group.channel import ChannelError
-    from tensorstore_ck.session.group.rank_put import RankPut
-    from tensorstore_ck.session.group.round import Round
 
-    real = Round._wait_for_outcome, RankPut.resolve
-
-    def lose(self: Round) -> Any:
-        if not self._title.startswith("the save"):
-            return real[0](self)
-        real[0](self)
+    def lose(real: Any, self: Round) -> Any:
+        found = real(self)
+        if dist.get_rank() != 1 or not self._title.startswith("the save"):
+            return found
         self._grace = 0.0
         raise ChannelError("the connection is lost")
 
-    def resolve(*_: object) -> Any:
-        raise BackendUnavailableError("no answer")
+    def resolve(real: Any, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise BackendUnavailableError("no answer")
+        return real(*args)
 
-    if dist.get_rank() == 1:
-        Round._wait_for_outcome, RankPut.resolve = lose, resolve  # type: ignore[method-assign, assignment]
-    try:
-        with Job(folder, ranks, disks, stagger_seconds=DAY_SECONDS) as job:
-            job.restore("job")
+    with Job(folder, ranks, disks) as job:
+        job.put(0).wait(SECONDS)
+        job.upload_later()
+        with patched(Round, "_wait_for_outcome", lose), patched(RankPut, "resolve", resolve):
             pending = job.put(1)
             try:
                 pending.staged.wait(SECONDS)
             except StoreError as exc:
                 return type(exc).__name__
             return ""
-    finally:
-        Round._wait_for_outcome, RankPut.resolve = real  # type: ignore[method-assign]
 
 
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 does not find in the log what rank 0 published: what that save raises."""
-    real = publish_staged_group.PublishStagedGroup._conclude
 
-    def conclude(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RefTable, "snapshot", lambda *_: None)
-            return real(self, *args)
+    def conclude(real: Any, *args: Any) -> Any:
+        with patched(RefTable, "snapshot", lambda *_: None) if dist.get_rank() == 1 else nullcontext():
+            return real(*args)
 
-    if dist.get_rank() == 1:
-        publish_staged_group.PublishStagedGroup._conclude = conclude  # type: ignore[method-assign, assignment]
-    try:
-        with Job(folder, ranks, disks) as job:
-            job.restore("job")
-            try:
-                job.put(1).wait(SECONDS)
-            except StoreError as exc:
-                return type(exc).__name__
-            return ""
-    finally:
-        publish_staged_group.PublishStagedGroup._conclude = real  # type: ignore[method-assign]
+    with Job(folder, ranks, disks) as job, patched(PublishStagedGroup, "_conclude", conclude):
+        return error_of(job.put(0))

@@ -22,7 +22,7 @@ from tensorstore_ck.backend.staging import folder as folder_module
 from tensorstore_ck.backend.staging import sparse_files as copies_module
 from tensorstore_ck.backend.staging.upload_journal import UploadJournal
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, PermissionDeniedError, StoreError
 from tensorstore_ck.events import Event
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.save import PendingSnapshot
@@ -97,6 +97,15 @@ class Server(Faults):
 
     def refuse(self, *refused: str) -> None:
         self.refused = refused
+
+
+class Full(Faults):
+    """Counts only what uses space."""
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if what.split(maxsplit=1)[0] in ("open", "append", "close", "put", "replace", "rename", "makedirs"):
+            return super().call(what, effect, tear, create=create)
+        return effect()
 
 
 class FaultyOs:
@@ -179,6 +188,17 @@ class Process:
     def put(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
         return self.store.put_snapshot_async(state_of(step), ref=ref, step=step, **options)
 
+    def stage(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
+        """Saves, and waits until it is staged."""
+        pending = self.put(step, ref, **options)
+        pending.staged.wait(SECONDS)
+        return pending
+
+    def put_at(self, faults: Faults, at: int, told: "Acknowledged", *steps: int) -> None:
+        """Saves these, and meets the fault of `faults` at their n-th call."""
+        faults.calls, faults.at = 0, at
+        told.put(self, *steps)
+
     def error_of_put(self, step: int) -> BaseException | None:
         """Saves and waits; the error, raised at once or later."""
         try:
@@ -190,6 +210,37 @@ class Process:
         return [event for event in self.events if event.kind == kind]
 
 
+class Acknowledged:
+    """What the processes on one disk learned."""
+
+    def __init__(self) -> None:
+        self.staged: set[int] = set()
+        self.published: set[int] = set()
+
+    def put(self, job: Process, *steps: int) -> None:
+        """Saves these, and waits for the end of each."""
+        pendings = []
+        for step in steps:
+            for _ in steps:
+                with contextlib.suppress(StoreError, Death):  # what an earlier one failed with
+                    pendings.append((step, job.put(step)))
+                    break
+        for step, pending in pendings:
+            ended(pending)
+            self.staged |= {step} if pending.staged.reached() else set()
+            self.published |= {step} if pending.published.reached() else set()
+
+
+def require_nothing_lost(server: PieceStore, path: Path, told: Acknowledged) -> None:
+    """The next process with that disk publishes what was staged, once and in order, and nothing is left."""
+    with process(server, path) as job:
+        job.store.finish_staged("job")
+        found = [snapshot.step for snapshot in reversed(job.store.log("job"))]
+    assert found == sorted(set(found))  # type: ignore[type-var]
+    assert told.staged | told.published <= set(found)
+    require_all_well(server, path, found)
+
+
 @contextlib.contextmanager
 def process(server: PieceStore, path: Path, **options: Any) -> Iterator[Process]:
     made = Process(server, path, **options)
@@ -198,6 +249,14 @@ def process(server: PieceStore, path: Path, **options: Any) -> Iterator[Process]
     finally:
         made.store.drain(0)
         made.folder.leave()  # as the kernel sees to when a process is gone
+
+
+@contextlib.contextmanager
+def published(server: PieceStore, path: Path, connection: Faults | None = None) -> Iterator[Process]:
+    """One that has published step 0."""
+    with process(server, path, store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        yield job
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -216,8 +275,21 @@ def leave_staged(server: PieceStore, path: Path, *steps: int, **options: Any) ->
         job.put(0).wait(SECONDS)
         refusing.refuse(*UPLOADS)
         for step in steps:
-            job.put(step, **options).staged.wait(SECONDS)
+            job.stage(step, **options)
         assert [pending.step for pending in job.store.drain(0).staged] == list(steps)
+
+
+@contextlib.contextmanager
+def refused_uploads(why: str, *methods: str) -> Iterator[None]:
+    """The store refuses uploads, and these methods, by an error that does not pass."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionDeniedError(why)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("call", *methods):
+            patch.setattr(Client, method, refuse)
+        yield
 
 
 def half_uploaded(job: Process, connection: Server, step: int) -> PendingSnapshot:

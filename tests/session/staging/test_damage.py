@@ -1,7 +1,6 @@
 """What a staging disk does wrong: bytes that are not what was written, no space, no folder. Never wrong bytes, never silence."""
 
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.session.staging.places import (
     leave_staged,
     leftovers,
     process,
+    published,
     require_all_well,
 )
 
@@ -40,19 +40,18 @@ def one_of(job: Process, pattern: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["packs", "parts", "snapshots"])
-def test_before_publication(tmp_path: Path, kind: str) -> None:
+def test_before_publication(server: PieceStore, path: Path, connection: Server, kind: str) -> None:
     """The only bytes that there are: an error for every reader, at any time."""
-    server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
+    connection.refuse(*UPLOADS)
     with process(server, path, store_faults=connection) as job:
-        pending = job.put(0)
-        pending.staged.wait(SECONDS)
+        pending = job.stage(0)
         damage(one_of(job, f"unsent/{kind}/*/*"))
         job.store.engine._parts.clear()
         with pytest.raises(CorruptObjectError, match=kind):
             job.store.checkout("job^staged")
         connection.refuse()
         ended(pending)
-    with process(server, tmp_path / "elsewhere") as other:
+    with process(server, path.with_name("elsewhere")) as other:
         if "job" in other.store.branches():
             with pytest.raises(DamageError):
                 other.store.checkout("job")
@@ -60,11 +59,10 @@ def test_before_publication(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["packs", "parts", "snapshots"])
-def test_after_publication(tmp_path: Path, kind: str) -> None:
+def test_after_publication(server: PieceStore, path: Path, kind: str) -> None:
     """Read from the store, and the copy is gone."""
-    server, path = PieceStore(), tmp_path / "stage"
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path):
+        pass
     with process(server, path) as job:
         copy = one_of(job, f"copies/{kind}/*/*")
         damage(copy)
@@ -75,29 +73,10 @@ def test_after_publication(tmp_path: Path, kind: str) -> None:
     require_all_well(server, path, [0])
 
 
-def test_uploaded_but_not_published(tmp_path: Path) -> None:
-    """The store has it already, so it heals."""
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job:
-        connection.refuse(*UPLOADS)
-        pending = job.put(0)
-        pending.staged.wait(SECONDS)
-        uploaded = threading.Event()
-        job.store.on_event(lambda event: uploaded.set() if event.fields.get("what") == "publishing" else None)
-        connection.refuse("create log")
-        assert uploaded.wait(SECONDS)
-        damage(one_of(job, "unsent/packs/*/*"))
-        check(job.store, 0, "job^staged")
-        connection.refuse()
-        assert ended(pending) is None
-    require_all_well(server, path, [0])
-
-
-def test_a_damaged_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_manifest(server: PieceStore, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Reported, and left where it is with all that it may name, for a person to decide."""
-    server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
-    with process(server, tmp_path / "elsewhere") as other:
+    with process(server, path.with_name("elsewhere")) as other:
         assert [info.step for _, info in other.view.all_staged()] == [1]
     (manifest,) = Path(folder_of(server, path).path).glob("staged/*")
     before = leftovers(folder_of(server, path))
@@ -110,8 +89,7 @@ def test_a_damaged_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert leftovers(folder_of(server, path)) == before
 
 
-def test_no_space_until_an_upload_has_ended(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
+def test_no_space_until_an_upload_has_ended(server: PieceStore, path: Path, connection: Server) -> None:
     with process(server, path, store_faults=connection, capacity_bytes=600 * KIB) as job:
         connection.refuse(*UPLOADS)
         first, second = job.put(0), job.put(1)
@@ -126,8 +104,7 @@ def test_no_space_until_an_upload_has_ended(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2])
 
 
-def test_no_space_at_all(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_no_space_at_all(server: PieceStore, path: Path) -> None:
     with process(server, path, capacity_bytes=200 * KIB) as job:
         error = ended(job.put(0))
         assert isinstance(error, NoSpaceError)
@@ -139,14 +116,11 @@ def test_no_space_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["staged", "half uploaded"])
-def test_the_folder_is_deleted(tmp_path: Path, when: str) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+def test_the_folder_is_deleted(server: PieceStore, path: Path, connection: Server, when: str) -> None:
+    with published(server, path, connection) as job:
         if when == "staged":
             connection.refuse("get log")
-            pending = job.put(1)
-            pending.staged.wait(SECONDS)
+            pending = job.stage(1)
         else:
             pending = half_uploaded(job, connection, 1)
         shutil.rmtree(path)

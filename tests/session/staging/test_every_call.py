@@ -4,99 +4,52 @@ Whatever was acknowledged is there afterwards, once: what was published at once,
 with that disk. Nothing stays in the folder, nothing is pinned.
 """
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tensorstore_ck.errors import StoreError
 from tests.backend.staging.places import PieceStore
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Faults
-from tests.session.staging.places import check, ended, process, require_all_well
+from tests.session.staging.places import Acknowledged, check, process, require_nothing_lost
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
-
-
-class Full(Faults):
-    """Counts only what uses space."""
-
-    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
-        if what.split(maxsplit=1)[0] in ("open", "append", "close", "put", "replace", "rename", "makedirs"):
-            return super().call(what, effect, tear, create=create)
-        return effect()
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.usefixtures("quick")]
+MANY = range(1, 1000)
 
 
-class Acknowledged:
-    """What a process learned before it died."""
-
-    def __init__(self) -> None:
-        self.staged: set[int] = set()
-        self.published: set[int] = set()
-        self.failed: set[int] = set()
-
-
-def run_once(server: PieceStore, path: Path, which: str, faults: Faults) -> Acknowledged:
-    """Two saves on top of a published one, by a process that meets the faults; then another process."""
-    told = Acknowledged()
-    with process(server, path) as first:
-        first.put(0).wait()
-    mode_at, faults.at = faults.at, 0
-    try:
-        dying = process(server, path, **{which: faults})
-        with dying as second:
+def enumerate_calls(path: Path, which: str, faults_at: Iterable[Faults], *, is_passing: bool = False) -> set[str]:
+    """Two saves on top of a published one, by a process that meets the fault; then another process. Returns the kinds of calls."""
+    struck: set[str] = set()
+    for number, faults in enumerate(faults_at):
+        server, disk, told, at = PieceStore(), path / str(number) / "stage", Acknowledged(), faults.at
+        with process(server, disk) as first:
+            told.put(first, 0)
+        faults.at = 0
+        with process(server, disk, **{which: faults}) as second:
             check(second.store, 0, "job")
-            faults.calls, faults.at = 0, mode_at
-            pendings = []
-            for step in (1, 2):
-                with contextlib.suppress(BaseException):  # what an earlier one failed with
-                    pendings.append((step, second.put(step)))
-            for step, pending in pendings:
-                ended(pending)
-                if pending.staged.reached():
-                    told.staged.add(step)
-                if isinstance(pending.error, StoreError):
-                    told.failed.add(step)
-                if pending.published.reached():
-                    told.published.add(step)
+            second.put_at(faults, at, told, 1, 2)
             faults.at = 0
-    finally:
-        faults.at = mode_at
-    with process(server, path) as third:
-        third.store.finish_staged("job")
-        found = [snapshot.step for snapshot in third.store.log("job")]
-    steps = sorted(found)  # type: ignore[type-var]
-    assert found == steps[::-1]
-    assert len(set(found)) == len(found), "published twice"
-    lost = (told.staged | {0}) - set(found)
-    assert not lost, f"staged, and lost: {faults.struck}"
-    assert told.published <= set(found), f"published, and lost: {faults.struck}"
-    require_all_well(server, path, steps)
-    return told
+        require_nothing_lost(server, disk, told)
+        if not faults.struck:
+            assert told.published == {0, 1, 2}
+            return struck
+        assert not is_passing or told.published == {0, 1, 2}, f"a passing fault cost a snapshot: {faults.struck}"
+        struck.add(faults.struck.split()[0])
+    raise AssertionError("the enumeration did not end")
 
 
-@pytest.mark.parametrize("mode", ["die-after", "lost-reply", "unavailable"])
-def test_every_call_of_the_store(tmp_path: Path, mode: str) -> None:
-    struck = enumerate_calls(tmp_path, "store_faults", mode)
+def test_a_death_at_every_call_of_the_store(tmp_path: Path) -> None:
+    struck = enumerate_calls(tmp_path, "store_faults", (Faults("die-after", at) for at in MANY))
     assert {"get", "create", "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"} <= struck
 
 
-@pytest.mark.parametrize("mode", ["tear", "no-space"])
-def test_every_call_of_the_disk(tmp_path: Path, mode: str) -> None:
-    struck = enumerate_calls(tmp_path, "disk_faults", mode)
+def test_a_passing_fault_at_every_call_of_the_store(tmp_path: Path) -> None:
+    faults = (Faults(mode, at) for at, mode in in_turns(MANY, ["lost-reply", "unavailable"]))
+    enumerate_calls(tmp_path, "store_faults", faults, is_passing=True)
+
+
+def test_a_death_at_every_call_of_the_disk(tmp_path: Path) -> None:
+    """In the middle of a write, where it is one."""
+    struck = enumerate_calls(tmp_path, "disk_faults", (Faults("tear", at) for at in MANY))
     assert {"open", "append", "close", "put", "replace", "rename"} <= struck
-
-
-def enumerate_calls(path: Path, which: str, mode: str) -> set[str]:
-    struck = set()
-    for at in range(1, 1000):
-        faults = (Full if mode == "no-space" else Faults)(mode, at)
-        told = run_once(PieceStore(), path / str(at) / "stage", which, faults)
-        if not faults.struck:
-            assert told.published == {1, 2}
-            break
-        if mode in ("lost-reply", "unavailable"):
-            assert told.published == {1, 2}, f"a passing fault cost a snapshot: {faults.struck}"
-        struck.add(faults.struck.split()[0])
-    return struck

@@ -20,6 +20,7 @@ from tests.session.staging.places import (
     leave_staged,
     leftovers,
     process,
+    published,
     require_all_well,
 )
 
@@ -27,8 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
 
 
-def test_two_processes_resume_at_once(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_two_processes_resume_at_once(server: PieceStore, path: Path) -> None:
     leave_staged(server, path, 1, 2, 3)
     with process(server, path) as one, process(server, path) as two:
         for each in (one, two):
@@ -38,10 +38,8 @@ def test_two_processes_resume_at_once(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_a_zombie_learns_what_became_of_its_save(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as zombie:
-        zombie.put(0).wait(SECONDS)
+def test_a_zombie_learns_what_became_of_its_save(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as zombie:
         connection.refuse(*UPLOADS)
         pending, asleep = zombie.put(1), threading.Event()
         pending.staged.wait(SECONDS)
@@ -57,13 +55,10 @@ def test_a_zombie_learns_what_became_of_its_save(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2])
 
 
-def test_the_ref_moved_meanwhile(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
-        job.put(0).wait(SECONDS)
+def test_the_ref_moved_meanwhile(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         connection.refuse(*UPLOADS)
-        pending = job.put(1)
-        pending.staged.wait(SECONDS)
+        pending = job.stage(1)
         assert [pin.owner.partition(":")[0] for pin in other.view.pins()] == ["staged"]
         other.put(9, expect=ANY).wait(SECONDS)
         connection.refuse()
@@ -76,9 +71,8 @@ def test_the_ref_moved_meanwhile(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 9, 10])
 
 
-def test_an_unread_ref_is_not_taken_for_what_was_left_there(tmp_path: Path) -> None:
+def test_an_unread_ref_is_not_taken_for_what_was_left_there(server: PieceStore, path: Path) -> None:
     """A job that forgot to restore must not save on top of what its predecessor staged."""
-    server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
     with process(server, path) as job:
         assert isinstance(job.error_of_put(0), ConflictError)
@@ -87,8 +81,8 @@ def test_an_unread_ref_is_not_taken_for_what_was_left_there(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_one_of_a_chain_is_cancelled(tmp_path: Path, which: int) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
+def test_one_of_a_chain_is_cancelled(server: PieceStore, path: Path, connection: Server, which: int) -> None:
+    connection.refuse(*UPLOADS)
     with process(server, path, store_faults=connection) as job:
         pendings = [job.put(step) for step in range(3)]
         for pending in pendings:
@@ -101,10 +95,9 @@ def test_one_of_a_chain_is_cancelled(tmp_path: Path, which: int) -> None:
     require_all_well(server, path, [step for step in range(4) if step != which])
 
 
-def test_one_of_a_chain_is_dropped_while_nobody_runs(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_one_of_a_chain_is_dropped_while_nobody_runs(server: PieceStore, path: Path) -> None:
     leave_staged(server, path, 1, 2, 3)
-    with process(server, tmp_path / "elsewhere") as operator:
+    with process(server, path.with_name("elsewhere")) as operator:
         middle = next(txn for txn, info in operator.view.all_staged() if info.step == 2)
         assert drop(operator.store.engine, None, middle) is None
     with process(server, path) as job:
@@ -113,13 +106,11 @@ def test_one_of_a_chain_is_dropped_while_nobody_runs(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 3])
 
 
-def test_gc_and_forget_between(tmp_path: Path) -> None:
+def test_gc_and_forget_between(server: PieceStore, path: Path, connection: Server) -> None:
     """What a staged save shares with published ones is held, whatever becomes of their branch."""
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         connection.refuse(*UPLOADS)
-        job.put(1, expect=ANY).staged.wait(SECONDS)
+        job.stage(1, expect=ANY)
         other.store.forget("job")
         other.store.gc(EVERYTHING)
         assert [info.step for info in other.view.snapshots()] == [0]
@@ -131,10 +122,10 @@ def test_gc_and_forget_between(tmp_path: Path) -> None:
     require_all_well(server, path, [1])
 
 
-def test_an_earlier_one_is_published_and_forgotten(tmp_path: Path) -> None:
+def test_an_earlier_one_is_published_and_forgotten(server: PieceStore, path: Path, connection: Server) -> None:
     """The later one has blocks in its packs: they are held for it."""
-    server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
-    with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
+    connection.refuse(*UPLOADS)
+    with process(server, path, store_faults=connection) as job, process(server, path.with_name("elsewhere")) as other:
         first, second = job.put(0), job.put(1, expect=ANY)
         second.staged.wait(SECONDS)
         job.store.on_event(lambda event: connection.refuse(*UPLOADS) if event.kind == "published" else None)
@@ -150,11 +141,9 @@ def test_an_earlier_one_is_published_and_forgotten(tmp_path: Path) -> None:
     require_all_well(server, path, [1])
 
 
-def test_what_was_condemned_meanwhile_is_rescued(tmp_path: Path) -> None:
+def test_what_was_condemned_meanwhile_is_rescued(server: PieceStore, path: Path, connection: Server) -> None:
     """A gc without mercy on what is young finds objects in the store that no entry names yet."""
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         pending = half_uploaded(job, connection, 1)
         other.store.gc(GcOptions(min_age_seconds=0, grace_seconds=3600, undo_window_seconds=0, max_delete=1))
         assert list(other.view.objects())
@@ -165,10 +154,8 @@ def test_what_was_condemned_meanwhile_is_rescued(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1])
 
 
-def test_what_was_freed_meanwhile_is_reported(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job, process(server, tmp_path / "elsewhere") as other:
-        job.put(0).wait(SECONDS)
+def test_what_was_freed_meanwhile_is_reported(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as job, process(server, path.with_name("elsewhere")) as other:
         pending = half_uploaded(job, connection, 1)
         other.store.gc(EVERYTHING)
         connection.refuse()

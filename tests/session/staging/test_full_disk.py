@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,57 +10,44 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging import StagingFolder
-from tensorstore_ck.errors import NoSpaceError, PermissionDeniedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.errors import NoSpaceError, PermissionDeniedError, SnapshotDroppedError
 from tensorstore_ck.session.save.group_put import GroupPut
 from tensorstore_ck.session.save.save_queue import SaveQueue
 from tests.backend.staging.places import PieceStore
 from tests.end_to_end.crash.faulty import Faults
 from tests.group_of_one import group_of_one
-from tests.session.staging.places import KIB, SECONDS, UPLOADS, Process, Server, check, ended, process, require_all_well
-from tests.session.staging.test_every_call import Full
+from tests.session.staging.places import (
+    KIB,
+    SECONDS,
+    UPLOADS,
+    Acknowledged,
+    Full,
+    Process,
+    Server,
+    ended,
+    process,
+    published,
+    refused_uploads,
+    require_all_well,
+    require_nothing_lost,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-class Acknowledged:
-    """What the processes on one disk learned."""
-
-    def __init__(self) -> None:
-        self.staged: set[int] = set()
-        self.published: set[int] = set()
-
-    def put(self, job: Process, *steps: int) -> None:
-        pendings = []
-        for step in steps:
-            for _ in steps:
-                with suppress(StoreError):  # what an earlier one failed with
-                    pendings.append((step, job.put(step)))
-                    break
-        for step, pending in pendings:
-            ended(pending)
-            self.staged |= {step} if pending.staged.reached() else set()
-            self.published |= {step} if pending.published.reached() else set()
+EACH = pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+"""Some of all writes, or all."""
 
 
-def require_nothing_lost(server: PieceStore, path: Path, told: Acknowledged) -> None:
-    with process(server, path) as job:
-        job.store.finish_staged("job")
-        found = [snapshot.step for snapshot in reversed(job.store.log("job"))]
-    assert found == sorted(found)  # type: ignore[type-var]
-    assert told.staged | told.published <= set(found)
-    require_all_well(server, path, found)
-
-
-def test_full_from_each_write_on(tmp_path: Path) -> None:
+@pytest.mark.race
+@EACH
+def test_full_from_each_write_on(tmp_path: Path, stride: int) -> None:
     """The disk is full for the rest of one process, and for all of the next one, which saves as well; then it has space."""
-    for at in range(1, 1000):
+    for at in range(1, 1000, stride):
         server, path, told, full = PieceStore(), tmp_path / str(at) / "stage", Acknowledged(), Full("no-space", persistent=True)
-        with process(server, path) as job:
-            told.put(job, 0)
         with process(server, path, disk_faults=full) as job:
-            check(job.store, 0, "job")
-            full.calls, full.at = 0, at
-            told.put(job, 1, 2, 3)
+            told.put(job, 0)
+            job.put_at(full, at, told, 1, 2, 3)
         with process(server, path, disk_faults=Full("no-space", 1, persistent=True)) as job:
             job.store.finish_staged("job")
             job.store.checkout("job")
@@ -73,55 +59,52 @@ def test_full_from_each_write_on(tmp_path: Path) -> None:
     raise AssertionError("the enumeration did not end")
 
 
-def test_full_for_each_write(tmp_path: Path) -> None:
+@pytest.mark.race
+@EACH
+def test_full_for_each_write(tmp_path: Path, stride: int) -> None:
     """One write fails; the saves that follow in the same process publish what it left."""
-    for at in range(1, 1000):
+    struck: set[str] = set()
+    for at in range(1, 1000, stride):
         server, path, told, full = PieceStore(), tmp_path / str(at) / "stage", Acknowledged(), Full("no-space")
         with process(server, path, disk_faults=full) as job:
             told.put(job, 0)
-            full.calls, full.at = 0, at
-            told.put(job, 1, 2)
+            job.put_at(full, at, told, 1, 2)
             full.at = 0
             told.put(job, 3)
             assert 3 in told.published
             assert told.staged <= {snapshot.step for snapshot in job.store.log("job")}, f"left by a later save: {full.struck}"
         require_nothing_lost(server, path, told)
         if not full.struck:
+            assert stride > 1 or {"open", "append", "close", "put", "replace", "rename"} <= struck
             return
+        struck.add(full.struck.split()[0])
     raise AssertionError("the enumeration did not end")
 
 
-def refused_put(job: Process, step: int, monkeypatch: pytest.MonkeyPatch) -> tsck.PendingSnapshot:
+def refused_put(job: Process, step: int) -> tsck.PendingSnapshot:
     """A save that is staged, and whose upload the store refuses for now."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionDeniedError("the token has expired")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.session.staging.places.Client.call", refuse)
+    with refused_uploads("the token has expired"):
         pending = job.put(step)
-        assert isinstance(ended(pending), PermissionDeniedError)
+        error = ended(pending)
+    assert isinstance(error, PermissionDeniedError)
+    assert "it stays on the staging disk" in "".join(error.__notes__)
     assert pending.staged.reached()
     return pending
 
 
-def test_a_save_waits_behind_one_that_still_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
-        refused_put(job, 1, monkeypatch)
-        refused = refused_put(job, 2, monkeypatch)
+def test_a_save_waits_behind_one_that_still_fails(server: PieceStore, path: Path) -> None:
+    with published(server, path) as job:
+        refused_put(job, 1)
+        refused = refused_put(job, 2)
         assert "job@1 was staged before job@2" in "".join(refused.error.__notes__)  # type: ignore[union-attr]
         assert [snapshot.step for snapshot in job.store.log("job")] == [0]
         job.put(3).wait(SECONDS)
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_a_save_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
-        refused_put(job, 1, monkeypatch)
+def test_a_save_that_waits_may_be_cancelled(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as job:
+        refused_put(job, 1)
         connection.refuse(*UPLOADS)
         tried = threading.Event()
         job.store.on_event(lambda event: tried.set() if event.kind == "retried" and event.step == 1 else None)
@@ -134,21 +117,18 @@ def test_a_save_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.
     require_all_well(server, path, [0, 1, 3])
 
 
-def test_space_that_a_failed_save_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_that_a_failed_save_uses(server: PieceStore, path: Path) -> None:
     """The next save does not fit in addition, so it is published first."""
-    server, path = PieceStore(), tmp_path / "stage"
     with process(server, path, capacity_bytes=450 * KIB) as job:
-        refused_put(job, 0, monkeypatch)
+        refused_put(job, 0)
         assert job.error_of_put(1) is None
     require_all_well(server, path, [0, 1])
 
 
-def test_what_can_never_be_published_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_can_never_be_published_is_named(server: PieceStore, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its files are gone meanwhile: the next save says so, and goes on."""
-    server, path = PieceStore(), tmp_path / "stage"
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
-        refused_put(job, 1, monkeypatch)
+    with published(server, path) as job:
+        refused_put(job, 1)
         for pack in Path(job.folder.path).glob("unsent/packs/*/*"):
             pack.unlink()
         job.put(2).wait(SECONDS)
@@ -162,10 +142,10 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
     with process(server, path, store_faults=refusing) as job:
         job.put(0).wait(SECONDS)
         refusing.refuse(*UPLOADS)
-        job.put(1).staged.wait(SECONDS)
+        job.stage(1)
         clock = job.store.engine.clock
         job.store.engine.clock = lambda: clock() - 3_600_000_000_000
-        job.put(2).staged.wait(SECONDS)
+        job.stage(2)
         job.store.drain(0)
     with process(server, path) as job:
         job.store.finish_staged("job")
@@ -180,8 +160,7 @@ class NoCopies(Faults):
 
 
 @pytest.mark.parametrize("mode", ["no-space", "unavailable"])
-def test_what_is_published_stays_published_when_the_disk_fails_then(tmp_path: Path, mode: str) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_what_is_published_stays_published_when_the_disk_fails_then(server: PieceStore, path: Path, mode: str) -> None:
     with process(server, path, disk_faults=NoCopies(mode, 1, persistent=True)) as job:
         job.put(0).wait(SECONDS)
         job.put(1).wait(SECONDS)

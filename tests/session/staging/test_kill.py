@@ -7,12 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
+from tests.effort import effort
 
-KILLS = 10
+KILLS = effort(4, 40)
 
 
 def make_state(step: int) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def run_and_kill(folder: Path, steps: int, delay_seconds: float) -> int:
     return int.from_bytes(said[-8:], "little")
 
 
+@pytest.mark.race
 def test_killed_again_and_again(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
@@ -85,7 +88,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         steps = [snapshot.step for snapshot in store.log("job")]
         assert steps == list(range(staged, 0, -1))
-        for step in draw.sample(steps, 10):
+        for step in draw.sample(steps, KILLS):
             assert step is not None
             check(store.checkout(f"job@{step}"), step)
         assert store.pins() == ()

@@ -6,15 +6,13 @@ import pytest
 
 from tensorstore_ck.errors import QuotaExceededError
 from tests.backend.staging.places import PieceStore
-from tests.session.staging.places import SECONDS, UPLOADS, Server, check, leave_staged, leftovers, process, require_all_well
+from tests.session.staging.places import SECONDS, UPLOADS, Server, check, leave_staged, leftovers, process, published, require_all_well
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_a_save_is_refused_before_it_is_staged(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
-    with process(server, path) as job:
-        job.put(0).wait(SECONDS)
+def test_a_save_is_refused_before_it_is_staged(server: PieceStore, path: Path) -> None:
+    with published(server, path) as job:
         job.store.set_quota("*", refuse=1)
         error = job.error_of_put(1)
         assert isinstance(error, QuotaExceededError), error
@@ -23,10 +21,9 @@ def test_a_save_is_refused_before_it_is_staged(tmp_path: Path) -> None:
     require_all_well(server, path, [0])
 
 
-def test_what_was_staged_before_is_published_after(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
+def test_what_was_staged_before_is_published_after(server: PieceStore, path: Path) -> None:
     leave_staged(server, path, 1)
-    with process(server, tmp_path / "operator") as operator:
+    with process(server, path.with_name("operator")) as operator:
         operator.store.set_quota("*", refuse=1)
     with process(server, path) as job:
         job.store.finish_staged("job")
@@ -34,14 +31,11 @@ def test_what_was_staged_before_is_published_after(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1])
 
 
-def test_a_store_that_does_not_answer_is_not_asked(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server()
-    with process(server, path, store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+def test_a_store_that_does_not_answer_is_not_asked(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as job:
         job.store.set_quota("*", refuse="1TB")
         connection.refuse("get log", "create log", "get_log", *UPLOADS)
-        pending = job.put(1)
-        pending.staged.wait(SECONDS)
+        pending = job.stage(1)
         connection.refuse()
         pending.wait(SECONDS)
         assert job.store.quotas()["*"].used_bytes > 0

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.cli import main
+from tensorstore_ck.session.save.publish_staged_group import TRIES
 from tests.session.group.pool import Pool, make_store
 from tests.session.staging import jobs
 
@@ -43,26 +44,18 @@ def test_the_same_ranks_go_on(pool: Pool, folder: Path) -> None:
 
 @pytest.mark.parametrize("eager", [0, 1])
 def test_ranks_that_end_when_some_have_begun_to_publish(pool: Pool, folder: Path, eager: int) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     assert pool.run(jobs.leave_while_one_publishes, str(folder), 2, OWN, eager, ranks=2) == [(1, [])] * 2
     found = pool.run(jobs.restore_both, str(folder), 2, OWN, 2, ranks=2)
     assert found == [(1, 1, 2, [0, 1, 2])] * 2
     require_clean(folder, [0, 1, 2], "disk-0", "disk-1")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_fewer_and_more_ranks_of_one_host(pool: Pool, folder: Path, ranks: int) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, SHARED, (1, 2), ranks=2)
-    for step, steps, _ in pool.run(jobs.resume, str(folder), ranks, SHARED, ranks=ranks):
+@pytest.mark.parametrize(("ranks", "disks"), [(1, SHARED), (3, OWN)], ids=["fewer of one host", "more of several hosts"])
+def test_other_ranks_go_on(pool: Pool, folder: Path, ranks: int, disks: tuple[str, ...]) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, disks, (1, 2), ranks=2)
+    for step, steps, _ in pool.run(jobs.resume, str(folder), ranks, disks, ranks=ranks):
         assert (step, steps) == (2, [0, 1, 2])
-    require_clean(folder, [0, 1, 2], "disk")
-
-
-def test_more_ranks_of_several_hosts(pool: Pool, folder: Path) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
-    for step, steps, _ in pool.run(jobs.resume, str(folder), 3, OWN, ranks=3):
-        assert (step, steps) == (1, [0, 1])
-    require_clean(folder, [0, 1], *OWN)
+    require_clean(folder, [0, 1, 2], *disks[:ranks])
 
 
 def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
@@ -80,7 +73,6 @@ def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
 
 @pytest.mark.parametrize("canceller", [0, 1])
 def test_cancelled_on_one_rank(pool: Pool, folder: Path, canceller: int) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     found = pool.run(jobs.cancel, str(folder), 2, OWN, canceller, ranks=2)
     assert found[canceller] == ("SnapshotDroppedError", 2)
     assert found[1 - canceller] == ("SnapshotAbortedError", 2)
@@ -89,25 +81,21 @@ def test_cancelled_on_one_rank(pool: Pool, folder: Path, canceller: int) -> None
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_during_its_upload(pool: Pool, folder: Path, failing: int) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
-    for kinds, steps in pool.run(jobs.fail_once, str(folder), 2, OWN, failing, ranks=2):
-        assert steps == [0, 1]
+    for error, kinds, steps in pool.run(jobs.refuse_uploads, str(folder), 2, OWN, failing, 1, ranks=2):
+        assert (error, steps) == ("", [0, 1, 2])
         assert "retried" in kinds
         assert kinds[-1] == "published"
-    require_clean(folder, [0, 1], *OWN[:2])
+    require_clean(folder, [0, 1, 2], *OWN[:2])
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_no_save_overtakes_one_that_failed_at_each_try(pool: Pool, folder: Path, failing: int) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
-    for error, steps in pool.run(jobs.fail_all_tries, str(folder), 2, OWN, failing, ranks=2):
-        assert error == "PermissionDeniedError"
-        assert steps == [0, 1, 2]
+    for error, _, steps in pool.run(jobs.refuse_uploads, str(folder), 2, OWN, failing, TRIES, ranks=2):
+        assert (error, steps) == ("PermissionDeniedError", [0, 1, 2])
     require_clean(folder, [0, 1, 2], *OWN[:2])
 
 
 def test_ranks_that_die_before_the_log_knows(pool: Pool, folder: Path) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     pool.ask(jobs.die_before_the_log_knows, str(folder), 2, OWN, ranks=2)
     for stale_seconds in (jobs.DAY_SECONDS, 0):
         assert list((folder / "disk-0").glob("*/staged/*")), "somebody may still be at it"
@@ -117,7 +105,6 @@ def test_ranks_that_die_before_the_log_knows(pool: Pool, folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_know_whether_it_is_staged_keeps_it(pool: Pool, folder: Path) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     assert pool.run(jobs.lose_the_log, str(folder), 2, OWN, ranks=2) == ["", "UndecidedError"]
     for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
         assert (step, steps) == (1, [0, 1])
@@ -125,7 +112,6 @@ def test_a_rank_that_does_not_know_whether_it_is_staged_keeps_it(pool: Pool, fol
 
 
 def test_a_rank_that_does_not_see_what_was_published(pool: Pool, folder: Path) -> None:
-    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     assert pool.run(jobs.miss_what_was_published, str(folder), 2, OWN, ranks=2) == ["", "BackendUnavailableError"]
 
 

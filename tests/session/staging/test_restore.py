@@ -7,20 +7,19 @@ import pytest
 
 from tensorstore_ck.errors import MissingObjectError, NotFoundError
 from tests.backend.staging.places import PieceStore
-from tests.session.staging.places import KIB, SECONDS, UPLOADS, Server, check, ended, leave_staged, process, require_all_well
+from tests.session.staging.places import UPLOADS, Server, check, ended, leave_staged, process, require_all_well
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_what_is_staged_is_restored_before_it_is_published(tmp_path: Path) -> None:
-    server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
+def test_what_is_staged_is_restored_before_it_is_published(server: PieceStore, path: Path, connection: Server) -> None:
+    connection.refuse(*UPLOADS)
     leave_staged(server, path, 1, 2)
     with process(server, path, store_faults=connection) as job:
         check(job.store, 2, "job^staged")
-        pending = job.put(3)
-        pending.staged.wait(SECONDS)
+        pending = job.stage(3)
         check(job.store, 3, "job^staged")
-        with process(server, tmp_path / "elsewhere") as other:
+        with process(server, path.with_name("elsewhere")) as other:
             assert [snapshot.step for snapshot in other.store.log("job")] == [0]
         connection.refuse()
         assert ended(pending) is None
@@ -30,9 +29,9 @@ def test_what_is_staged_is_restored_before_it_is_published(tmp_path: Path) -> No
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_published_while_its_state_is_trained_on(tmp_path: Path) -> None:
+def test_published_while_its_state_is_trained_on(server: PieceStore, path: Path, connection: Server) -> None:
     """By this very process, after it was restored: the next save is on top of it."""
-    server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
+    connection.refuse(*UPLOADS)
     leave_staged(server, path, 1, 2)
     with process(server, path, store_faults=connection) as job:
         check(job.store, 2, "job^staged")
@@ -42,11 +41,10 @@ def test_published_while_its_state_is_trained_on(tmp_path: Path) -> None:
     require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_on_another_host(tmp_path: Path) -> None:
+def test_on_another_host(server: PieceStore, path: Path) -> None:
     """It says what to do, and the branch itself is there."""
-    server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
-    with process(server, tmp_path / "elsewhere") as other:
+    with process(server, path.with_name("elsewhere")) as other:
         with pytest.raises(MissingObjectError, match="is staged, and not completely on this host"):
             other.store.checkout("job^staged")
         check(other.store, 0, "job")
@@ -54,31 +52,6 @@ def test_on_another_host(tmp_path: Path) -> None:
             other.store.checkout("nothing^staged")
     with process(server, path) as job:
         check(job.store, 1, "job")
-    with process(server, tmp_path / "elsewhere") as other:
+    with process(server, path.with_name("elsewhere")) as other:
         check(other.store, 1, "job^staged")
     require_all_well(server, path, [0, 1])
-
-
-def test_a_second_restore_reads_nothing_from_the_store(tmp_path: Path) -> None:
-    server, path = PieceStore(), tmp_path / "stage"
-    with process(server, tmp_path / "elsewhere") as job:
-        job.put(0).wait(SECONDS)
-    reads = []
-    for _ in range(2):
-        connection = Server()
-        with process(server, path, store_faults=connection) as reader:
-            check(reader.store, 0, "job")
-        reads.append([what for what in connection.seen if what.startswith(("read packs/", "get parts/", "get snapshots/"))])
-    assert any(what.startswith("read packs/") for what in reads[0])
-    assert reads[1] == []
-
-
-def test_what_restores_leave_is_bounded(tmp_path: Path) -> None:
-    server, path, capacity_bytes = PieceStore(), tmp_path / "stage", 400 * KIB
-    with process(server, tmp_path / "elsewhere") as job:
-        for step in range(4):
-            job.put(step).wait(SECONDS)
-    with process(server, path, capacity_bytes=capacity_bytes) as reader:
-        for step in range(4):
-            check(reader.store, step)
-            assert reader.folder.used_bytes() <= capacity_bytes + 2 * 64 * KIB

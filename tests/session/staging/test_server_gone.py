@@ -5,18 +5,29 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.errors import PermissionDeniedError, WaitTimeoutError
+from tensorstore_ck.errors import WaitTimeoutError
 from tests.backend.staging.places import PieceStore
-from tests.session.staging.places import SECONDS, UPLOADS, Process, Server, check, ended, leave_staged, leftovers, process, require_all_well
+from tests.session.staging.places import (
+    SECONDS,
+    UPLOADS,
+    Process,
+    Server,
+    check,
+    leave_staged,
+    leftovers,
+    process,
+    published,
+    refused_uploads,
+    require_all_well,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 ALL = ("",)
 
 
-def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
-    server, connection = PieceStore(), Server()
+def test_staging_goes_on_and_all_is_published_in_order(server: PieceStore, path: Path, connection: Server) -> None:
     retried = threading.Event()
-    with process(server, tmp_path / "stage", store_faults=connection) as job:
+    with process(server, path, store_faults=connection) as job:
         job.store.on_event(lambda event: retried.set() if event.kind == "retried" else None)
         job.put(0).wait(SECONDS)
         connection.refuse(*ALL)
@@ -32,107 +43,66 @@ def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
         assert {"injected: " in str(event.fields["error"]) for event in job.told("retried")} == {True}
         assert [event.step for event in job.told("published")] == [0, 1, 2, 3]
         assert job.error_of_put(4) is None, "what was learned meanwhile is right"
-    require_all_well(server, tmp_path / "stage", [0, 1, 2, 3, 4])
+    require_all_well(server, path, [0, 1, 2, 3, 4])
 
 
-def test_it_goes_away_while_a_save_is_staged(tmp_path: Path) -> None:
+def test_it_goes_away_while_a_save_is_staged(server: PieceStore, path: Path, connection: Server) -> None:
     """What is shared with the store cannot be pinned then, so it is staged as well."""
-    server, connection = PieceStore(), Server()
-    with process(server, tmp_path / "stage", store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+    with published(server, path, connection) as job:
         connection.refuse("create log")
         job.store.engine.log._sleep = lambda _: None
-        pending = job.put(1)
-        pending.staged.wait(SECONDS)
+        pending = job.stage(1)
         named = {name for name in leftovers(job.folder) if name.startswith("unsent/packs/")}
         assert len(named) == 1
         assert job.folder.unsent_bytes() > 200_000, "all of the state, not only what is new"
         connection.refuse()
         pending.wait(SECONDS)
-    require_all_well(server, tmp_path / "stage", [0, 1])
+    require_all_well(server, path, [0, 1])
 
 
-def test_drain_says_what_is_staged_and_the_next_process_publishes_it(tmp_path: Path) -> None:
-    server, connection = PieceStore(), Server()
-    with process(server, tmp_path / "stage", store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+def test_drain_says_what_is_staged_and_the_next_process_publishes_it(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as job:
         connection.refuse(*ALL)
         for step in (1, 2):
-            job.put(step).staged.wait(SECONDS)
+            job.stage(step)
         report = job.store.drain(0)
         assert [pending.step for pending in report.staged] == [1, 2]
         assert (report.published, report.dropped, report.under_way) == ((), (), ())
         assert report.safe is not None
         assert report.safe.step == 0
         assert "staged on this host: job@1, job@2" in str(report)
-    with process(server, tmp_path / "stage") as job:
+    with process(server, path) as job:
         check(job.store, 2, "job")
         assert job.error_of_put(3) is None
-    require_all_well(server, tmp_path / "stage", [0, 1, 2, 3])
+    require_all_well(server, path, [0, 1, 2, 3])
 
 
-def test_close_waits_for_it(tmp_path: Path) -> None:
-    server, connection = PieceStore(), Server()
-    job = Process(server, tmp_path / "stage", store_faults=connection)
-    job.put(0).wait(SECONDS)
-    connection.refuse(*ALL)
-    job.put(1).staged.wait(SECONDS)
+def test_close_waits_for_what_this_process_staged_and_leaves_what_others_did(server: PieceStore, path: Path, connection: Server) -> None:
+    connection.refuse(*UPLOADS)
+    job = Process(server, path.with_name("own"), store_faults=connection)
+    pending = job.stage(7, "own")
     closing = threading.Thread(target=job.store.close)
     closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
     connection.refuse()
     closing.join(SECONDS)
-    assert not closing.is_alive()
-    require_all_well(server, tmp_path / "stage", [0, 1])
-
-
-def test_close_leaves_what_others_staged(tmp_path: Path) -> None:
-    server = PieceStore()
-    leave_staged(server, tmp_path / "stage", 1)
-    job = Process(server, tmp_path / "stage", store_faults=Server(*UPLOADS))
+    assert pending.published.reached()
+    leave_staged(server, path, 1)
+    job = Process(server, path, store_faults=Server(*UPLOADS))
     job.store.close()
     assert any(name.startswith("staged/") for name in leftovers(job.folder))
-    with process(server, tmp_path / "stage") as job:
+    with process(server, path) as job:
         job.store.finish_staged("job")
-    require_all_well(server, tmp_path / "stage", [0, 1])
+    require_all_well(server, path, [0, 1])
 
 
-def test_a_refusal_costs_nothing_that_was_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expired credentials: reported, and the next process continues."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionDeniedError("the token has expired")
-
-    server = PieceStore()
-    with process(server, tmp_path / "stage") as job:
-        job.put(0).wait(SECONDS)
-        with monkeypatch.context() as patch:
-            patch.setattr("tests.session.staging.places.Client.call", refuse)
-            error = ended(job.put(1))
-        assert isinstance(error, PermissionDeniedError)
-        assert "it stays on the staging disk" in "".join(error.__notes__)
-    with process(server, tmp_path / "stage") as job:
-        check(job.store, 1, "job")
-    require_all_well(server, tmp_path / "stage", [0, 1])
-
-
-def test_a_reader_may_open_a_store_with_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionDeniedError("you may only read")
-
-    server, connection = PieceStore(), Server()
-    with process(server, tmp_path / "stage", store_faults=connection) as job:
-        job.put(0).wait(SECONDS)
+def test_a_reader_may_open_a_store_with_leftovers(server: PieceStore, path: Path, connection: Server) -> None:
+    with published(server, path, connection) as job:
         connection.refuse(*ALL)  # so the log does not know yet
-        job.put(1).staged.wait(SECONDS)
+        job.stage(1)
         job.store.drain(0)
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.session.staging.places.Client.create", refuse)
-        patch.setattr("tests.session.staging.places.Client.call", refuse)
-        with process(server, tmp_path / "stage") as reader:
-            check(reader.store, 0, "job")
-            assert [event.fields["error"] for event in reader.told("failed")] in ([], ["you may only read"])
-    with process(server, tmp_path / "stage") as job:
+    with refused_uploads("you may only read", "create"), process(server, path) as reader:
+        check(reader.store, 0, "job")
+        assert [event.fields["error"] for event in reader.told("failed")] in ([], ["you may only read"])
+    with process(server, path) as job:
         check(job.store, 1, "job")
-    require_all_well(server, tmp_path / "stage", [0, 1])
+    require_all_well(server, path, [0, 1])

@@ -2,7 +2,6 @@
 
 import random
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.common import retry
 from tensorstore_ck.log import log
 from tests.backend.chaos import ChaosProxy, Fault, Request, chaos_proxy, first
-from tests.effort import PATIENCE_SECONDS
 from tests.servers import BUCKET, S3Server, storage_options
 
 MIB = 1 << 20
 STEPS_PUT = (0, 1)
+pytestmark = pytest.mark.s3
+FAULTS = (Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST)
 FEW_TRIES = {"retries": {"max_attempts": 1, "mode": "legacy"}}
 MORE_THAN_ONE_REQUEST_IS_TRIED = 5
 STEPS = [
@@ -30,18 +30,6 @@ STEPS = [
     ("PUT", "/snapshots/"),
     ("PUT", "/log/"),
 ]
-
-
-@pytest.fixture(scope="module")
-def moto_proxy(moto_server: S3Server) -> Iterator[ChaosProxy]:
-    with chaos_proxy(moto_server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(moto_proxy: ChaosProxy) -> Iterator[ChaosProxy]:
-    yield moto_proxy
-    moto_proxy.plan = lambda _: Fault.NONE
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +50,16 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.randint(0, 256, (6 * MIB,), dtype=torch.uint8, generator=generator), "step": step}
 
 
-def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> None:
+def test_faults_at_each_step(tmp_path: Path, seaweedfs_server: S3Server) -> None:
     """Saves through faults; then another host looks, past the proxy."""
+    with chaos_proxy(seaweedfs_server.port) as proxy:
+        run(tmp_path, seaweedfs_server.endpoint, proxy)
+
+
+def run(path: Path, endpoint: str, proxy: ChaosProxy) -> None:
     url = f"s3://{BUCKET}/{uuid.uuid4()}"
     opened(path, url, proxy.url).close()
-    plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in faults for step in STEPS]
+    plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in FAULTS for step in STEPS]
 
     def plan(request: Request) -> Fault:
         return next((found for each in plans if (found := each(request)) is not Fault.NONE), Fault.NONE)
@@ -89,42 +82,3 @@ def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> No
         assert store.pins() == ()
         report = store.fsck(read_data=True)
         assert report.ok, report.findings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST])
-def test_faults(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy, fault: Fault) -> None:
-    run(tmp_path, moto_server.endpoint, proxy, [fault])
-
-
-@pytest.mark.s3
-def test_a_real_server(tmp_path: Path, seaweedfs_server: S3Server) -> None:
-    with chaos_proxy(seaweedfs_server.port) as proxy:
-        run(tmp_path, seaweedfs_server.endpoint, proxy, [Fault.STATUS_503, Fault.LOSE_REPLY])
-
-
-def test_what_a_job_left_is_uploaded_by_the_next_and_nothing_twice(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy) -> None:
-    url = f"s3://{BUCKET}/{uuid.uuid4()}"
-    sent: list[str] = []
-
-    def until_the_second_piece(request: Request) -> Fault:
-        if "partNumber=" in request.path and request.method == "PUT":
-            sent.append(request.path)
-        return Fault.STATUS_503 if "partNumber=2" in request.path else Fault.NONE
-
-    staging = tsck.Staging(tmp_path / "stage", max_parallel_requests=1)
-    proxy.plan = until_the_second_piece
-    with opened(tmp_path, url, proxy.url, staging=staging) as store:
-        pending = store.put_snapshot_async(state_of(0), ref="job", step=0)
-        pending.staged.wait(PATIENCE_SECONDS)
-        while not any("partNumber=2" in path for path in sent):
-            pass
-        assert [each.step for each in store.drain(0).staged] == [0]
-    proxy.plan = lambda _: Fault.NONE
-    proxy.seen.clear()
-    with opened(tmp_path, url, proxy.url, staging=staging) as store:
-        store.finish_staged("job")
-        assert torch.equal(store.checkout("job")["w"], state_of(0)["w"])
-    pieces = [request.path for request in proxy.seen if request.method == "PUT" and "partNumber=" in request.path]
-    assert len(pieces) == 1
-    assert "partNumber=2" in pieces[0]
