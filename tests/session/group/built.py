@@ -17,6 +17,7 @@ from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
+from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.fsck.findings import FsckReport
 from tests.gc.stores import open_store
@@ -24,6 +25,7 @@ from tests.session.group.states import BytesSource, Spreading, captured, cut, sh
 from tests.session.group.stores import put_all, rank_state, read_tensor
 
 RANKS = 4
+EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0, compact_below=0.9)
 MESHES = (Mesh((2, 2), (0, 1, 2, 3)), Mesh((4,), (0, 1, 2, 3)))
 
 
@@ -63,6 +65,11 @@ def copy(found: dict[str, bytes]) -> MemoryBackend:
     for name, data in found.items():
         backend.put(name, data)
     return backend
+
+
+def without(lost: str, found: dict[str, bytes] = OBJECTS) -> MemoryBackend:
+    """The store without one object."""
+    return copy({name: data for name, data in found.items() if name != lost})
 
 
 def failing(backend: Backend, info: SnapshotInfo, *, ranks: int = RANKS) -> Iterator[str]:

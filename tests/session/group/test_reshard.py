@@ -196,7 +196,7 @@ def restore_each(folder: str, root: str, names: list[str], seed: int = 7) -> Non
 
 
 def targets(name: str) -> list[str]:
-    """Itself and four others; each way has its turn as one of four of them. `tests/session/group/test_block_assignment.py` shows any region."""
+    """Itself and four others, in turns. That any region fills any box is shown in `test_block_assignment`."""
     names = list(WAYS)
     return effort([names[(names.index(name) + step) % len(names)] for step in (0, 1, 4, 9, 15)], names)
 

@@ -3,10 +3,10 @@
 from typing import Any, Final
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_rank_state
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.gc import run_gc
+from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.fsck import run_fsck
 from tests.gc.stores import AT_ONCE, counts
 from tests.session.group.putting import (
@@ -19,6 +19,7 @@ from tests.session.group.putting import (
 )
 from tests.session.group.simulation import Fault, Simulation
 from tests.session.group.states import Spreading
+from tests.session.group.stores import read_tensor
 
 RANKS: Final = 3
 STEPS: Final = (1, 2, 3)
@@ -81,20 +82,22 @@ def require_restorable(engine: Engine, steps: list[int]) -> None:
     assert sorted(info.step or 0 for info in infos) == sorted(steps)
     for info in infos:
         assert info.step is not None
-        reader = SnapshotReader(engine, info)
-        for number, expected in enumerate(tensors_at(info.step).values()):
-            memory = bytearray(expected.whole.nbytes)
-            reader.read({number: BufferTarget(memoryview(memory))})
-            assert bytes(memory) == expected.whole.tobytes(), (info.step, number)
+        reader = require_readable(engine, info)
         assert reader.values[:2] == ["text", info.step]
         for rank in range(ranks_at(info.step)):
             own = open_rank_state(engine, info, rank)
             expected_own = own_of(info.step, rank)
-            memory = bytearray(16)
-            own.read({0: BufferTarget(memoryview(memory))})
-            assert bytes(memory) == expected_own.sources[0].read(0, 16)
+            assert read_tensor(own, 0) == expected_own.sources[0].read(0, 16)
     report = run_fsck(engine)
     assert report.ok, report.findings
+
+
+def require_readable(engine: Engine, info: SnapshotInfo) -> SnapshotReader:
+    """Its tensors are what was saved."""
+    reader = SnapshotReader(engine, info)
+    for number, expected in enumerate(tensors_at(info.step or 0).values()):
+        assert read_tensor(reader, number) == expected.whole.tobytes(), (info.step, number)
+    return reader
 
 
 def require_no_garbage(engine: Engine) -> None:
