@@ -19,17 +19,15 @@ from tests.session.group.pool import rank_process
 
 
 class Opaque(torch.Tensor):
-    inner: torch.Tensor
-
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Opaque":
-        made: Opaque = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
         made.inner = inner
-        return made
+        return made  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*(arg.inner if isinstance(arg, Opaque) else arg for arg in args), **(kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        made = func(*(vars(arg)["inner"] if isinstance(arg, Opaque) else arg for arg in args), **(kwargs or {}))
         return Opaque(made) if isinstance(made, torch.Tensor) else made
 
 
@@ -65,7 +63,7 @@ DOORS: dict[str, Callable[[tsck.Store], Any]] = {
     "put": lambda store: put(store, hidden()["w"]),
     "put of freed memory": lambda store: put(store, freed()),
     "put on meta": lambda store: put(store, sharded(torch.ones(4, 4, device="meta"))),
-    "async put": lambda store: store.put_snapshot_async(hidden(), ref="main", group=dist.group.WORLD).result(),
+    "async put": lambda store: store.put_snapshot_async(hidden(), ref="main", group=dist.group.WORLD).wait(),
     "into": lambda store: store.checkout("plain", into=hidden(), group=dist.group.WORLD),
     "into freed memory": lambda store: store.checkout("plain", into={"w": freed()}, group=dist.group.WORLD),
     "into freed plain memory": lambda store: store.checkout("plain", into={"w": freed().to_local()}),
@@ -78,7 +76,12 @@ DOORS: dict[str, Callable[[tsck.Store], Any]] = {
 
 def try_doors(folder: str, pipe: Connection) -> None:
     """Sends each door, then the errors behind it and the branches that are there then."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
     with tsck.open(f"{folder}/store", create=True, cache_dir=f"{folder}/cache") as store:
         store.put_snapshot({"w": sharded(large())}, ref="plain", group=dist.group.WORLD)
         for name, door in DOORS.items():

@@ -151,7 +151,6 @@ class Trap:
 def live(play: Play, rank: int) -> None:
     """A rank's whole life, in a process of its own."""
     os.dup2(os.open(f"{play.folder}/rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch's store asks for the name of every client, and here nobody may answer
     torch.set_num_threads(1)
     Group.begin.__kwdefaults__["grace"] = GRACE_SECONDS  # type: ignore[index]
     trap = None

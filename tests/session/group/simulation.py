@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from tensorstore_ck.common.ids import Ulid, new_ulid
 from tensorstore_ck.errors import InputError, SnapshotAbortedError

@@ -75,9 +75,10 @@ def put_pipeline(folder: str, name: str, seed: int) -> str:
     return store.put_snapshot(state, ref=ref, step=seed, group=GROUPS[pipeline.ranks], timeout_seconds=TIMEOUT_SECONDS).root
 
 
-def restore_pipelines(folder: str, root: str, seed: int) -> None:
+def restore_pipelines(folder: str, root: str, seed: int, names: list[str]) -> None:
     rank = torch.distributed.get_rank()
-    for name, pipeline in PIPELINES.items():
+    for name in names:
+        pipeline = PIPELINES[name]
         if rank >= pipeline.ranks:
             continue
         target = pipeline.state(rank, seed + 1)
@@ -104,7 +105,9 @@ def test_any_pipeline_to_any_other(pool: Pool, folder: Path, name: str) -> None:
         with store.open_snapshot(root) as lazy:
             assert torch.equal(lazy["model.embed"][10:20], layers(5)["embed"][10:20])
         assert store.fsck(read_data=True).ok
-    pool.run(restore_pipelines, str(folder), root, 5)
+    names = list(PIPELINES)
+    others = [names[(names.index(name) + step) % len(names)] for step in (0, 1, 3)]
+    pool.run(restore_pipelines, str(folder), root, 5, others)
 
 
 # --- what does not fit --------------------------------------------------------------------------------------------------
