@@ -1,7 +1,7 @@
 """Restoring into a state that is there: in place, all or nothing, and in step with what shares memory."""
 
 import copy
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,13 +212,6 @@ def test_an_empty_dict_adopts_what_is_stored_there() -> None:
     restore(stored({"optimizer": state["optimizer"]}), into=target)
     assert_same(state["optimizer"], target["optimizer"])
     assert target["optimizer"]["state"] is inner
-
-
-def test_an_empty_ordered_dict_adopts_attributes() -> None:
-    state = torch.nn.BatchNorm1d(2).state_dict()
-    target: dict[str, Any] = {"m": OrderedDict()}
-    restore(stored({"m": state}), into=target)
-    assert_same({"m": state}, target)
 
 
 def test_types_are_checked_before_anything_is_read() -> None:

@@ -55,19 +55,15 @@ def reasons(group: list[Rank], attempt: int = 0) -> set[str]:
     return {str(rank.endings[attempt].error) for rank in group}
 
 
-def test_all_ranks_return_the_same_outcome() -> None:
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_all_ranks_return_the_same_outcome(ranks: int) -> None:
     simulation = Simulation()
-    group = simulate(simulation, 4, attempts=3)
+    group = simulate(simulation, ranks, attempts=3)
     for attempt in range(3):
         assert len({rank.endings[attempt].txn for rank in group}) == 1
         assert all(rank.endings[attempt].put == {"root": rank.endings[attempt].txn} for rank in group)
     assert len(simulation.log) == 3
     require_one_outcome(simulation, group)
-
-
-def test_a_group_of_one() -> None:
-    (rank,) = simulate(Simulation(), 1, attempts=2)
-    assert [ending.error for ending in rank.endings] == [None, None]
 
 
 @pytest.mark.race

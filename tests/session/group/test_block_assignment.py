@@ -160,8 +160,7 @@ def test_regions_of_a_mesh_are_those_of_torch(found: Spreadings) -> None:
             assert own == ([] if 0 in shape else [BoxBounds(tuple(offset), tuple(shape))])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("per_rank_mib", [160, 1000])
+@pytest.mark.parametrize(("ranks", "per_rank_mib"), [(2, 1000), (3, 160), (8, 160)])
 def test_replicas_write_about_the_same(ranks: int, per_rank_mib: int) -> None:
     """A model of many tensors that all ranks hold: within 10 %, and nobody less than one long run of it."""
     rng = np.random.default_rng(ranks)
