@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.state import LoadReport, capture, register_type, restore
+from tests.effort import effort
 from tests.state.fake import FakeContent, assert_same, bits, stored
 from tests.state.samples import DTYPES, Pair, Point, states, tensor, zeros_like
 
@@ -328,6 +329,7 @@ def test_a_target_that_begins_at_an_odd_offset() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")  # from deepcopy
+@settings(max_examples=effort(40, 200))
 @given(states)
 def test_any_state_into_a_copy_of_itself(state: Any) -> None:
     content = stored(state)

@@ -6,10 +6,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from click.testing import CliRunner
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.cli import main
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
@@ -121,6 +125,21 @@ def assert_whole(backend: Backend, infos: list[SnapshotInfo] = INFOS) -> None:
 
 def without_log(found: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if not name.startswith(("log", "checkpoint"))}
+
+
+def on_disk(folder: Path) -> Callable[..., str]:
+    """Writes the store to ``ck`` in a folder; the program on it, or on another `store` in the folder."""
+    for name, data in OBJECTS.items():
+        (folder / "ck" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "ck" / name).write_bytes(data)
+
+    def tsck(*args: str, store: str | None = "ck", code: int = 0) -> str:
+        own = [] if store is None else ["-s", str(folder / store)]
+        result = CliRunner().invoke(main, [*args, *own, "--cache-dir", str(folder / "cache")], catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result.stdout
+
+    return tsck
 
 
 class Counting:

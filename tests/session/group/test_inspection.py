@@ -9,11 +9,9 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
@@ -23,7 +21,7 @@ from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.store import Store
 from tests.gc.stores import open_store
-from tests.session.group.built import MESHES, OBJECTS, PARTS, RANKS, Counting, Reads, copy, stage, tensors
+from tests.session.group.built import MESHES, OBJECTS, PARTS, RANKS, Counting, Reads, copy, on_disk, stage, tensors
 from tests.session.group.states import BytesSource, Spreading, captured, cut, sharded, whole
 from tests.session.group.stores import put_all, rank_state
 
@@ -186,17 +184,7 @@ def test_parts_are_opened_one_after_another() -> None:
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
-    for name, data in OBJECTS.items():
-        (tmp_path / "ck" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "ck" / name).write_bytes(data)
-
-    def tsck(*args: str) -> str:
-        result = CliRunner().invoke(
-            main, [*args, "-s", str(tmp_path / "ck"), "--cache-dir", str(tmp_path / "cache")], catch_exceptions=False
-        )
-        assert result.exit_code == 0, result.output
-        return result.stdout
-
+    tsck = on_disk(tmp_path)
     shown = tsck("show", "job@1")
     assert re.search(r"^ranks +4$", shown, re.MULTILINE)
     assert re.search(r"^ *hsdp .* 300x30 .* R,S\(0\) on 2x2$", shown, re.MULTILINE)

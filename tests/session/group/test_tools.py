@@ -37,6 +37,7 @@ from tests.session.group.built import (
     copy,
     hits,
     objects,
+    on_disk,
     shared,
     stage,
     without,
@@ -128,16 +129,7 @@ def test_fsck_reads_every_part_and_record_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
     """Check, repair from a copy, lose the log, salvage it."""
-    for name, data in OBJECTS.items():
-        (tmp_path / "ck" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "ck" / name).write_bytes(data)
-
-    def tsck(*args: str, store: str | None = "ck", code: int = 0) -> str:
-        own = [] if store is None else ["-s", str(tmp_path / store)]
-        result = CliRunner().invoke(main, [*args, *own, "--cache-dir", str(tmp_path / "cache")], catch_exceptions=False)
-        assert result.exit_code == code, result.output
-        return result.stdout
-
+    tsck = on_disk(tmp_path)
     copied = str(tmp_path / "copy")
     assert CliRunner().invoke(main, ["init", copied]).exit_code == 0
     tsck("copy", str(tmp_path / "ck"), copied, store=None)

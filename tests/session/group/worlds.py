@@ -1,6 +1,6 @@
 """A store and three ranks that save to it, in simulated time; and what must be true of it afterwards."""
 
-from typing import Any, Final
+from typing import Final
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_rank_state
@@ -33,9 +33,9 @@ ROWS: Final = 4 * RANKS - 1
 class World:
     """A store, and a group of ranks that save to it."""
 
-    def __init__(self, *, faults: tuple[Fault, ...] = (), seed: int = 0, **options: Any) -> None:
+    def __init__(self, *, faults: tuple[Fault, ...] = (), seed: int = 0) -> None:
         self.backend = new_backend()
-        self.simulation = Simulation(seed, faults=faults, **options)
+        self.simulation = Simulation(seed, faults=faults)
         self.group = putting_ranks(self.simulation, self.backend, RANKS, STEPS, faulty=SECOND)
 
     def run(self, *, gone: frozenset[int] = frozenset()) -> None:
