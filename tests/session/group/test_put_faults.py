@@ -22,6 +22,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.gc import run_gc
 from tensorstore_ck.maintenance.forget import forget
 from tensorstore_ck.maintenance.fsck import run_fsck
+from tensorstore_ck.session.group.round import GRACE_SECONDS
 from tests.effort import effort, in_turns
 from tests.gc.stores import AT_ONCE, stay_in_one_thread
 from tests.session.group.putting import (
@@ -35,7 +36,7 @@ from tests.session.group.putting import (
     teller_of_kinds,
     tensors_of,
 )
-from tests.session.group.simulation import GRACE, TIMEOUT, Fault, Simulation
+from tests.session.group.simulation import TIMEOUT, Fault, Simulation
 from tests.session.group.stores import read_tensor
 from tests.session.group.worlds import (
     AGAIN,
@@ -149,7 +150,7 @@ def test_a_fault_at_every_step(rank: int, are_alike: bool) -> None:
             if other.rank == rank:
                 continue
             assert len(other.endings) == 3
-            assert other.endings[SECOND].seconds <= TIMEOUT + 2 * GRACE + SLACK
+            assert other.endings[SECOND].seconds <= TIMEOUT + 2 * GRACE_SECONDS + SLACK
             assert isinstance(other.endings[SECOND].error, SnapshotAbortedError | BackendUnavailableError | None)
         if step >= world.group[rank].steps_of_faulty:
             assert 2 in steps
