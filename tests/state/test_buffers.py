@@ -44,6 +44,11 @@ def take_for(arena: Arena, captured: CapturedState, skip: Collection[int] = ()) 
     return take(arena, slot_bytes(captured, skip))
 
 
+def copied(arena: Arena, state: Any, describer: SpreadDescriber | None = None) -> CapturedState:
+    captured = capture(state, describer)
+    return copy_captured(captured, take_for(arena, captured), threads=2)
+
+
 def overwrite(value: Any) -> None:
     """Changes all memory of all tensors and arrays."""
     if isinstance(value, torch.Tensor):
@@ -95,10 +100,9 @@ def test_conjugate_negative_and_expanded_views(arena: Arena) -> None:
     state = {"conj": z.clone().conj(), "neg": z.clone().conj().imag, "expanded": torch.arange(3.0).view(3, 1).expand(3, 4)}
     assert state["conj"].is_conj()
     assert state["neg"].is_neg()
-    captured = capture(state)
-    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    found = copied(arena, state)
     overwrite(state)
-    back = restore(FakeContent(copied))
+    back = restore(FakeContent(found))
     assert back["conj"].tolist() == [1 - 2j, 3 + 4j]
     assert back["neg"].tolist() == [-2.0, 4.0]
     assert back["expanded"].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
@@ -109,10 +113,9 @@ def test_shared_memory_stays_shared(arena: Arena) -> None:
     array = np.arange(50)
     state = {"all": base, "tail": base[50:], "rows": grid[1:4], "more": grid[3:], "cols": grid.t()[2:4], "a": array[:30], "b": array[20:]}
     expected = copy.deepcopy(state)
-    captured = capture(state)
-    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    found = copied(arena, state)
     overwrite(state)
-    back = restore(FakeContent(copied))
+    back = restore(FakeContent(found))
     assert_same(back, expected)
     back["rows"][2] = 7
     assert back["more"][0].tolist() == [7] * 10
@@ -123,10 +126,9 @@ def test_shards_of_tensors_that_are_spread(arena: Arena) -> None:
     boxes = Boxes([Box(local, (9, 4), offsets) for local, offsets in ((grid[:2], (0, 0)), (strided, (2, 0)), (grid[:0], (9, 0)))])
     state = {"boxes": boxes, "flat": FlatShard(flat, (10, 10), 20), "none": Box(torch.empty(0, dtype=torch.int8), (9,), (0,))}
     expected = [[bits(grid[:2]), bits(strided)], [bits(flat)], []]
-    captured = capture(state, SpreadDescriber({0: 0}, 0))
-    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    found = copied(arena, state, SpreadDescriber({0: 0}, 0))
     overwrite([grid, flat, strided])
-    for source, runs in zip(copied.sources, expected, strict=True):
+    for source, runs in zip(found.sources, expected, strict=True):
         assert source.size_bytes == sum(map(len, runs))
         at = 0
         for run in runs:
@@ -190,14 +192,6 @@ def test_what_is_skipped_stays_where_it_is(arena: Arena) -> None:
     assert bytes(copied.sources[1].read(0, 4000)) == bytes(4000)
     assert bytes(copied.sources[2].read(0, 4)) == b"\xa5" * 4
     assert copied.layout is captured.layout
-
-
-def test_nothing_to_copy(arena: Arena) -> None:
-    captured = capture({"step": 3})
-    slot = take_for(arena, captured)
-    assert list(copy_captured(captured, slot, threads=2).sources) == []
-    slot.release()
-    assert arena._in_use_bytes == 0
 
 
 def test_sources_are_a_sequence(arena: Arena) -> None:
@@ -283,22 +277,19 @@ def test_small_captures_leave_large_memory_to_large_ones() -> None:
     assert len(held(take(arena, 10))) == 8 * MIB  # there is no space for more
 
 
-def test_releasing_twice_gives_back_once(arena: Arena) -> None:
+def test_a_slot_is_taken_back_once_and_freed_when_the_arena_is_closed() -> None:
+    arena = Arena(8 * MIB)
     slot = take(arena, MIB)
     slot.release()
     again = take(arena, MIB)
     slot.release()
     assert arena._in_use_bytes == 2 * MIB
-    assert held(take(arena, MIB)) is not held(again)
-
-
-def test_what_is_closed_frees_its_memory() -> None:
-    arena = Arena(8 * MIB)
-    free, used = take(arena, 2 * MIB), take(arena, 4 * MIB)
+    free = take(arena, MIB)
+    assert held(free) is not held(again)
     free.release()
     arena.close()
-    assert arena.allocated_bytes == 4 * MIB
-    used.release()
+    assert arena.allocated_bytes == 2 * MIB
+    again.release()
     assert arena.allocated_bytes == 0
     arena.close()
 
@@ -380,13 +371,12 @@ def late(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> LateCopies:
 def test_copies_from_a_device_are_waited_for_when_they_are_read(arena: Arena, late: LateCopies) -> None:
     state = [torch.arange(5), torch.arange(12.0).view(3, 4).t(), torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()]
     expected = [bits(each) for each in state]
-    captured = capture(state)
-    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    found = copied(arena, state)
     overwrite(state)
-    assert bytes(copied.sources[0].read(0, 40)) == expected[0]
+    assert bytes(found.sources[0].read(0, 40)) == expected[0]
     assert late.waits == 0
     assert len(late.left) == 2
-    for source, data in zip(copied.sources, expected, strict=True):
+    for source, data in zip(found.sources, expected, strict=True):
         assert source.size_bytes == len(data)
         assert bytes(source.read(0, len(data))) == data
 
@@ -394,11 +384,10 @@ def test_copies_from_a_device_are_waited_for_when_they_are_read(arena: Arena, la
 def test_pieces_on_a_device(arena: Arena, late: LateCopies) -> None:
     near, far, last = torch.arange(8.0).view(2, 4), torch.arange(12.0).view(3, 4).t(), torch.arange(3.0)
     boxes = [Box(near, (9, 4), (0, 0)), Box(far, (9, 4), (2, 0)), Box(last.view(1, 3), (9, 4), (6, 0))]
-    captured = capture({"x": Boxes(boxes)}, SpreadDescriber({0: 0}, 0))
-    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    found = copied(arena, {"x": Boxes(boxes)}, SpreadDescriber({0: 0}, 0))
     expected = bits(near) + bits(far) + bits(last)
     overwrite([near, far, last])
-    assert bytes(copied.sources[0].read(0, 92)) == expected
+    assert bytes(found.sources[0].read(0, 92)) == expected
     assert late.waits == 1
 
 

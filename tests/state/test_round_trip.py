@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 import tensorstore_ck.state.byte_sources as memory_module
-from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.state import capture, register_type, restore
@@ -24,14 +24,10 @@ from tests.state.samples import DTYPES, NUMPY_DTYPES, Pair, Point, states, tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (4, 3, 2, 2)], ids=str)
-def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    whole = tensor(dtype, shape)
-    assert_same(whole, round_trip(whole))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_that_is_not_contiguous(dtype: torch.dtype) -> None:
+def test_every_dtype(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (1,), (3, 5), (2, 0, 4), (4, 3, 2, 2)):
+        whole = tensor(dtype, shape)
+        assert_same(whole, round_trip(whole))
     base = tensor(dtype, (7, 6, 5))
     for view in (base.transpose(0, 2), base[::2, 1:, ::3], base[:, 2], base[3], base.permute(1, 2, 0)[1:]):
         content = FakeContent(capture({"x": view}), 7)
@@ -46,8 +42,8 @@ def test_there_are_as_many_dtypes_as_torch_2_13_has() -> None:
 
 
 def test_sources_read_any_range() -> None:
-    base = torch.arange(7 * 6 * 5, dtype=torch.int32).view(7, 6, 5)
-    for whole in (base, base.permute(2, 0, 1), base[::2, :, 1:4], base[3, 2, 1]):
+    base = torch.arange(5 * 4 * 3, dtype=torch.int32).view(5, 4, 3)
+    for whole in (base, base.permute(2, 0, 1), base[::2, :, 1:3], base[3, 2, 1]):
         (source,) = capture(whole).sources
         raw = bits(whole)
         for start in range(0, len(raw) + 1, 3):
@@ -105,12 +101,6 @@ def test_gradients_and_parameters_are_kept() -> None:
     assert back["made"].is_leaf
 
 
-def test_negative_zero_and_nan_payloads() -> None:
-    payload = struct.pack("<II", 0x80000000, 0x7FC12345)
-    whole = torch.frombuffer(bytearray(payload), dtype=torch.float32)
-    assert bits(round_trip([whole])[0]) == payload
-
-
 # --- arrays and containers --------------------------------------------------------------------------------------------
 
 
@@ -150,41 +140,19 @@ def test_containers() -> None:
         "point": Point(torch.ones(1), Point(1, 2)),
         "sets": [{1, "a", (2, 3)}, frozenset({None})],
         "torch": [torch.Size([1, 2]), torch.bfloat16, torch.quint8, torch.device("cuda:1"), torch.device("cpu")],
-        "keys": {0: 1, "0": 2, (1, ("x",)): 3, None: 4, 1.5: 5, b"k": 6, torch.float32: 7, frozenset({1}): 8, True: 9},
+        "keys": {0: 1, "0": 2, (1, ("x",)): 3, None: 4, 1.5: 5, b"k": 6, "\ud800": 1, torch.float32: 7, frozenset({1}): 8, True: 9},
         "rng": [random.getstate(), torch.get_rng_state(), np.random.default_rng(1).bit_generator.state],
     }
     assert_same(state, round_trip(state))
     assert vars(round_trip(attributes)) == {"_metadata": OrderedDict({"": {"version": 1}})}
 
 
-def test_keys_that_are_no_unicode() -> None:
-    assert_same({"\ud800": 1, "é": torch.ones(1)}, round_trip({"\ud800": 1, "é": torch.ones(1)}))
-
-
-def test_model_and_optimizer() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 3, 5])
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    back = round_trip(state)
-    assert_same(state, back)
-    model.load_state_dict(back["model"])
-    optimizer.load_state_dict(back["optimizer"])
-    schedule.load_state_dict(back["schedule"])
-
-
 @given(states)
-def test_any_state(state: Any) -> None:
-    assert_same(state, round_trip(state))
-
-
-@given(states)
-def test_capture_is_deterministic(state: Any) -> None:
+def test_any_state_comes_back_and_capture_is_deterministic(state: Any) -> None:
     one, other = capture(state), capture(state)
     assert one.layout.encode() == other.layout.encode()
     assert pack_body(list(one.values)) == pack_body(list(other.values))
+    assert_same(state, restore(FakeContent(one)))
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -243,8 +211,6 @@ def test_registered_types() -> None:
 
 
 def test_a_name_cannot_stand_for_two_types() -> None:
-    from tensorstore_ck.errors import InvalidOptionError
-
     class Other:
         pass
 
@@ -257,8 +223,6 @@ def test_a_name_cannot_stand_for_two_types() -> None:
 
 @pytest.mark.parametrize("cls", [int, str, dict, torch.Tensor])
 def test_a_type_that_is_stored_as_it_is_is_not_registered(cls: type[object]) -> None:
-    from tensorstore_ck.errors import InvalidOptionError
-
     with pytest.raises(InvalidOptionError, match=f"a {cls.__name__} is stored as it is"):
         register_type(cls, "tests.Plain", repr, lambda _: cls())
 

@@ -1,12 +1,9 @@
 """What is read off DTensors, ShardedTensors and flat shards: which local memory holds which box of the whole."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +25,7 @@ from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, group_ranks
-from tests.effort import PATIENCE_SECONDS
-from tests.session.group.pool import rank_process
+from tests.group_of_one import group_of_one
 
 
 @contextmanager
@@ -76,16 +72,6 @@ def test_dtensors_on_every_rank_of_a_2d_mesh() -> None:
                 assert found is not None
                 assert (found.shape, found.dtype, found.mesh) == (shape, torch.float32, Mesh((2, 2), (0, 1, 2, 3)))
                 check_pieces(found, tensor._local_tensor)
-
-
-def test_a_local_tensor_of_several_boxes() -> None:
-    with world(0, 4):
-        mesh = init_device_mesh("cpu", (2, 2))
-        tensor = distribute_tensor(whole(16, 3), mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None)
-        found = described(torch.nn.Parameter(tensor))
-    assert found.placements == (Shard(0, 2), None)
-    assert [piece.box for piece in found.pieces] == [BoxBounds((0, 0), (4, 3)), BoxBounds((8, 0), (4, 3))]
-    check_pieces(found, tensor._local_tensor)
 
 
 def test_negative_dims_and_a_split_factor_of_one_are_plain() -> None:
@@ -194,17 +180,6 @@ def sharded(*shards: tuple[torch.Tensor, list[int]], size: tuple[int, ...]) -> A
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
 
 
-def test_sharded_tensor() -> None:
-    full = whole(6, 4)
-    with world(0, 1):
-        found = described(sharded((full[:4], [0, 0]), (full[4:], [4, 0]), size=(6, 4)))
-        assert (found.shape, found.dtype, found.mesh, found.placements) == ((6, 4), torch.float32, None, ())
-        assert [piece.box for piece in found.pieces] == [BoxBounds((0, 0), (4, 4)), BoxBounds((4, 0), (2, 4))]
-        check_pieces(found, full)
-        with_empty = described(sharded((full, [0, 0]), (full[6:], [6, 0]), size=(6, 4)))
-        assert [piece.box for piece in with_empty.pieces] == [BoxBounds((0, 0), (6, 4))]
-
-
 def test_sharded_tensor_whose_metadata_does_not_fit_is_refused() -> None:
     with world(0, 1):
         tensor = sharded((whole(6, 4), [0, 0]), size=(6, 4))
@@ -221,8 +196,7 @@ def test_flat_shard() -> None:
     local = whole(2, 3)
     shard = FlatShard(local, torch.Size((4, 5)), 14)
     assert shard.local is local
-    assert (shard.shape, shard.start) == ((4, 5), 14)
-    assert type(shard.shape) is tuple
+    assert (type(shard.shape), shard.shape, shard.start) == (tuple, (4, 5), 14)
     FlatShard(torch.nn.Parameter(torch.ones(0)), (0,), 0)
     FlatShard(torch.ones(1), (), 0)
 
@@ -244,11 +218,6 @@ def test_flat_shard() -> None:
 def test_flat_shards_that_cannot_be(make: Callable[[], FlatShard], match: str) -> None:
     with pytest.raises(InvalidOptionError, match=match):
         make()
-
-
-def test_importing_loads_nothing_of_dtensor() -> None:
-    code = "import sys, tensorstore_ck.state.sharded_tensors; assert 'torch.distributed.tensor' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def fully_sharded(mesh: DeviceMesh, rows: int) -> DTensor:
@@ -279,39 +248,10 @@ def test_fsdp2_over_tp() -> None:
         assert all("which gives this rank" in refusal for refusal in refusals)
 
 
-@pytest.mark.slow
-def test_four_real_processes(tmp_path: Path) -> None:
-    ranks = [rank_process(one_real_process, rank, str(tmp_path / "store"), daemon=True) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(PATIENCE_SECONDS)
-    assert [process.exitcode for process in ranks] == [0, 0, 0, 0]
-
-
-def one_real_process(rank: int, store: str) -> None:
-    """Rank `rank` of four, which talk to each other."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for shape in ((16, 3), (7, 5), (1, 2)):
-        for placements in product(PLACEMENTS, repeat=2):
-            # Unevenly, torch scatters no _StridedShard (an AssertionError), so each rank splits for itself.
-            alone = any(isinstance(placement, _StridedShard) for placement in placements) and shape != (16, 3)
-            tensor = distribute_tensor(
-                whole(*shape) if alone or rank == 0 else torch.zeros(shape), mesh, placements, src_data_rank=None if alone else 0
-            )
-            check_pieces(described(tensor), tensor.to_local())
-    for rows in (8, 7):
-        weight = fully_sharded(mesh, rows)
-        found = described(weight)
-        assert found.placements == (Shard(0, 2), Shard(0))
-        check_pieces(found, weight.to_local())
-        assert torch.equal(weight.full_tensor(), whole(rows, 3))
-    tensor = distribute_tensor(whole(8, 2), mesh, [TorchShard(0), Replicate()], src_data_rank=None)
-    pending = tensor.redistribute(placements=[Replicate(), Replicate()], async_op=True)
-    assert type(pending._local_tensor) is AsyncCollectiveTensor
-    ((box, piece),) = described(pending).pieces
-    assert box == BoxBounds((0, 0), (8, 2))
-    assert type(piece) is torch.Tensor
-    assert torch.equal(piece, whole(8, 2))
-    dist.destroy_process_group()
+def test_a_tensor_that_is_still_on_its_way_is_waited_for() -> None:
+    with group_of_one():
+        tensor = distribute_tensor(whole(8, 2), DeviceMesh("cpu", [0]), [TorchShard(0)])
+        tensor._local_tensor = AsyncCollectiveTensor(tensor._local_tensor)
+        found = described(tensor)
+        check_pieces(found, tensor._local_tensor.elem)
+        assert type(found.pieces[0].tensor) is torch.Tensor

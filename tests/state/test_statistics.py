@@ -124,6 +124,10 @@ def test_select(store: Store) -> None:
         store.statistics("a", ["model.*", "nope"])
     with pytest.raises(InvalidOptionError, match="bins"):
         store.statistics("a", bins=-1)
+    store.put_snapshot({"model": {"a": torch.zeros(2), "new": torch.ones(2)}, "optim": torch.zeros(1)}, ref="a")
+    assert [each.name for each in store.change_statistics("a~1", "a", ["model.*"])] == ["model.a", "model.new", "model.b"]
+    with pytest.raises(MismatchError, match="'nope'"):
+        store.change_statistics("a~1", "a", ["model.a", "nope"])
 
 
 def test_pieces_are_bounded_and_nothing_is_read_twice(store: Store, backend: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +208,3 @@ def test_changes_of_the_same_nan_and_of_views(store: Store) -> None:
     assert set(found) == {"w", "turned", "tied"}
     for each in found.values():
         assert (each.max_change, each.relative_change, each.nan) == pytest.approx((3, 3 / math.sqrt(14), 1))
-
-
-def test_changes_that_are_selected(store: Store) -> None:
-    store.put_snapshot({"a": torch.ones(2), "old": torch.ones(2)}, ref="a")
-    store.put_snapshot({"a": torch.zeros(2), "new": torch.ones(2)}, ref="a")
-    assert [each.name for each in store.change_statistics("a~1", "a", ["old", "new"])] == ["new", "old"]
-    with pytest.raises(MismatchError, match="'nope'"):
-        store.change_statistics("a~1", "a", ["a", "nope"])

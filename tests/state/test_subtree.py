@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
@@ -14,6 +14,7 @@ from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.tree import expand, leaves, parse
 from tensorstore_ck.state import restore
 from tensorstore_ck.state.opaque_item import capture_value
+from tests.effort import effort
 from tests.state.fake import FakeContent, assert_same
 from tests.state.samples import states
 
@@ -28,6 +29,7 @@ def read_back(value: object) -> FakeContent:
     return content
 
 
+@settings(max_examples=effort(40, 200))
 @given(states)
 def test_any_value_comes_back(value: object) -> None:
     assert_same({"before": 1, "item": value, "after": 2}, restore(read_back(value)))

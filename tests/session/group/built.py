@@ -6,10 +6,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from click.testing import CliRunner
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.cli import main
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
@@ -17,6 +21,7 @@ from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
+from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.fsck.findings import FsckReport
 from tests.gc.stores import open_store
@@ -24,6 +29,7 @@ from tests.session.group.states import BytesSource, Spreading, captured, cut, sh
 from tests.session.group.stores import put_all, rank_state, read_tensor
 
 RANKS = 4
+EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0, compact_below=0.9)
 MESHES = (Mesh((2, 2), (0, 1, 2, 3)), Mesh((4,), (0, 1, 2, 3)))
 
 
@@ -63,6 +69,11 @@ def copy(found: dict[str, bytes]) -> MemoryBackend:
     for name, data in found.items():
         backend.put(name, data)
     return backend
+
+
+def without(lost: str, found: dict[str, bytes] = OBJECTS) -> MemoryBackend:
+    """The store without one object."""
+    return copy({name: data for name, data in found.items() if name != lost})
 
 
 def failing(backend: Backend, info: SnapshotInfo, *, ranks: int = RANKS) -> Iterator[str]:
@@ -114,6 +125,21 @@ def assert_whole(backend: Backend, infos: list[SnapshotInfo] = INFOS) -> None:
 
 def without_log(found: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if not name.startswith(("log", "checkpoint"))}
+
+
+def on_disk(folder: Path) -> Callable[..., str]:
+    """Writes the store to ``ck`` in a folder; the program on it, or on another `store` in the folder."""
+    for name, data in OBJECTS.items():
+        (folder / "ck" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "ck" / name).write_bytes(data)
+
+    def tsck(*args: str, store: str | None = "ck", code: int = 0) -> str:
+        own = [] if store is None else ["-s", str(folder / store)]
+        result = CliRunner().invoke(main, [*args, *own, "--cache-dir", str(folder / "cache")], catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result.stdout
+
+    return tsck
 
 
 class Counting:

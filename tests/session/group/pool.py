@@ -29,6 +29,9 @@ from tensorstore_ck.format.store_config import CONFIG_NAME, new_config
 from tests.effort import PATIENCE_SECONDS
 from tests.session.group.boxed import boxes_of
 
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+"""torch's stores ask a name server for the name of each client, ::ffff:127.0.0.1: a lost answer would cost 5 s. Children inherit it."""
+
 RANKS: Final = 8
 SIZES: Final = (1, 2, 3, 4, 8)
 TIMEOUT_SECONDS: Final = PATIENCE_SECONDS / 2

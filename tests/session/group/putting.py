@@ -100,9 +100,7 @@ class SteppedFaults(Faults):
 class PutRank:
     """A rank, and how its saves ended."""
 
-    def __init__(
-        self, simulation: Simulation, backend: Backend, rank: int, ranks: int, puts: Sequence[Put], *, faulty: int, timeout: float
-    ) -> None:
+    def __init__(self, simulation: Simulation, backend: Backend, rank: int, ranks: int, puts: Sequence[Put], *, faulty: int) -> None:
         self.puts = list(puts)
         self.endings: list[Ending] = []
         self.faults = SteppedFaults()
@@ -113,7 +111,6 @@ class PutRank:
         self._ranks = ranks
         self._backend = backend
         self._faulty = faulty
-        self._timeout = timeout
         self._simulation = simulation
         self.engine: Engine
         self.actor = simulation.spawn(self._run, rank)
@@ -144,7 +141,7 @@ class PutRank:
                     lambda put=put, request=request: PreparedPut(request, put.take_apart()),  # type: ignore[misc]
                     ref=put.ref,
                     memory=memory,
-                    timeout=self._timeout,
+                    timeout=TIMEOUT,
                 )
                 root = info.root
             except DiedError:
@@ -191,7 +188,6 @@ def putting_ranks(
     steps: Iterable[int],
     *,
     faulty: int = 0,
-    timeout: float = TIMEOUT,
     only: Collection[int] | None = None,
     **options: Any,
 ) -> list[PutRank]:
@@ -205,7 +201,6 @@ def putting_ranks(
             ranks,
             [Put(step, lambda tell=tell, rank=rank: tell(rank)) for step, tell in tellers.items()],  # type: ignore[misc]
             faulty=faulty,
-            timeout=timeout,
         )
         for rank in (range(ranks) if only is None else sorted(only))
     ]

@@ -1,4 +1,4 @@
-"""Ranks as threads of which one runs at a time, on a clock that jumps: any run is exact, and takes no real time.
+"""Ranks as greenlets, of which one runs at a time, on a clock that jumps: any run is exact, and takes no real time.
 
 Every call of a rank to the channel or the log costs it two steps, before and after the effect. At any step it can die (it has no
 effect from there on), stall (it is suspended, and goes on after all others have ended), be slow for as long, or get an error.
@@ -7,9 +7,10 @@ effect from there on), stall (it is suspended, and goes on after all others have
 import heapq
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
+
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from tensorstore_ck.common.ids import Ulid, new_ulid
 from tensorstore_ck.errors import InputError, SnapshotAbortedError
@@ -19,8 +20,9 @@ from tensorstore_ck.session.group import Group, KeyValue, Participant, Round, mi
 T = TypeVar("T")
 
 STALL: Final = 10_000.0
-TIMEOUT: Final = 100.0
-GRACE: Final = 10.0
+TIMEOUT: Final = 10.0
+GRACE: Final = 1.0
+"""Small: each poll of each rank until then is a change of greenlets."""
 
 
 class DiedError(BaseException):
@@ -99,8 +101,7 @@ class Simulation:
         self._events: list[tuple[float, float, int, Actor | Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._going_on = 0
-        self._over = threading.Lock()
-        self._errors: list[BaseException] = []
+        self.main = getcurrent()
 
     def at(self, when: float, event: "Actor | Callable[[], None]") -> None:
         """Gives an actor the turn at that time, or calls a function; what is due at the same time comes in random order."""
@@ -117,62 +118,42 @@ class Simulation:
         again()
 
     def spawn(self, body: Callable[["Actor"], None], rank: int) -> "Actor":
-        actor = Actor(self, rank)
+        """An actor that begins when the simulation runs."""
 
-        def run() -> None:
-            actor.turn.acquire()
+        def live() -> None:
             try:
                 body(actor)
             except DiedError:
                 pass
-            except BaseException as exc:  # noqa: BLE001 - `run` raises it
-                self._errors.append(exc)
-            self._going_on -= 1
-            self.next_turn()
+            finally:
+                self._going_on -= 1
 
+        actor = Actor(self, rank, live)
         self._going_on += 1
-        threading.Thread(target=run, daemon=True).start()
         self.at(self.now, actor)
         return actor
 
     def run(self) -> None:
-        """Runs until nothing is left to happen."""
-        self._over.acquire()
-        self.next_turn()
-        self._over.acquire()
-        self._over.release()
-        if self._errors:
-            raise self._errors[0]
-
-    def take_turn(self, actor: "Actor", seconds: float) -> None:
-        """Lets all others go first that are due before."""
-        self.at(self.now + seconds, actor)
-        self.next_turn()
-        actor.turn.acquire()
-
-    def next_turn(self) -> None:
-        """On the thread whose turn ends: wakes the next one, which may be itself."""
+        """Runs until nothing is left to happen. An actor's error ends it."""
+        self.main = getcurrent()
         while self._events:
             when, _, _, event = heapq.heappop(self._events)
             self.now = max(self.now, when)
-            if isinstance(event, Actor) and event.suspended_until > self.now:
+            if not isinstance(event, Actor):
+                event()
+            elif event.suspended_until > self.now:
                 self.at(event.suspended_until, event)
-                continue
-            if isinstance(event, Actor):
-                event.turn.release()
-                return
-            event()
-        self._over.release()
+            else:
+                event.greenlet.switch()
 
 
 class Actor:
     """One rank's way to the world; a `Runner`."""
 
-    def __init__(self, simulation: Simulation, rank: int) -> None:
+    def __init__(self, simulation: Simulation, rank: int, live: Callable[[], None]) -> None:
         self.simulation = simulation
         self.rank = rank
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.greenlet = greenlet(live)
         self.steps = 0
         self.calls = 0
         """To the store."""
@@ -185,7 +166,7 @@ class Actor:
         """When the fault befell it, and how often it had said before that it lives."""
 
     def beat(self, name: str, seconds: float) -> None:
-        """Says that it lives, as `Heart` does."""
+        """Says that it lives, as `Heartbeat` does."""
 
         def raise_counter() -> None:
             if not self.dead and self.suspended_until <= self.simulation.now:
@@ -206,7 +187,9 @@ class Actor:
         return self.simulation.now
 
     def sleep(self, seconds: float) -> None:
-        self.simulation.take_turn(self, seconds)
+        """Lets all others go first that are due before."""
+        self.simulation.at(self.simulation.now + seconds, self)
+        self.simulation.main.switch()
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
         """A call to the store."""
@@ -249,7 +232,7 @@ class Actor:
         if fault == "stall":
             self.suspended_until = self.simulation.now + self.simulation.stall
         if fault in ("stall", "slow") or delay:
-            self.simulation.take_turn(self, self.simulation.stall if fault in ("stall", "slow") else delay)
+            self.sleep(self.simulation.stall if fault in ("stall", "slow") else delay)
 
 
 class Ending(NamedTuple):

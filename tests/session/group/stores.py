@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
+from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS
@@ -36,39 +37,40 @@ def put_all(
     step: int = 1,
 ) -> SnapshotInfo:
     """Saves what each rank captured, each by a host of its own."""
-    pairs: Any = dist.HashStore()  # type: ignore[attr-defined]
-    lock = threading.Lock()
-    done: dict[int, SnapshotInfo | BaseException] = {}
+    return Hosts(backend, ranks).put(shared, own, ref=ref, step=step)
 
-    def run(action: Callable[[KeyValue], T], seconds: float) -> T:
-        with lock:
-            return action(pairs)
 
-    def put(rank: int) -> None:
-        try:
-            store = open_store(backend, table=MemoryTable())
-            store.engine.log.sync()
-            head = store.engine.log.view().branch(ref)
-            group = Group(run, rank=rank, ranks=ranks, scope="test")
+class Hosts:
+    """Ranks that save together again and again, each on a host of its own."""
+
+    def __init__(self, backend: Backend, ranks: int) -> None:
+        self._pairs: Any = dist.HashStore()  # type: ignore[attr-defined]
+        self._lock = threading.Lock()
+        self.stores = [open_store(backend) for _ in range(ranks)]
+        self._groups = [Group(self._run, rank=rank, ranks=ranks, scope="test") for rank in range(ranks)]
+        self._memory: list[Memory] = [{} for _ in range(ranks)]
+
+    def _run(self, action: Callable[[KeyValue], T], seconds: float) -> T:
+        with self._lock:
+            return action(self._pairs)
+
+    def put(
+        self, shared: Callable[[int], CapturedState], own: Callable[[int], CapturedState] | None = None, *, ref: str = "job", step: int = 1
+    ) -> SnapshotInfo:
+        """Saves what each rank captured, in a thread for each."""
+
+        def put(rank: int) -> SnapshotInfo:
+            engine = self.stores[rank].engine
+            engine.log.sync()
+            head = engine.log.view().branch(ref)
             request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
-            states = RankStates(shared(rank), own(rank) if own is not None else None)
-            done[rank] = put_ranks(
-                store.engine, group, lambda: PreparedPut(request, states), ref=request.ref, timeout=PATIENCE_SECONDS, memory={}
-            )
-        except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
-            done[rank] = exc
+            prepared = PreparedPut(request, RankStates(shared(rank), own(rank) if own is not None else None))
+            return put_ranks(engine, self._groups[rank], lambda: prepared, ref=ref, timeout=PATIENCE_SECONDS, memory=self._memory[rank])
 
-    threads = [threading.Thread(target=put, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for outcome in done.values():
-        if isinstance(outcome, BaseException):
-            raise outcome
-    infos = [outcome for outcome in done.values() if isinstance(outcome, SnapshotInfo)]
-    assert len({info.ulid for info in infos}) == 1
-    return infos[0]
+        with ThreadPoolExecutor(len(self.stores)) as pool:
+            infos = list(pool.map(put, range(len(self.stores))))
+        assert len({info.ulid for info in infos}) == 1
+        return infos[0]
 
 
 def rank_state(rank: int, step: int = 1) -> CapturedState:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torch_shape_and_offset
 from torch.distributed.tensor.placement_types import Replicate
@@ -29,6 +29,7 @@ from tensorstore_ck.format.block_assignment import (
 )
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, Sharding, Spread, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
+from tests.effort import effort
 
 MIB = 1 << 20
 
@@ -125,6 +126,7 @@ def test_every_element_is_written_once(found: Spreadings, target_bytes: int, run
         assert sorted(begun) == np.cumsum([0, *lengths]).tolist()[:-1]
 
 
+@settings(max_examples=effort(40, 200))
 @given(spreadings())
 def test_each_rank_holds_what_all_know_of_it(found: Spreadings) -> None:
     for tensor in range(len(found.layout.tensors)):
@@ -142,6 +144,7 @@ def test_each_rank_holds_what_all_know_of_it(found: Spreadings) -> None:
             assert own == {region for region in every if rank in region.replicas}
 
 
+@settings(max_examples=effort(40, 200))
 @given(spreadings())
 def test_regions_of_a_mesh_are_those_of_torch(found: Spreadings) -> None:
     """As long as a rank holds one box; what it holds in several has no offset in torch. See `tests/format/test_sharding.py`."""
@@ -160,8 +163,7 @@ def test_regions_of_a_mesh_are_those_of_torch(found: Spreadings) -> None:
             assert own == ([] if 0 in shape else [BoxBounds(tuple(offset), tuple(shape))])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("per_rank_mib", [160, 1000])
+@pytest.mark.parametrize(("ranks", "per_rank_mib"), [(2, 1000), (3, 160), (8, 160)])
 def test_replicas_write_about_the_same(ranks: int, per_rank_mib: int) -> None:
     """A model of many tensors that all ranks hold: within 10 %, and nobody less than one long run of it."""
     rng = np.random.default_rng(ranks)
@@ -190,6 +192,7 @@ def test_small_replicated_states_are_written_by_one_rank() -> None:
     assert [sum(sum(lengths) for _, _, lengths in written(patched, rank, 4 * MIB)) // MIB for rank in (3, 5, 9)] == [72, 68, 0]
 
 
+@settings(max_examples=effort(40, 200))
 @given(spreadings())
 def test_regions_come_back_as_given(found: Spreadings) -> None:
     for rank in found.alike:

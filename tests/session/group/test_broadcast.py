@@ -69,11 +69,13 @@ def restore(folder: str, sharded: bool) -> tuple[int, list[str]]:
     return sum(read), wrong
 
 
-@pytest.fixture
-def folder(tmp_path: Path, pool: Pool) -> Path:
-    make_store(tmp_path, 1 << 16)
-    assert len(set(pool.run(put, str(tmp_path), ranks=RANKS))) == 1
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(pool_of_all_tests: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broadcast")
+    make_store(folder, 1 << 16)
+    pool_of_all_tests.resume()
+    assert len(set(pool_of_all_tests.run(put, str(folder), ranks=RANKS))) == 1
+    return folder
 
 
 def test_each_tensor_is_read_once(pool: Pool, folder: Path) -> None:

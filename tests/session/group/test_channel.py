@@ -20,18 +20,16 @@ from tests.session.group.clock import Clock
 from tests.session.group.simulation import FakeStore
 
 T = TypeVar("T")
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=PATIENCE_SECONDS)
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
 
 
-@pytest.fixture(params=["fake", "hash", "file", "tcp", "tcp without libuv"])
+@pytest.fixture(params=["fake", "file", "tcp", "tcp without libuv"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     match request.param:
         case "fake":
             return FakeStore()
-        case "hash":
-            made = dist.HashStore()
         case "file":
             made = dist.FileStore(str(tmp_path / "store"), 1)
         case kind:
@@ -89,8 +87,8 @@ def test_waiting_ends_when_the_record_comes_and_at_the_deadline(store: Any, cloc
 
 def test_all_are_collected_whenever_they_come(store: Any, clock: Clock) -> None:
     channel = channel_of(store, clock)
-    keys = [f"proposal/{rank}" for rank in range(2 * BATCH + 10)]
-    rest = keys[::3]
+    keys = [f"proposal/{rank}" for rank in range(BATCH + 10)]
+    rest = keys[::9]
 
     def more() -> None:
         if rest:
@@ -98,7 +96,7 @@ def test_all_are_collected_whenever_they_come(store: Any, clock: Clock) -> None:
 
     clock.on_sleep = more
     for number, key in enumerate(keys):
-        if number % 3:
+        if number % 9:
             channel.put(key, {"rank": number}, 1.0)
     found, alarm, _ = channel.collect(dict.fromkeys(keys, 1), 10_000.0, alarm="failed")
     assert list(found) == keys
@@ -106,7 +104,7 @@ def test_all_are_collected_whenever_they_come(store: Any, clock: Clock) -> None:
     assert alarm is None
 
 
-@pytest.mark.parametrize("missing", [[0], [300], [0, 1, 255, 256, 521], list(range(522))])
+@pytest.mark.parametrize("missing", [[0, 1, 255, 256, 521], list(range(522))])
 def test_at_the_deadline_what_is_there_is_collected(store: Any, clock: Clock, missing: list[int]) -> None:
     channel = channel_of(store, clock)
     keys = [f"proposal/{rank}" for rank in range(522)]
@@ -196,16 +194,9 @@ def test_a_store_that_hangs_does_not_hang_the_caller() -> None:
     with pytest.raises(TimeoutError):
         run(lambda store: store.set("late", b""), 0.01)
     hanging.let_go.set()
-    assert run(lambda store: store.check(["a"]), 20.0) is False
+    assert run(lambda store: store.check(["a"]), PATIENCE_SECONDS) is False
     assert "late" not in hanging.values  # nobody waited for it any more
     assert hanging.clones == 1
-
-
-def test_errors_of_the_store_reach_the_caller_and_the_thread_goes_on() -> None:
-    run = StoreThread(dist.HashStore())
-    with pytest.raises(ZeroDivisionError):
-        run(lambda store: 1 // 0, 20.0)
-    assert run(lambda store: store.check(["a"]), 20.0) is False
 
 
 class BreakingStore(FakeStore):
@@ -244,12 +235,12 @@ def test_a_connection_that_broke_is_made_again_when_the_next_attempt_begins() ->
     assert breaking.clones == 0
     for _ in range(3):
         with pytest.raises(RuntimeError, match="reset"):
-            run(lambda store: store.check(["break"]), 20.0)
+            run(lambda store: store.check(["break"]), PATIENCE_SECONDS)
     assert breaking.clones == 1
     run.renew()
     run.renew()
     assert breaking.clones == 2
-    assert run(lambda store: store.check(["a"]), 20.0) is False
+    assert run(lambda store: store.check(["a"]), PATIENCE_SECONDS) is False
 
 
 def test_a_store_that_is_gone_aborts_the_attempt_when_it_begins() -> None:
@@ -257,19 +248,22 @@ def test_a_store_that_is_gone_aborts_the_attempt_when_it_begins() -> None:
     run = StoreThread(breaking)
     group = Group(run, rank=0, ranks=1, scope="s", renew=run.renew)
     with pytest.raises(RuntimeError, match="reset"):
-        run(lambda store: store.check(["break"]), 20.0)
+        run(lambda store: store.check(["break"]), PATIENCE_SECONDS)
     breaking.is_there = False
     with pytest.raises(SnapshotAbortedError, match="refused"):
         group.begin("the put", object_id="main", timeout=600.0)
 
 
-def test_the_thread_ends_with_its_owner() -> None:
+def test_the_thread_survives_errors_and_ends_with_its_owner() -> None:
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "tsck-group"}
 
     before = threads()
     run = StoreThread(dist.HashStore())
     (thread,) = threads() - before
+    with pytest.raises(ZeroDivisionError):
+        run(lambda store: 1 // 0, PATIENCE_SECONDS)
+    assert run(lambda store: store.check(["a"]), PATIENCE_SECONDS) is False
     del run
     gc.collect()
     thread.join(PATIENCE_SECONDS)
@@ -378,7 +372,7 @@ def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> li
     return endings
 
 
-@pytest.mark.parametrize("fails", [None, 0, 3])
+@pytest.mark.parametrize("fails", [None, 3])
 def test_groups_over_a_tcp_store(tcp: Any, fails: int | None) -> None:
     keys = []
     for _ in range(2):  # made again over the same store

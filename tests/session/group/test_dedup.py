@@ -15,11 +15,11 @@ from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 from tests.session.group.states import Spreading, captured, sharded, whole
 from tests.session.group.stores import put_all, rank_state
 
-ROWS = 1 << 23
+ROWS = 1 << 22
 """Four bytes each: borders of 2, 4 and 8 ranks fall on the grid."""
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (8, 4), (1, 4), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
 def test_other_ranks_on_other_hosts(tmp_path: Path, before: int, after: int) -> None:
     backend, array = MemoryBackend(), whole((ROWS,))
 

@@ -1,7 +1,6 @@
 """An error of one rank is an error of the same class on all of them, by real ranks; and what is refused is reported before a save."""
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 
 SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Of its own: groups that not all ranks of a pool make would keep it from later tests."""
-    with Pool() as pool:
-        yield pool
 
 
 def whole(seed: int = 0) -> torch.Tensor:
@@ -118,9 +110,6 @@ def test_a_restore_fails_alike_on_all_ranks(pool: Pool, folder: Path, fault: str
     require_all(pool.ask(restore, str(folder), root, fault, ranks=SIZE), kind, said)
     shares = pool.run(restore, str(folder), root, ranks=SIZE)
     assert torch.equal(torch.cat(shares), whole())
-
-
-def test_what_is_not_there(pool: Pool, folder: Path) -> None:
     require_all(pool.ask(restore, str(folder), "no/such/ref", ranks=SIZE), tsck.NotFoundError, "no/such/ref")
 
 

@@ -6,11 +6,7 @@ was left behind is gc's. A rank that was stopped and goes on long after learns w
 
 import os
 import signal
-import subprocess
-import sys
-import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -23,74 +19,46 @@ import tensorstore_ck as tsck
 from tensorstore_ck.gc import GcOptions
 from tests.effort import PATIENCE_SECONDS
 from tests.servers import S3Server
-from tests.session.group.gloo_worker import GRACE_SECONDS, POINTS, RANKS, Nursery, Play, full_tensors, heard
+from tests.session.group.gloo_worker import GRACE_SECONDS, POINTS, RANKS, Play, be_agent, full_tensors, heard, live
+from tests.session.group.pool import rank_process
 
 TIMEOUT_SECONDS = 3.0
 SLACK_SECONDS = PATIENCE_SECONDS
 """For a machine that has other things to do."""
 LIFE_SECONDS = 2 * PATIENCE_SECONDS
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
-OF_RANK_0 = {
-    "before go",
-    "after go",
-    "before commit",
-    "before the record",
-    "after the record",
-    "before the log entry",
-    "after the log entry",
-}
-OF_RANK_0 |= {"before outcome", "after outcome"}
-PUBLISHED = {"after the log entry", "before outcome", "after outcome"}
+OF_RANK_0 = {"before go", "before commit", "after the record", "after the log entry", "before outcome"}
+PUBLISHED = {"after the log entry", "before outcome"}
 """Where rank 0 has published: all others say so."""
-OF_OTHERS = {"before proposal", "after proposal", "before result", "after result"}
+OF_OTHERS = {"after proposal", "after result"}
 VICTIM = 3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIFE_SECONDS)]
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.timeout(3 * LIFE_SECONDS)]
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), *sys.path])),
-        "RES_OPTIONS": "timeout:1 attempts:1",  # torch's store asks for the name of every client, and here nobody may answer
-    }
-    command = [sys.executable, "-m", "tests.session.group.gloo_worker"]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Nursery(process.stdin, process.stdout)
-        finally:
-            process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0
-
-
-def perform(nursery: Nursery, play: Play) -> None:
+def perform(play: Play) -> None:
     """Until all ranks have ended; a stopped one goes on when all others have ended."""
     Path(play.folder).mkdir()
     tsck.open(play.url, create=True, storage_options=play.storage_options, cache_dir=f"{play.folder}/cache").close()
-    *ranks, agent = nursery.play(play)
+    agent = rank_process(be_agent, play.folder)
+    ranks = [rank_process(live, play, rank) for rank in range(RANKS)]
     try:
+        for process in (agent, *ranks):
+            process.start()
         victim = ranks[play.victim]
-        codes = wait(nursery, [pid for pid in ranks if pid != victim])
-        assert set(codes) == {0}, errors(play)
+        for process in ranks:
+            if process is not victim:
+                process.join(LIFE_SECONDS)
+                assert process.exitcode == 0, errors(play)
         if play.signal == signal.SIGSTOP:
-            os.kill(victim, signal.SIGCONT)
-        (code,) = wait(nursery, [victim])
-        assert code == (-signal.SIGKILL if play.signal == signal.SIGKILL else 0), errors(play)
+            os.kill(victim.pid or 0, signal.SIGCONT)
+        victim.join(LIFE_SECONDS)
+        assert victim.exitcode == (-signal.SIGKILL if play.signal == signal.SIGKILL else 0), errors(play)
         assert heard(play.folder, "struck"), "nothing happened to it"
     finally:
-        os.kill(agent, signal.SIGKILL)
-        wait(nursery, [agent])
-
-
-def wait(nursery: Nursery, pids: list[int]) -> list[int]:
-    codes: dict[int, int | None] = dict.fromkeys(pids)
-    deadline = time.monotonic() + LIFE_SECONDS
-    while None in codes.values():
-        assert time.monotonic() < deadline, "a rank hangs"
-        time.sleep(0.02)
-        codes |= {pid: nursery.exit_code(pid) for pid, code in codes.items() if code is None}
-    return [code for code in codes.values() if code is not None]
+        for process in (agent, *ranks):
+            if process.pid:
+                process.kill()
 
 
 def errors(play: Play) -> str:
@@ -142,9 +110,9 @@ def require_sound(play: Play, *, published: bool) -> None:
         assert report.ok, report.findings
 
 
-def require(nursery: Nursery, play: Play) -> None:
+def require(play: Play) -> None:
     """Plays it, and looks at what came of it."""
-    perform(nursery, play)
+    perform(play)
     published = require_one_outcome(play)
     if play.point in PUBLISHED or (play.point == "after result" and not play.url.startswith("s3:")):
         assert published
@@ -155,10 +123,10 @@ def require(nursery: Nursery, play: Play) -> None:
     require_sound(play, published=published)
 
 
-def together(nursery: Nursery, plays: list[Play]) -> None:
+def together(plays: list[Play]) -> None:
     """All at the same time, since ranks that wait for a deadline leave the processors to others."""
     with ThreadPoolExecutor(len(plays)) as pool:
-        for performed in [pool.submit(require, nursery, play) for play in plays]:
+        for performed in [pool.submit(require, play) for play in plays]:
             performed.result()
 
 
@@ -175,9 +143,8 @@ def variants(point: str) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_local_files(nursery: Nursery, tmp_path: Path, point: str) -> None:
+def test_local_files(tmp_path: Path, point: str) -> None:
     together(
-        nursery,
         [
             Play(point, victim, strike, server, f"{tmp_path}/store-{n}", {}, f"{tmp_path}/play-{n}", TIMEOUT_SECONDS)
             for n, (victim, strike, server) in enumerate(variants(point))
@@ -185,20 +152,20 @@ def test_local_files(nursery: Nursery, tmp_path: Path, point: str) -> None:
     )
 
 
-def test_a_rank_that_is_gone_before_its_save_is_noticed_long_before_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_before_its_save_is_noticed_long_before_the_deadline(tmp_path: Path) -> None:
     """Nothing but its silence can end the second save within the test's time."""
     plays = [
         Play("before its put", victim, strike, "agent", f"{tmp_path}/store-{n}", {}, f"{tmp_path}/play-{n}", 600.0, 6.0)
         for n, (victim, strike) in enumerate(product((0, VICTIM), (signal.SIGKILL, signal.SIGSTOP)))
     ]
-    together(nursery, plays)
+    together(plays)
     for play in plays:
         for rank, ending in said(play, 2).items():
             assert f"rank {play.victim} has not been heard of for" in ending["message"] or rank == play.victim == 0
 
 
 @pytest.mark.s3
-def test_seaweedfs(nursery: Nursery, seaweedfs_server: S3Server, tmp_path: Path) -> None:
+def test_seaweedfs(seaweedfs_server: S3Server, tmp_path: Path) -> None:
     scenes = [
         ("in packs", VICTIM, signal.SIGKILL),
         ("after its part", VICTIM, signal.SIGSTOP),
@@ -208,7 +175,6 @@ def test_seaweedfs(nursery: Nursery, seaweedfs_server: S3Server, tmp_path: Path)
     urls = [f"{seaweedfs_server.url}/{uuid.uuid4()}" for _ in scenes]
     options = seaweedfs_server.storage_options
     together(
-        nursery,
         [
             Play(*scene, "agent", url, options, f"{tmp_path}/play-{n}", TIMEOUT_SECONDS)
             for n, (scene, url) in enumerate(zip(scenes, urls, strict=True))

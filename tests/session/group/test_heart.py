@@ -33,11 +33,9 @@ def hearts() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "tsck-alive"}
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "tcp without libuv"])
+@pytest.mark.parametrize("kind", ["file", "tcp", "tcp without libuv"])
 def test_a_counter_rises_in_each_kind_of_store(kind: str, tmp_path: Path) -> None:
     match kind:
-        case "hash":
-            store = c10d.HashStore()
         case "file":
             store = c10d.FileStore(str(tmp_path / "store"), 1)
         case _:

@@ -1,8 +1,5 @@
 """Thousands of ranks: they agree whichever rank dies, stalls or is slow, and rank 0's work for each of them is the same for any number."""
 
-import threading
-from collections.abc import Iterator
-
 import pytest
 
 from tensorstore_ck.errors import SnapshotAbortedError
@@ -10,16 +7,9 @@ from tests.effort import effort
 from tests.session.group.simulation import Fault, Rank, Simulation, group_of, random_simulation, require_one_outcome, simulate
 
 TIMEOUT, GRACE = 0.4, 0.1
-"""Short, since every poll of every rank is a change of threads; the clock is simulated."""
+"""Short, since every poll of every rank is a change of greenlets; the clock is simulated."""
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def small_stacks() -> Iterator[None]:
-    before = threading.stack_size(256 << 10)
-    yield
-    threading.stack_size(before)
 
 
 def outcomes(group: list[Rank], attempt: int) -> set[bool]:
@@ -28,6 +18,7 @@ def outcomes(group: list[Rank], attempt: int) -> set[bool]:
     return {ending.put is not None for ending in known if ending.put is not None or isinstance(ending.error, SnapshotAbortedError)}
 
 
+@pytest.mark.race
 @pytest.mark.parametrize(("ranks", "faults", "seed"), [(1024, 0, 0), *effort([], [(1024, 1, 1)]), (4096, 4, 9)])
 def test_random_deaths_stalls_errors_delays_and_duplicates(ranks: int, faults: int, seed: int) -> None:
     simulation = random_simulation(seed, ranks, faults=faults, stall=0.3 * (1 + seed % 3), max_delay=0.005)
@@ -40,6 +31,7 @@ def test_random_deaths_stalls_errors_delays_and_duplicates(ranks: int, faults: i
     assert all(rank.endings for rank in group if rank.actor.rank not in dead)
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("step", effort([18], [14, 18, 21]))
 def test_rank_0_dies_late_and_1023_others_find_out(step: int) -> None:
     simulation = Simulation(step, faults=(Fault(0, step, "die"),), max_delay=0.002)

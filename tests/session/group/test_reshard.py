@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES
+from tests.effort import effort
 from tests.session.group.boxed import Boxed
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, make_store, opened
 
@@ -174,7 +175,7 @@ def put(folder: str, name: str, seed: int = 7) -> str:
 
 
 def restore_each(folder: str, root: str, names: list[str], seed: int = 7) -> None:
-    """Into every other way, one after the other."""
+    """Into other ways, one after the other."""
     rank = torch.distributed.get_rank()
     for name in names:
         ranks, way = WAYS[name]
@@ -194,6 +195,12 @@ def restore_each(folder: str, root: str, names: list[str], seed: int = 7) -> Non
 # --- tests --------------------------------------------------------------------------------------------------------------
 
 
+def targets(name: str) -> list[str]:
+    """Itself and four others, in turns. That any region fills any box is shown in `test_block_assignment`."""
+    names = list(WAYS)
+    return effort([names[(names.index(name) + step) % len(names)] for step in (0, 1, 4, 9, 15)], names)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_any_parallelism_to_any_other(pool: Pool, folder: Path, name: str) -> None:
     ranks, _ = WAYS[name]
@@ -206,7 +213,7 @@ def test_any_parallelism_to_any_other(pool: Pool, folder: Path, name: str) -> No
         require_same(restored, {"step": 7, "model": full})
         spoil(restored)
         require_same(store.checkout(root, into=restored), {"step": 7, "model": full})
-    pool.run(restore_each, str(folder), root, list(WAYS))
+    pool.run(restore_each, str(folder), root, targets(name))
 
 
 # --- rank states, refusals, dedup ---------------------------------------------------------------------------------------
@@ -277,7 +284,7 @@ def count_reads(is_on: bool) -> None:
 
 def large_state(way: Way, rank: int, ranks: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
-    shapes = [(1030, 300), (257, 1024), (70, 70, 70), (400_003,)]
+    shapes = [(1030, 150), (257, 512), (70, 70, 35), (200_003,)]
     tensors = {f"t{number}": torch.randn(shape, generator=generator) for number, shape in enumerate(shapes)}
     return {name: way.share(tensor, rank, ranks) for name, tensor in tensors.items()}
 
@@ -308,13 +315,7 @@ def covered(reads: list[tuple[str, int, int]]) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("fsdp 4", "3-D 2x2x2", "flat 3"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("tp 4, columns", "hsdp 2x4", "strided and replicated 2x2", "ddp 4", "sharded tensor 4")
-        ),
-    ],
+    ["3-D 2x2x2", "flat 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp 4, columns", "strided and replicated 2x2"))],
 )
 def test_what_is_needed_is_read_once(pool: Pool, tmp_path: Path, name: str) -> None:
     """By each rank hardly more than it needs when the ranks are those that save; else whole blocks, each of them by one rank of a host."""
@@ -323,7 +324,7 @@ def test_what_is_needed_is_read_once(pool: Pool, tmp_path: Path, name: str) -> N
     pool.run(count_reads, True)
     try:
         root = pool.run(put_large, str(tmp_path), name, ranks=ranks)[0]
-        for other in ("fsdp 3", "tp 3, columns", "flat 8", "2-D 2x2", name):
+        for other in ("fsdp 3", "tp 3, columns", name):
             others, _ = WAYS[other]
             answers = pool.run(restore_large, str(tmp_path), root, other, ranks=others)
             reads = [read for _, own in answers for read in own]

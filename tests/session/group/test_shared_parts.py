@@ -101,11 +101,13 @@ def checkout(folder: str, kinds: Sequence[str], spoil: str = "") -> tuple[set[st
     return set(read), len(gathered), error
 
 
-@pytest.fixture
-def folder(tmp_path: Path, pool: Pool) -> Path:
-    make_store(tmp_path, 1 << 16)
-    pool.run(put, str(tmp_path), ranks=RANKS)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(pool_of_all_tests: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    make_store(folder, 1 << 16)
+    pool_of_all_tests.resume()
+    pool_of_all_tests.run(put, str(folder), ranks=RANKS)
+    return folder
 
 
 def test_on_the_layout_of_the_save_each_rank_reads_its_own_part(pool: Pool, folder: Path) -> None:
@@ -113,13 +115,10 @@ def test_on_the_layout_of_the_save_each_rank_reads_its_own_part(pool: Pool, fold
         assert (len(read) <= FEW, gathered, error) == (True, 0, "")
 
 
-def test_on_another_layout_each_part_is_gathered_from_one_rank(pool: Pool, folder: Path) -> None:
-    for read, gathered, error in pool.run(checkout, str(folder), ["zero2"] * RANKS, ranks=RANKS):
-        assert (len(read) <= FEW + 1, gathered, error) == (True, RANKS, "")
-
-
-def test_one_rank_that_needs_many_parts_gets_them_from_all(pool: Pool, folder: Path) -> None:
-    kinds = ["zero3"] * (RANKS - 1) + ["zero2"]
+@pytest.mark.parametrize(
+    "kinds", [["zero2"] * RANKS, ["zero3"] * (RANKS - 1) + ["zero2"]], ids=["all ranks need many parts", "one rank needs many parts"]
+)
+def test_on_another_layout_each_part_is_gathered_from_one_rank(pool: Pool, folder: Path, kinds: list[str]) -> None:
     for read, gathered, error in pool.run(checkout, str(folder), kinds, ranks=RANKS):
         assert (len(read) <= FEW + 1, gathered, error) == (True, RANKS, "")
 

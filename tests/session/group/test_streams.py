@@ -18,7 +18,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.copy_store import copy as copy_snapshots
 from tensorstore_ck.maintenance.fsck.repair import run_repair
 from tests.gc.stores import open_store
-from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 from tests.session.group.states import Spreading, captured, whole
 from tests.session.group.stores import put_all, rank_state
 
@@ -29,25 +29,17 @@ WHOSE: dict[str, Callable[[int, int], Any]] = {
     "several": lambda rank, ranks: range(rank, ranks, 2),
     "wrong": lambda rank, ranks: ranks + rank if rank else 0,
 }
-STORES: dict[str, tsck.Store] = {}
-"""In a rank's process."""
-
-
-def opened(folder: str) -> tsck.Store:
-    if folder not in STORES:
-        STORES[folder] = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{torch.distributed.get_rank()}")
-    return STORES[folder]
 
 
 def put(folder: str, *, with_own: bool) -> str:
     own = {"rng": torch.get_rng_state(), "rank": torch.distributed.get_rank()} if with_own else None
     ref = "own" if with_own else "shared"
     options: dict[str, Any] = {"group": GROUPS[PUT_BY], "timeout_seconds": TIMEOUT_SECONDS}
-    return opened(folder).put_snapshot({"w": torch.ones(8)}, ref=ref, step=7, rank_state=own, **options).root
+    return opened(folder, PUT_BY).put_snapshot({"w": torch.ones(8)}, ref=ref, step=7, rank_state=own, **options).root
 
 
 def own_state(folder: str, address: str, ranks: int, whose: str | None = None, rank: int | None = None) -> Any:
-    return opened(folder).rank_state(
+    return opened(folder, ranks).rank_state(
         address, rank, group=GROUPS[ranks], rank_state_map=None if whose is None else WHOSE[whose], timeout_seconds=TIMEOUT_SECONDS
     )
 
@@ -57,7 +49,7 @@ def ranks_of(found: Any) -> Any:
 
 
 def new_streams(folder: str, address: str, ranks: int) -> tsck.Streams:
-    return opened(folder).random_streams(address, group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS)
+    return opened(folder, ranks).random_streams(address, group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -162,43 +154,28 @@ def test_a_rule_of_a_newer_build_is_refused() -> None:
 # --- the record ---------------------------------------------------------------------------------------------------------
 
 
-def build(*, with_own: bool = True, ref: str = "job", backend: MemoryBackend | None = None) -> tuple[MemoryBackend, SnapshotInfo]:
-    if backend is None:
-        backend = MemoryBackend()
-        open_store(backend)
-    tensors = {"same": Spreading(whole((10, 1000)), None)}
-    return backend, put_all(backend, 2, lambda rank: captured(tensors, [], rank, 2, []), rank_state if with_own else None, ref=ref)
-
-
-def record_of(backend: MemoryBackend, info: SnapshotInfo) -> Record:
-    name = record_name(info.ulid)
-    return decode_record(backend.get(name, max_bytes=1 << 20), name)
-
-
-def test_a_snapshot_with_rank_states_names_the_rule() -> None:
-    assert record_of(*build()).streams == "blake3-v1"
-
-
-def test_one_without_is_as_it_ever_was() -> None:
-    backend, info = build(with_own=False)
-    assert record_of(backend, info).streams == ""
-    assert b"streams" not in backend.get(record_name(info.ulid), max_bytes=1 << 20)
-
-
-def test_a_record_says_any_rule() -> None:
-    record = record_of(*build())._replace(streams="blake3-v2")
-    assert decode_record(record.encode(), "record") == record
-
-
-def test_a_copy_and_a_repair_keep_the_rule() -> None:
-    backend, info = build()
-    other = MemoryBackend()
+def test_a_snapshot_with_rank_states_names_the_rule_and_a_copy_and_a_repair_keep_it() -> None:
+    backend, other = MemoryBackend(), MemoryBackend()
+    open_store(backend)
     open_store(other)
+
+    def record_of(info: SnapshotInfo) -> Record:
+        return decode_record(backend.get(record_name(info.ulid), max_bytes=1 << 20), "record")
+
+    tensors = {"same": Spreading(whole((10, 1000)), None)}
+    without = put_all(backend, 2, lambda rank: captured(tensors, [], rank, 2, []), ref="without")
+    assert record_of(without).streams == ""
+    assert b"streams" not in backend.get(record_name(without.ulid), max_bytes=1 << 20), "as it ever was"
+    info = put_all(backend, 2, lambda rank: captured(tensors, [], rank, 2, []), rank_state)
+    assert record_of(info).streams == "blake3-v1"
+    newer = record_of(info)._replace(streams="blake3-v2")
+    assert decode_record(newer.encode(), "record") == newer
     copy_snapshots(open_store(backend), open_store(other))
     (copied,) = open_store(other).log("job")
     assert open_store(other).random_streams(copied.root) == open_store(backend).random_streams(info.root.hex())
-    assert {decode_record(other.get(each.name, max_bytes=1 << 20), "copy").streams for each in other.list("snapshots/")} == {"blake3-v1"}
-    backend.delete([part_name(record_of(backend, info).parts[2])])
+    copies = [decode_record(other.get(each.name, max_bytes=1 << 20), "copy") for each in other.list("snapshots/")]
+    assert {each.streams for each in copies} == {"blake3-v1", ""}
+    backend.delete([part_name(record_of(info).parts[2])])
     assert run_repair(open_store(backend).engine, other=open_store(other).engine).ok
     assert open_store(backend).fsck(read_data=True).ok
-    assert record_of(backend, info).streams == "blake3-v1"
+    assert record_of(info).streams == "blake3-v1"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.session.group import duplicate_regions, merge_layouts
@@ -114,6 +114,14 @@ def a_view_before_its_tensor(rank: int) -> dict[str, Any]:
     return {"row": norm[10:20], "norm": norm} if rank == 0 else {"norm": norm}
 
 
+def layers_in_boxes(rank: int) -> dict[str, Any]:
+    """As Megatron's ShardedTensor has them: a stage's layers along a prepended dim, cut by tensor parallelism, and what two ranks hold."""
+    stage, half = rank // 2, rank % 2 * 150
+    boxes = [tsck.Box(EXPERT[layer, half : half + 150].clone()[None], (8, 300), (layer, half)) for layer in range(4 * stage, 4 * stage + 4)]
+    same = tsck.Box(NORM[750 * stage : 750 * stage + 750].clone(), (1500,), (750 * stage,))
+    return {"layers": tsck.Boxes(boxes), "norm": same}
+
+
 def replicated_here_whole_there(rank: int) -> dict[str, Any]:
     return spanning(rank) | {"norm": on([0, 1], NORM, Replicate()) if rank < 2 else NORM + 0}
 
@@ -123,7 +131,7 @@ STATES: dict[str, Callable[[int], dict[str, Any]]] = {
     for each in (
         norm_outside_tp, experts_of_each, experts_on_submeshes, something_on_one, in_another_order, with_grad_on_one, tied_on_one,
         stages_that_share, flat_beside_an_extra, flat_on_several, tied_flat_on_several, flat_tied_in_another_order,
-        a_view_before_its_tensor,
+        a_view_before_its_tensor, layers_in_boxes,
         replicated_here_whole_there,
     )
 }  # fmt: skip
@@ -141,6 +149,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "tied_flat_on_several": {"embed": WEIGHT, "head": WEIGHT},
     "flat_tied_in_another_order": {"embed": WEIGHT, "head": WEIGHT, "own": 1},
     "a_view_before_its_tensor": {"row": NORM[10:20], "norm": NORM},
+    "layers_in_boxes": {"layers": EXPERT, "norm": NORM},
     "replicated_here_whole_there": {"w": WEIGHT, "norm": NORM},
 }
 
@@ -164,6 +173,10 @@ def zeroed(state: Any) -> Any:
         return {key: zeroed(value) for key, value in state.items()}
     if isinstance(state, tsck.FlatShard):
         return tsck.FlatShard(torch.zeros_like(state.local), state.shape, state.start)
+    if isinstance(state, tsck.Boxes):
+        return tsck.Boxes([zeroed(box) for box in state.boxes])
+    if isinstance(state, tsck.Box):
+        return tsck.Box(torch.zeros_like(state.local), state.global_shape, state.offsets)
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else type(state)()
 
 
@@ -178,7 +191,7 @@ def require_same(found: Any, expected: Any) -> None:
     for key, value in expected.items():
         if isinstance(value, dict):
             require_same(found[key], value)
-        elif isinstance(value, torch.Tensor | tsck.FlatShard):
+        elif isinstance(value, torch.Tensor | tsck.FlatShard | tsck.Box | tsck.Boxes):
             assert all(map(torch.equal, local_of(found[key]), local_of(value))), key
         else:
             assert found[key] == value
@@ -231,10 +244,6 @@ def test_what_can_be_in_layouts_of_their_own_is(pool: Pool, folder: Path) -> Non
 # --- what cannot be right is refused before a byte is written ------------------------------------------------------------
 
 
-def another_dtype(rank: int) -> dict[str, Any]:
-    return {"w": on(ALL, WEIGHT.double() if rank == 2 else WEIGHT, Shard(0))}
-
-
 def without_it(rank: int) -> dict[str, Any]:
     return {"norm": NORM + 0} | ({} if rank == 1 else {"w": on(ALL, WEIGHT, Shard(0))})
 
@@ -249,33 +258,39 @@ def an_overlap(rank: int) -> dict[str, Any]:
     return {"w": tsck.FlatShard(WEIGHT.flatten()[start : start + 640].clone(), tuple(WEIGHT.shape), start)}
 
 
-def other_values(rank: int) -> dict[str, Any]:
-    return spanning(rank) | {"nested": {"lr": 0.5 if rank == 3 else 0.25}}
+def boxes_with_a_hole(rank: int) -> dict[str, Any]:
+    return {"w": tsck.Box(torch.ones(2, 3)[: 2 * (rank == 0)], (4, 3), (0, 0))}
+
+
+def boxes_that_overlap(rank: int) -> dict[str, Any]:
+    return {"w": tsck.Box(torch.ones(3, 3), (4, 3), (rank % 2, 0))}
 
 
 REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
-    "a dtype": (another_dtype, ["'w'", "ranks 0-1, 3: float32 [64, 40]", "rank 2: float64 [64, 40]"]),
     "a tensor that a rank of its mesh lacks": (
         without_it,
         ["'w'", "ranks 0, 2-3: split along dim 0 on the mesh of ranks 0-3; rank 1: no such tensor"],
     ),
     "a hole": (a_hole, ["'w'", "no rank holds 2200 of 2560 elements"]),
     "an overlap": (an_overlap, ["'w'", "ranks 2-3 hold some elements twice"]),
+    "a hole between boxes": (boxes_with_a_hole, ["no rank holds 6 of 12 elements of tensor 'w', of shape [4, 3]"]),
+    "an overlap of boxes": (boxes_that_overlap, ["hold some elements twice of tensor 'w'"]),
     "one path for two places": (paths_alike, ["'a.b'", "ranks 1-3"]),
-    "values": (other_values, ["'nested.lr'", "rank 0: 0.25", "rank 3: 0.5"]),
 }
 
 
 def refuse(folder: str, name: str) -> str:
     state, store = REFUSED[name][0](torch.distributed.get_rank()), opened(folder, RANKS)
-    before = {path for path in (Path(folder) / "store").rglob("*") if path.is_file() and {"packs", "parts", "snapshots"} & {*path.parts}}
+
+    def data() -> set[Path]:
+        return {path for path in (Path(folder) / "store").rglob("*") if path.is_file() and {"packs", "parts", "snapshots"} & {*path.parts}}
+
+    before = data()
     try:
         store.put_snapshot(state, ref="refused", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS)
     except tsck.StoreError as exc:
         torch.distributed.barrier(GROUPS[RANKS])
-        assert before == {
-            path for path in (Path(folder) / "store").rglob("*") if path.is_file() and {"packs", "parts", "snapshots"} & {*path.parts}
-        }
+        assert before == data()
         return str(exc)
     raise AssertionError("it was put")
 
@@ -291,8 +306,7 @@ def put_unequal(folder: str, name: str) -> str:
     state = {**STATES[name](rank), "another": "layout"}  # replicas are compared with the first save of one
     if rank == 3:
         found = state["w" if name == "flat_on_several" else "norm"]
-        local = found.local if isinstance(found, tsck.FlatShard) else found.to_local() if isinstance(found, DTensor) else found
-        local[-1] += 1
+        local_of(found)[0][-1] += 1
     return opened(folder, RANKS).put_snapshot(state, ref="unequal", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS).root
 
 
@@ -307,7 +321,7 @@ def put_what_drifts(folder: str, name: str) -> list[str]:
     rank = torch.distributed.get_rank()
     state = {**STATES[name](rank), "another": "layout, too"}
     found = state["w" if name == "flat_on_several" else "embed"]
-    local = found.local if isinstance(found, tsck.FlatShard) else found.to_local() if isinstance(found, DTensor) else found
+    (local,) = local_of(found)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(duplicate_regions, "SHARES", 1)

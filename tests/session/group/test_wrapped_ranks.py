@@ -29,7 +29,8 @@ from tests.session.group.wrappers import (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool() as pool:
+    """Of its own: `torchao` replaces what later tests may need."""
+    with Pool(RANKS) as pool:
         yield pool
 
 

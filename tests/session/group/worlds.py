@@ -1,12 +1,12 @@
 """A store and three ranks that save to it, in simulated time; and what must be true of it afterwards."""
 
-from typing import Any, Final
+from typing import Final
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_rank_state
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.gc import run_gc
+from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.fsck import run_fsck
 from tests.gc.stores import AT_ONCE, counts
 from tests.session.group.putting import (
@@ -19,6 +19,7 @@ from tests.session.group.putting import (
 )
 from tests.session.group.simulation import Fault, Simulation
 from tests.session.group.states import Spreading
+from tests.session.group.stores import read_tensor
 
 RANKS: Final = 3
 STEPS: Final = (1, 2, 3)
@@ -32,9 +33,9 @@ ROWS: Final = 4 * RANKS - 1
 class World:
     """A store, and a group of ranks that save to it."""
 
-    def __init__(self, *, faults: tuple[Fault, ...] = (), seed: int = 0, **options: Any) -> None:
+    def __init__(self, *, faults: tuple[Fault, ...] = (), seed: int = 0) -> None:
         self.backend = new_backend()
-        self.simulation = Simulation(seed, faults=faults, **options)
+        self.simulation = Simulation(seed, faults=faults)
         self.group = putting_ranks(self.simulation, self.backend, RANKS, STEPS, faulty=SECOND)
 
     def run(self, *, gone: frozenset[int] = frozenset()) -> None:
@@ -81,20 +82,22 @@ def require_restorable(engine: Engine, steps: list[int]) -> None:
     assert sorted(info.step or 0 for info in infos) == sorted(steps)
     for info in infos:
         assert info.step is not None
-        reader = SnapshotReader(engine, info)
-        for number, expected in enumerate(tensors_at(info.step).values()):
-            memory = bytearray(expected.whole.nbytes)
-            reader.read({number: BufferTarget(memoryview(memory))})
-            assert bytes(memory) == expected.whole.tobytes(), (info.step, number)
+        reader = require_readable(engine, info)
         assert reader.values[:2] == ["text", info.step]
         for rank in range(ranks_at(info.step)):
             own = open_rank_state(engine, info, rank)
             expected_own = own_of(info.step, rank)
-            memory = bytearray(16)
-            own.read({0: BufferTarget(memoryview(memory))})
-            assert bytes(memory) == expected_own.sources[0].read(0, 16)
+            assert read_tensor(own, 0) == expected_own.sources[0].read(0, 16)
     report = run_fsck(engine)
     assert report.ok, report.findings
+
+
+def require_readable(engine: Engine, info: SnapshotInfo) -> SnapshotReader:
+    """Its tensors are what was saved."""
+    reader = SnapshotReader(engine, info)
+    for number, expected in enumerate(tensors_at(info.step or 0).values()):
+        assert read_tensor(reader, number) == expected.whole.tobytes(), (info.step, number)
+    return reader
 
 
 def require_no_garbage(engine: Engine) -> None:
