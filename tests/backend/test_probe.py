@@ -18,8 +18,10 @@ from tests.servers import BUCKET, S3Server
 
 
 @pytest.fixture(autouse=True)
-def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 << 20)
+def little_to_measure(small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SPEED_BYTES", "SECOND_UPLOAD_BYTES"):
+        monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], name, 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "ROUNDS", 2)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 32 << 20)
 
@@ -62,7 +64,6 @@ def test_a_server_that_ignores_conditions_is_found_out(rclone_server: S3Server, 
     assert list(backend.list("")) == []
 
 
-@pytest.mark.usefixtures("small_pieces")
 def test_a_server_that_honours_the_condition_on_puts_only_is_found_out(backend: S3Backend, proxy: ChaosProxy) -> None:
     proxy.plan = lambda request: Fault.STATUS_501 if request.method == "POST" and "If-None-Match" in request.headers else Fault.NONE
     result = probe(backend)
