@@ -1,7 +1,8 @@
-"""60 saves of a job whose host's cache breaks: all are published, and at most one warning says what was seen."""
+"""Many saves of a job whose host's cache breaks: all are published, and at most one warning says what was seen."""
 
 import warnings
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.log.cache import CacheWarning
 from tests.end_to_end.crash.cachetroubles import TROUBLES, mounted
 
-SAVES = 60
+SAVES = 24
 
 
 def state(step: int) -> dict[str, object]:
@@ -45,11 +46,10 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TROUBLES)
-@pytest.mark.parametrize("begins", [1, 10])
+@pytest.mark.parametrize(("name", "begins"), zip(TROUBLES, cycle([10, 1])))
 def test_while_it_saves(tmp_path: Path, caught: list[warnings.WarningMessage], name: str, begins: int) -> None:
     cache = tmp_path / "cache"
-    with tsck.open(tmp_path / "store", create=True, cache_dir=cache) as store:
+    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=cache) as store:
         save(store, range(1, begins + 1))
         with TROUBLES[name](cache):
             save(store, range(begins + 1, SAVES - 5))
@@ -57,12 +57,12 @@ def test_while_it_saves(tmp_path: Path, caught: list[warnings.WarningMessage], n
     check(tmp_path, caught, may_warn=1)
 
 
-@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("name", [name for name in TROUBLES if name != "none"])
 def test_when_it_is_opened(tmp_path: Path, caught: list[warnings.WarningMessage], name: str) -> None:
     cache = tmp_path / "cache"
-    with tsck.open(tmp_path / "store", create=True, cache_dir=cache) as store:
+    with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=cache) as store:
         save(store, range(1, 10))
-    with TROUBLES[name](cache), tsck.open(tmp_path / "store", cache_dir=cache) as store:
+    with TROUBLES[name](cache), tsck.open(tmp_path / "store", no_sync=True, cache_dir=cache) as store:
         assert store.checkout("job")["step"] == 9
         save(store, range(10, SAVES + 1))
     check(tmp_path, caught, may_warn=1)
@@ -76,7 +76,7 @@ def test_a_disk_of_its_own(tmp_path: Path, caught: list[warnings.WarningMessage]
             cache = tmp_path / "cache"
             if begins == 0:
                 change(name)
-            with tsck.open(tmp_path / "store", create=True, cache_dir=cache) as store:
+            with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=cache) as store:
                 save(store, range(1, begins + 1))
                 if begins:
                     change(name)
