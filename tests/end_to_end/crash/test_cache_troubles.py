@@ -46,7 +46,7 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "begins"), zip(TROUBLES, cycle([10, 1])))
+@pytest.mark.parametrize(("name", "begins"), [*zip(TROUBLES, cycle([10, 1]), strict=False)])
 def test_while_it_saves(tmp_path: Path, caught: list[warnings.WarningMessage], name: str, begins: int) -> None:
     cache = tmp_path / "cache"
     with tsck.open(tmp_path / "store", create=True, no_sync=True, cache_dir=cache) as store:
