@@ -55,6 +55,7 @@ class Told:
 # --- a crash at every call ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["die-before", "die-after", "unavailable", "lost-reply"])
 def test_in_pieces_with_a_fault_at_every_call(tmp_path: Path, mode: str) -> None:
     for at in range(1, 100):
@@ -81,6 +82,7 @@ def test_in_pieces_with_a_fault_at_every_call(tmp_path: Path, mode: str) -> None
     raise AssertionError("endless")
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["die-before", "die-after", "tear", "unavailable", "lost-reply"])
 def test_whole_with_a_fault_at_every_call(tmp_path: Path, mode: str) -> None:
     for at in range(1, 100):
