@@ -334,6 +334,7 @@ def test_a_server_that_ignores_conditions(rclone_server: S3Server, tmp_path: Pat
         assert reader.fsck(read_data=True).ok
 
 
+@quick_server
 @pytest.mark.slow
 def test_old_packs_go_to_another_prefix_and_storage_class(server: S3Server, url: str, open_store: Open) -> None:
     """Through a storage class of S3's, read by a host that knows nothing but the store's URL."""
