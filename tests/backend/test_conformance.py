@@ -75,7 +75,8 @@ def test_a_put_never_writes_over_an_object_and_a_replace_does(backend: Backend) 
 
 
 def test_put_is_read_back(backend: Backend) -> None:
-    for number, data in enumerate([b"", b"x", bytearray(b"abc"), memoryview(b"abcd"), os.urandom(3 * MIB)]):
+    bodies: list[Buffer] = [b"", b"x", bytearray(b"abc"), memoryview(b"abcd"), os.urandom(3 * MIB)]
+    for number, data in enumerate(bodies):
         name = f"parts/0A/{number}"
         backend.put(name, data)
         assert backend.get(name, max_bytes=len(data)) == data

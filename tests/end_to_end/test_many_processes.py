@@ -80,6 +80,7 @@ def run_workers(place: dict[str, Any], folder: Path, puts: int) -> list[Saved]:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["local", pytest.param("seaweedfs", marks=pytest.mark.s3)])
 def test_every_acknowledged_save_is_in_the_log_once(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    place: dict[str, Any]
     if kind == "local":
         place, puts = {"url": str(tmp_path / "store")}, 6
     else:

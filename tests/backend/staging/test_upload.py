@@ -132,11 +132,35 @@ def interrupted(path: Path, store: PieceStore, at: int = 5) -> StagingFolder:
     return staging(path, {})
 
 
-def test_an_upload_that_the_store_discarded_starts_over(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
+def discard_all(store: PieceStore) -> None:
     store.pending.clear()
-    told = Told()
+
+
+def cut_a_piece(store: PieceStore) -> None:
+    (pieces,) = store.pending.values()
+    pieces[2] = pieces[2][:10]
+
+
+class ClientError(Exception):
+    response: ClassVar = {"Error": {"Code": "InvalidPart"}}
+
+
+def refuse_the_pieces(store: PieceStore) -> None:
+    original, refused = store._complete_multipart_upload, ClientError()
+
+    def complete(**arguments: Any) -> dict[str, Any]:
+        if store.sent[PACK, 1] == 1:
+            raise BackendUnavailableError("one or more of the specified parts could not be found") from refused
+        return original(**arguments)
+
+    store._complete_multipart_upload = complete  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("trouble", [discard_all, cut_a_piece, refuse_the_pieces])
+def test_an_interrupted_upload_whose_pieces_are_no_good_sends_them_again(tmp_path: Path, trouble: Callable[[PieceStore], None]) -> None:
+    store, told = PieceStore(), Told()
+    folder = interrupted(tmp_path, store)
+    trouble(store)
     uploader(folder, store).upload(OBJECTS, on_bytes=told)
     assert held(store) == OBJECTS
     assert told.total == sum(map(len, OBJECTS.values()))
@@ -162,34 +186,6 @@ def test_an_upload_that_goes_while_it_is_under_way(tmp_path: Path, marker: str) 
     assert calls.count("upload_part") == 3 + 4 if marker == "upload_part" else 4 + 4
     assert held(store) == OBJECTS
     assert told.total == sum(map(len, OBJECTS.values()))
-
-
-def test_an_upload_whose_pieces_do_not_fit_starts_over(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
-    original, refused = store._complete_multipart_upload, ClientError()
-
-    def complete(**arguments: Any) -> dict[str, Any]:
-        if store.sent[PACK, 1] == 1:
-            raise BackendUnavailableError("one or more of the specified parts could not be found") from refused
-        return original(**arguments)
-
-    store._complete_multipart_upload = complete  # type: ignore[assignment, method-assign]
-    uploader(folder, store).upload(OBJECTS)
-    assert held(store) == OBJECTS
-
-
-class ClientError(Exception):
-    response: ClassVar = {"Error": {"Code": "InvalidPart"}}
-
-
-def test_a_piece_of_another_size_is_sent_again(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
-    (pieces,) = store.pending.values()
-    pieces[2] = pieces[2][:10]
-    uploader(folder, store).upload(OBJECTS)
-    assert held(store) == OBJECTS
 
 
 @pytest.mark.parametrize(("make", "what"), [(PieceStore, "gone"), (PieceStore, "torn"), (MemoryBackend, "torn")])
