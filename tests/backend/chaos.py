@@ -89,11 +89,19 @@ class ChaosProxy:
         self.url = ""
         self.answer: tuple[int, bytes] = (200, b"")
         self.silence_ends = threading.Event()
+        self.hanging = threading.Event()
+        """Set while a request gets no answer."""
 
     def hang_up(self) -> None:
         """Closes all connections that hang."""
+        self.hanging.clear()
         self.silence_ends.set()
         self.silence_ends = threading.Event()
+
+    def hang(self) -> None:
+        """Returns when the test ends."""
+        self.hanging.set()
+        self.silence_ends.wait()
 
 
 @contextlib.contextmanager
@@ -158,10 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._forward(body)
                 self._reply(412, {}, _ERROR % b"PreconditionFailed")
             case Fault.HANG:
-                self.chaos.silence_ends.wait()
+                self.chaos.hang()
             case Fault.HANG_AFTER:
                 self._forward(body)
-                self.chaos.silence_ends.wait()
+                self.chaos.hang()
             case Fault.CUT_HEADERS:
                 self._forward(body)
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
@@ -170,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(status, headers, reply[: len(reply) // 2])
                 if fault is Fault.HANG_IN_BODY and reply:
                     self.wfile.flush()
-                    self.chaos.silence_ends.wait()
+                    self.chaos.hang()
             case Fault.REPLY_THEN_HANG:
                 self._reply(*self._forward(body))
                 self.wfile.flush()

@@ -231,6 +231,7 @@ class FailingCalls:
         return call
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", WRITES)
@@ -268,6 +269,7 @@ def _create_many(root: str, number: int, barrier: Any, results: Any) -> None:
         results.put((name, number, backend.create(f"log/{name}", b"%d" % number).value))
 
 
+@pytest.mark.race
 def test_of_racing_processes_one_wins(backend: LocalBackend, root: Path) -> None:
     spawn = multiprocessing.get_context("fork")
     barrier, results = spawn.Barrier(RACERS), spawn.Queue()

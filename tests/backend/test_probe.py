@@ -9,15 +9,19 @@ from tensorstore_ck.backend import Backend, Buffer, Created, ProbeResult, open_b
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import ObjectWriter
+from tensorstore_ck.backend.s3 import S3Backend
 from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NoSpaceError, PermissionDeniedError, UnsafeBackendError
+from tests.backend.chaos import ChaosProxy, Fault
 from tests.servers import BUCKET, S3Server
 
 
 @pytest.fixture(autouse=True)
-def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 << 20)
+def little_to_measure(small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SPEED_BYTES", "SECOND_UPLOAD_BYTES"):
+        monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], name, 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "ROUNDS", 2)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 32 << 20)
 
@@ -41,24 +45,30 @@ def test_good_backends_pass(tmp_path: object) -> None:
     check_good(open_backend("memory://test-probe"))
 
 
-def test_moto_passes(moto_server: S3Server) -> None:
-    check_good(open_backend(f"s3://{BUCKET}/probed", moto_server.storage_options))
+@pytest.mark.parametrize("server", ["moto", pytest.param("seaweedfs", marks=pytest.mark.s3)])
+def test_a_good_server_passes(server: str, place: str, request: pytest.FixtureRequest) -> None:
+    found: S3Server = request.getfixturevalue(f"{server}_server")
+    result = check_good(open_backend(f"s3://{BUCKET}/{place}", found.storage_options))
+    assert result.refuses_second_put
+    assert result.refuses_second_upload
 
 
-@pytest.mark.s3
-def test_seaweedfs_passes(seaweedfs_server: S3Server) -> None:
-    check_good(open_backend(f"s3://{BUCKET}/probed", seaweedfs_server.storage_options))
-
-
-def test_a_server_that_ignores_conditions_is_found_out(rclone_server: S3Server) -> None:
-    backend = open_backend(f"s3://{BUCKET}/probed", rclone_server.storage_options)
+def test_a_server_that_ignores_conditions_is_found_out(rclone_server: S3Server, place: str) -> None:
+    backend = open_backend(f"s3://{BUCKET}/{place}", rclone_server.storage_options)
     assert not probe_create(backend)
     result = probe(backend)
-    assert not result.exclusive_create
+    assert (result.exclusive_create, result.refuses_second_put, result.refuses_second_upload) == (False, False, False)
     assert result.read_after_write
     assert result.list_after_write
     assert "ignores the condition" in result.problems[0]
     assert list(backend.list("")) == []
+
+
+def test_a_server_that_honours_the_condition_on_puts_only_is_found_out(backend: S3Backend, proxy: ChaosProxy) -> None:
+    proxy.plan = lambda request: Fault.STATUS_501 if request.method == "POST" and "If-None-Match" in request.headers else Fault.NONE
+    result = probe(backend)
+    assert (result.exclusive_create, result.refuses_second_put, result.refuses_second_upload) == (True, True, False)
+    assert not list(backend.list(""))
 
 
 class ExistsThenWrite(MemoryBackend):
@@ -175,8 +185,8 @@ def test_ranks_on_other_hosts_are_each_as_fast_as_one_alone() -> None:
     assert (found.free_bytes, found.fits) == (None, None)
 
 
-def test_a_forecast_of_an_object_store(moto_server: S3Server) -> None:
-    check_forecast(open_backend(f"s3://{BUCKET}/foretold", moto_server.storage_options), 1 << 20, 3)
+def test_a_forecast_of_an_object_store(direct: S3Backend) -> None:
+    check_forecast(direct, 1 << 20, 3)
 
 
 class Disk(MemoryBackend):

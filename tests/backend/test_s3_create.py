@@ -1,63 +1,26 @@
 """Objects on S3 are created, never written over; and what a 412 means is found out with one HEAD."""
 
-import contextlib
 import io
-import sys
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import s3fs
 
-from tensorstore_ck.backend import open_backend, probe, s3_multipart_writer
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import writing
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.s3_requests import RetryTiming
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError
-from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, first, once
+from tests.backend.chaos import ChaosProxy, Fault, first, once
 from tests.backend.s3policies import accesses
-from tests.servers import BUCKET, S3Server, storage_options
 
 MIB = 1 << 20
 NAME = "packs/0A/01ARZ3NDEKTSV4RRFFQ69G5F0A"
 SMALL, LARGE = b"mine" * 100, b"mine" * (3 * MIB // 2)
 BODIES = pytest.mark.parametrize("body", [SMALL, LARGE], ids=["put", "upload"])
-ONE_TRY = {"retries": {"total_max_attempts": 1}}
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
-@pytest.fixture(scope="module")
-def proxied(moto_server: S3Server) -> Iterator[ChaosProxy]:
-    with chaos_proxy(moto_server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def filesystem(proxied: ChaosProxy) -> Any:
-    return s3fs.S3FileSystem(**storage_options(proxied.url), config_kwargs=ONE_TRY, use_listings_cache=False, skip_instance_cache=True)
-
-
-@pytest.fixture
-def proxy(proxied: ChaosProxy) -> Iterator[ChaosProxy]:
-    proxied.seen.clear()
-    yield proxied
-    proxied.plan = lambda _: Fault.NONE
-
-
-@pytest.fixture
-def backend(filesystem: Any, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> S3Backend:
-    monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
-    return S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=RetryTiming(max_tries=4, sleep=lambda _: None))
-
-
-def write(backend: Backend, body: bytes) -> None:
-    writer = backend.open_writer(NAME)
-    try:
+def write(backend: S3Backend, body: bytes) -> None:
+    with writing(backend, NAME) as writer:
         writer.append([body])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def seen(proxy: ChaosProxy) -> str:
@@ -78,20 +41,13 @@ def test_an_object_is_created_with_as_many_requests_as_it_needs(backend: S3Backe
 
 @BODIES
 @pytest.mark.parametrize("there", [b"another's", SMALL, LARGE], ids=["other size", "small", "large"])
-def test_an_object_is_never_written_over(backend: S3Backend, proxy: ChaosProxy, body: bytes, there: bytes) -> None:
+def test_an_object_is_never_written_over(backend: S3Backend, body: bytes, there: bytes) -> None:
     """Not even one of the same bytes is taken for what was sent."""
-    backend.replace(NAME, there)
-    with pytest.raises(BackendUnavailableError, match="an object of that name exists"):
+    write(backend, there)
+    with pytest.raises(BackendUnavailableError, match=r"an object of that name exists.* with a new name"):
         write(backend, body)
     assert backend.get(NAME, max_bytes=len(there)) == there
     assert not list(backend.list_uploads())
-
-
-def test_a_put_is_never_written_over(backend: S3Backend) -> None:
-    backend.put(NAME, b"first")
-    with pytest.raises(BackendUnavailableError, match="with a new name"):
-        backend.put(NAME, b"second")
-    assert backend.get(NAME, max_bytes=10) == b"first"
 
 
 def test_what_is_replaced_is(backend: S3Backend, proxy: ChaosProxy) -> None:
@@ -102,10 +58,9 @@ def test_what_is_replaced_is(backend: S3Backend, proxy: ChaosProxy) -> None:
 
 
 @BODIES
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_an_own_success_behind_a_412_is_settled_without_a_read(backend: S3Backend, proxy: ChaosProxy, body: bytes, times: int) -> None:
+def test_an_own_success_behind_a_412_is_settled_without_a_read(backend: S3Backend, proxy: ChaosProxy, body: bytes) -> None:
     method, marker = ("PUT", NAME) if body is SMALL else ("POST", "?uploadId=")
-    proxy.plan = first(times, Fault.LOSE_REPLY, method, marker)
+    proxy.plan = first(3, Fault.LOSE_REPLY, method, marker)
     write(backend, body)
     assert "GET" not in seen(proxy)
     assert seen(proxy).endswith("HEAD")
@@ -123,7 +78,7 @@ def test_an_own_success_behind_a_412_on_the_first_try(backend: S3Backend, proxy:
 
 @BODIES
 def test_a_lost_reply_does_not_make_anothers_object_ones_own(backend: S3Backend, proxy: ChaosProxy, body: bytes) -> None:
-    backend.replace(NAME, bytes(len(body)))
+    write(backend, bytes(len(body)))
     proxy.plan = once(Fault.LOSE_REPLY, "PUT" if body is SMALL else "POST", NAME if body is SMALL else "?uploadId=")
     with pytest.raises(BackendUnavailableError):
         write(backend, body)
@@ -186,27 +141,3 @@ def send_first_piece(backend: S3Backend) -> str:
     upload = backend.begin_upload(NAME, len(LARGE))
     upload.send(upload.missing[0], io.BytesIO(LARGE[: upload.missing[0].size_bytes]))
     return upload.token
-
-
-# --- the probe --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("server", "refuses"), [("moto", True), ("rclone", False), pytest.param("seaweedfs", True, marks=pytest.mark.s3)])
-def test_the_probe_reports_on_puts_and_uploads(
-    server: str, refuses: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: S3Server = request.getfixturevalue(f"{server}_server")
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 * MIB)
-    with contextlib.closing(open_backend(f"s3://{BUCKET}/{uuid.uuid4()}", found.storage_options)) as backend:
-        result = probe(backend)
-    assert (result.refuses_second_put, result.refuses_second_upload) == (refuses, refuses)
-
-
-def test_the_probe_finds_a_server_that_honours_the_condition_on_puts_only(
-    backend: S3Backend, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 * MIB)
-    proxy.plan = lambda request: Fault.STATUS_501 if request.method == "POST" and "If-None-Match" in request.headers else Fault.NONE
-    result = probe(backend)
-    assert (result.exclusive_create, result.refuses_second_put, result.refuses_second_upload) == (True, True, False)
-    assert not list(backend.list(""))

@@ -1,125 +1,112 @@
 """Eight real processes save snapshots at once: each acknowledged one is in its ref's history exactly once, and no update is lost."""
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import tensorstore_ck as tsck
-from tests.end_to_end.committer import ref_of
+from tests.effort import PATIENCE_SECONDS
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 WORKERS = 8
 HOSTS = 3
 """Workers share this many caches, as processes of so many hosts would."""
+MODES = ("shared", "any", "own")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the processes said, and the store as they left it."""
+class Saved(NamedTuple):
+    """What a worker was told of one save."""
 
-    store: tsck.Store
-    said: list[list[dict[str, Any]]]
-    puts: int
+    worker: int
+    mode: str
+    root: str
+    parent: str | None
+    entry: int
+    conflicts: int
 
-    def of(self, mode: str) -> list[list[dict[str, Any]]]:
-        return [[line for line in lines if line["mode"] == mode] for lines in self.said]
+
+def ref_of(mode: str, worker: int) -> str:
+    return f"runs/{worker}" if mode == "own" else f"runs/{mode}"
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("seaweedfs", marks=pytest.mark.s3)])
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    folder = tmp_path_factory.mktemp("many-processes")
-    if request.param == "local":
-        url, options, puts = str(folder / "store"), {}, 6
+def put(store: tsck.Store, mode: str, worker: int, number: int) -> Saved:
+    """One save to the mode's ref. Its state counts the saves that it builds on."""
+    ref = ref_of(mode, worker)
+    expect: Any = tsck.ANY if mode == "any" else tsck.LAST_SEEN
+    conflicts, count = 0, 0 if number == 0 else store.checkout(ref)["count"]
+    while True:
+        state = {"count": count + 1, "frozen": torch.arange(5000), "weights": torch.full((3000,), worker * 1000 + number)}
+        try:
+            found = store.put_snapshot(state, ref=ref, expect=expect)
+        except tsck.ConflictError:
+            conflicts += 1
+            count = store.checkout(ref)["count"]
+        else:
+            return Saved(worker, mode, found.root, found.parent, found.entry, conflicts)
+
+
+def work(place: dict[str, Any], worker: int, puts: int, barrier: Any, results: Any) -> None:
+    torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads
+    with tsck.open(**place) as store:
+        barrier.wait(PATIENCE_SECONDS)
+        for number in range(puts):
+            for mode in MODES:
+                results.put(put(store, mode, worker, number))
+
+
+def run_workers(place: dict[str, Any], folder: Path, puts: int) -> list[Saved]:
+    """Lets all go at once; what they said, each in its order."""
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(WORKERS), context.Queue()
+    workers = [
+        context.Process(target=work, args=({**place, "cache_dir": folder / f"cache-{number % HOSTS}"}, number, puts, barrier, results))
+        for number in range(WORKERS)
+    ]
+    for worker in workers:
+        worker.start()
+    said = [results.get(timeout=PATIENCE_SECONDS) for _ in range(WORKERS * puts * len(MODES))]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * WORKERS
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["local", pytest.param("seaweedfs", marks=pytest.mark.s3)])
+def test_every_acknowledged_save_is_in_the_log_once(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    place: dict[str, Any]
+    if kind == "local":
+        place, puts = {"url": str(tmp_path / "store")}, 6
     else:
         server: S3Server = request.getfixturevalue("seaweedfs_server")
-        # A create that loses takes 1.5 s there.
-        url, options, puts = f"{server.url}/{uuid.uuid4()}", server.storage_options, 1
-    tsck.open(url, create=True, storage_options=options, cache_dir=folder / "cache").close()
-    said = run_workers(url, options, folder, puts)
-    with tsck.open(url, storage_options=options, cache_dir=folder / "cold") as store:
-        yield Outcome(store, said, puts)
-
-
-def run_workers(url: str, options: dict[str, Any], folder: Path, puts: int) -> list[list[dict[str, Any]]]:
-    """Starts them, lets all go at once, and returns what each said."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))}
-    workers = []
+        # a create that loses takes 1.5 s there
+        place, puts = {"url": f"{server.url}/{uuid.uuid4()}", "storage_options": server.storage_options}, 1
+    tsck.open(**place, create=True, cache_dir=tmp_path / "cache").close()
+    said = run_workers(place, tmp_path, puts)
+    assert sorted(one.entry for one in said) == list(range(1, len(said) + 1))
     for worker in range(WORKERS):
-        command = [sys.executable, "-m", "tests.end_to_end.committer", url, json.dumps(options), str(folder / f"cache-{worker % HOSTS}")]
-        command += [str(worker), str(puts)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        workers.append(subprocess.Popen(command, env=environment, **pipes))
-    try:
-        for process in workers:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise AssertionError(process.communicate()[1])
-        for process in workers:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        said = []
-        for process in workers:
-            output, errors = process.communicate(timeout=270)
-            assert process.returncode == 0, errors
-            assert not errors
-            said.append([json.loads(line) for line in output.splitlines()])
-        return said
-    finally:
-        for process in workers:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-
-
-def test_every_acknowledged_save_is_in_the_log_once(outcome: Outcome) -> None:
-    entries = [line["entry"] for lines in outcome.said for line in lines]
-    assert sorted(entries) == list(range(1, 3 * WORKERS * outcome.puts + 1))
-    for lines in outcome.said:
-        assert [line["entry"] for line in lines] == sorted(line["entry"] for line in lines)
-
-
-@pytest.mark.parametrize("mode", ["shared", "any", "own"])
-def test_the_history_is_what_was_acknowledged(outcome: Outcome, mode: str) -> None:
-    for worker in range(WORKERS) if mode == "own" else [0]:
-        lines = outcome.of(mode)[worker] if mode == "own" else [line for lines in outcome.of(mode) for line in lines]
-        acknowledged = {line["entry"]: (line["root"], line["parent"]) for line in lines}
-        history = outcome.store.log(ref_of(mode, worker))
-        assert [(snapshot.entry, (snapshot.root, snapshot.parent)) for snapshot in history] == sorted(acknowledged.items(), reverse=True)
-
-
-def test_no_update_is_lost(outcome: Outcome) -> None:
-    """Each save of the shared ref, and of a worker's own, builds on the one before."""
-    for ref in ("runs/shared", *(ref_of("own", worker) for worker in range(WORKERS))):
-        oldest_first = outcome.store.log(ref)[::-1]
-        assert [snapshot.parent for snapshot in oldest_first[1:]] == [snapshot.root for snapshot in oldest_first[:-1]]
-        assert outcome.store.checkout(ref)["count"] == len(oldest_first)
-        assert outcome.store.checkout(oldest_first[0].root)["count"] == 1
-
-
-def test_who_asks_for_any_builds_on_what_it_had(outcome: Outcome) -> None:
-    heads = {None, *(snapshot.root for snapshot in outcome.store.log("runs/any"))}
-    heads |= {snapshot.root for snapshot in outcome.store.log("runs/shared")}  # a branch that is not there yet forks from what was restored
-    for lines in outcome.of("any"):
-        assert all(line["parent"] in heads for line in lines)
-        assert all(line["conflicts"] == 0 for line in lines)
-
-
-def test_losers_got_conflicts(outcome: Outcome) -> None:
-    assert sum(line["conflicts"] for lines in outcome.of("shared") for line in lines) >= WORKERS - 1, "one alone can make the ref"
-    assert all(line["conflicts"] == 0 for lines in outcome.of("own") for line in lines)
-
-
-def test_the_store_is_sound(outcome: Outcome) -> None:
-    report = outcome.store.fsck(read_data=True)
-    assert report.ok, report.findings
+        entries = [one.entry for one in said if one.worker == worker]
+        assert entries == sorted(entries)
+    with tsck.open(**place, cache_dir=tmp_path / "cold") as store:
+        histories = {ref: store.log(ref) for ref in {ref_of(one.mode, one.worker) for one in said}}
+        for ref, history in histories.items():
+            acknowledged = {one.entry: (one.root, one.parent) for one in said if ref_of(one.mode, one.worker) == ref}
+            assert [(snap.entry, (snap.root, snap.parent)) for snap in history] == sorted(acknowledged.items(), reverse=True)
+            if ref != "runs/any":
+                assert [snap.parent for snap in history[:-1]] == [snap.root for snap in history[1:]], "no update is lost"
+                assert store.checkout(ref)["count"] == len(history)
+                assert store.checkout(history[-1].root)["count"] == 1
+        # who asks for any builds on what it had; a branch that is not there yet forks from what was restored
+        heads = {None, *(snap.root for ref in ("runs/any", "runs/shared") for snap in histories[ref])}
+        assert {one.parent for one in said if one.mode == "any"} <= heads
+        conflicts = {mode: sum(one.conflicts for one in said if one.mode == mode) for mode in MODES}
+        assert conflicts["any"] == conflicts["own"] == 0
+        assert conflicts["shared"] >= WORKERS - 1, "one alone can make the ref"
+        report = store.fsck(read_data=True)
+        assert report.ok, report.findings

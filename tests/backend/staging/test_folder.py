@@ -186,6 +186,7 @@ def test_publish_replaces_a_sparse_copy(tmp_path: Path) -> None:
     assert folder.copies.get(PACK) == b"x" * 200_000
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["die-before", "die-after"])
 def test_an_object_has_its_journal_until_it_is_published(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an upload would start over, under a name that others read."""

@@ -55,6 +55,7 @@ class Told:
 # --- a crash at every call ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["die-before", "die-after", "unavailable", "lost-reply"])
 def test_in_pieces_with_a_fault_at_every_call(tmp_path: Path, mode: str) -> None:
     for at in range(1, 100):
@@ -81,21 +82,14 @@ def test_in_pieces_with_a_fault_at_every_call(tmp_path: Path, mode: str) -> None
     raise AssertionError("endless")
 
 
-WHOLE: dict[str, Callable[[Path], Backend]] = {
-    "memory": lambda path: MemoryBackend(),
-    "local": lambda path: LocalBackend(str(path / "store")),
-}
-
-
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["die-before", "die-after", "tear", "unavailable", "lost-reply"])
-def test_whole_with_a_fault_at_every_call(tmp_path: Path, kind: str, mode: str) -> None:
+def test_whole_with_a_fault_at_every_call(tmp_path: Path, mode: str) -> None:
     for at in range(1, 100):
         faults = Faults(mode, at)
         path = tmp_path / str(at)
-        folder, place = staging(path, OBJECTS, faults=faults), WHOLE[kind](path)
-        told = Told()
-        complete: set[str] = set()
+        place = LocalBackend(str(path / "store")) if mode == "tear" else MemoryBackend()
+        folder, told, complete = staging(path, OBJECTS, faults=faults), Told(), set[str]()
         store = Opened(place, faults)
         try:
             uploader(folder, store).upload(OBJECTS, on_bytes=told)
@@ -138,21 +132,35 @@ def interrupted(path: Path, store: PieceStore, at: int = 5) -> StagingFolder:
     return staging(path, {})
 
 
-def test_pieces_that_are_there_are_not_sent_again(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
-    assert len(store.sent) == 3, "three pieces, and a second page of them"
-    uploader(folder, store).upload(OBJECTS)
-    assert held(store) == OBJECTS
-    assert set(store.sent.values()) == {1}
-    assert not store.pending
-
-
-def test_an_upload_that_the_store_discarded_starts_over(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
+def discard_all(store: PieceStore) -> None:
     store.pending.clear()
-    told = Told()
+
+
+def cut_a_piece(store: PieceStore) -> None:
+    (pieces,) = store.pending.values()
+    pieces[2] = pieces[2][:10]
+
+
+class ClientError(Exception):
+    response: ClassVar = {"Error": {"Code": "InvalidPart"}}
+
+
+def refuse_the_pieces(store: PieceStore) -> None:
+    original, refused = store._complete_multipart_upload, ClientError()
+
+    def complete(**arguments: Any) -> dict[str, Any]:
+        if store.sent[PACK, 1] == 1:
+            raise BackendUnavailableError("one or more of the specified parts could not be found") from refused
+        return original(**arguments)
+
+    store._complete_multipart_upload = complete  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("trouble", [discard_all, cut_a_piece, refuse_the_pieces])
+def test_an_interrupted_upload_whose_pieces_are_no_good_sends_them_again(tmp_path: Path, trouble: Callable[[PieceStore], None]) -> None:
+    store, told = PieceStore(), Told()
+    folder = interrupted(tmp_path, store)
+    trouble(store)
     uploader(folder, store).upload(OBJECTS, on_bytes=told)
     assert held(store) == OBJECTS
     assert told.total == sum(map(len, OBJECTS.values()))
@@ -180,36 +188,7 @@ def test_an_upload_that_goes_while_it_is_under_way(tmp_path: Path, marker: str) 
     assert told.total == sum(map(len, OBJECTS.values()))
 
 
-def test_an_upload_whose_pieces_do_not_fit_starts_over(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
-    original, refused = store._complete_multipart_upload, ClientError()
-
-    def complete(**arguments: Any) -> dict[str, Any]:
-        if store.sent[PACK, 1] == 1:
-            raise BackendUnavailableError("one or more of the specified parts could not be found") from refused
-        return original(**arguments)
-
-    store._complete_multipart_upload = complete  # type: ignore[assignment, method-assign]
-    uploader(folder, store).upload(OBJECTS)
-    assert held(store) == OBJECTS
-
-
-class ClientError(Exception):
-    response: ClassVar = {"Error": {"Code": "InvalidPart"}}
-
-
-def test_a_piece_of_another_size_is_sent_again(tmp_path: Path) -> None:
-    store = PieceStore()
-    folder = interrupted(tmp_path, store)
-    (pieces,) = store.pending.values()
-    pieces[2] = pieces[2][:10]
-    uploader(folder, store).upload(OBJECTS)
-    assert held(store) == OBJECTS
-
-
-@pytest.mark.parametrize("make", [PieceStore, MemoryBackend])
-@pytest.mark.parametrize("what", ["gone", "torn"])
+@pytest.mark.parametrize(("make", "what"), [(PieceStore, "gone"), (PieceStore, "torn"), (MemoryBackend, "torn")])
 def test_a_complete_object_that_the_store_lost_is_sent_again(tmp_path: Path, make: type[MemoryBackend], what: str) -> None:
     folder, store = staging(tmp_path, OBJECTS), make()
     uploader(folder, store).upload(OBJECTS)
@@ -221,8 +200,15 @@ def test_a_complete_object_that_the_store_lost_is_sent_again(tmp_path: Path, mak
     assert held(store) == OBJECTS
 
 
-@pytest.mark.parametrize("make", [PieceStore, MemoryBackend])
-@pytest.mark.parametrize("damaged", [b"", b'{"name": 1}', b'{"name": "other", "token": "", "is_complete": true}', b"x" * 100_000])
+@pytest.mark.parametrize(
+    ("make", "damaged"),
+    [
+        (PieceStore, b""),
+        (MemoryBackend, b'{"name": 1}'),
+        (PieceStore, b'{"name": "other", "token": "", "is_complete": true}'),
+        (MemoryBackend, b"x" * 100_000),
+    ],
+)
 def test_a_damaged_journal_costs_an_upload(tmp_path: Path, make: type[MemoryBackend], damaged: bytes) -> None:
     folder, store = staging(tmp_path, OBJECTS), make()
     uploader(folder, store).upload(OBJECTS)
@@ -305,14 +291,6 @@ def test_a_storm_is_waited_out_with_longer_and_longer_waits(tmp_path: Path) -> N
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
     assert sum(slept) == pytest.approx(sum(waits))
     assert held(store) == OBJECTS
-
-
-def test_waits_are_spread(tmp_path: Path) -> None:
-    waits: list[float] = []
-    store = PieceStore(Faults("unavailable", 1))
-    folder = staging(tmp_path, OBJECTS)
-    uploader(folder, store, jitter=lambda: 0.0).upload(OBJECTS, on_retry=lambda _, seconds: waits.append(seconds))
-    assert waits == [0.25]
 
 
 class Enough(Exception):

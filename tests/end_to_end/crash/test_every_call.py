@@ -1,8 +1,9 @@
 """At every backend call of a save, every kind of fault: the ref is old or new and nothing between, and nothing older is hurt."""
 
-from collections.abc import Callable, Iterable
-from itertools import count, product
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.cache import MemoryTable
 from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import MODES, Death, Faults, FaultyBackend
+
+pytestmark = pytest.mark.race
 
 
 def open_over(backend: Backend) -> Store:
@@ -43,14 +46,18 @@ def same(left: object, right: object) -> bool:
     return left == right
 
 
-def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:
-    """Two good saves, then one under `faults`; returns whether it was acknowledged, the ref's root before it, and after it."""
+def saved_twice(backend: Backend) -> str:
+    """Two saves without faults; the root of the second."""
     init_store(backend)
     with open_over(backend) as good:
         good.put_snapshot(make_state(1), ref="job", step=1)
-        before = good.put_snapshot(make_state(2), ref="job", step=2).root
-    acknowledged = False
+        return good.put_snapshot(make_state(2), ref="job", step=2).root
+
+
+def save_under(backend: Backend, faults: Faults) -> bool:
+    """The third save, by a process that restores first; whether it was acknowledged."""
     faulty = FaultyBackend(backend, faults, atomic_put=isinstance(backend, MemoryBackend))
+    acknowledged = False
     try:
         store = open_over(faulty)
         restored = store.checkout("job")
@@ -60,6 +67,11 @@ def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:
         pass
     if faults.later is not None:
         faults.later()
+    return acknowledged
+
+
+def require_old_or_new(backend: Backend, before: str) -> bool:
+    """Checks what a new process finds, and whether that is the third save; `before` is the root of the second one."""
     fresh = open_over(backend)
     assert same(fresh.checkout("job@1"), make_state(1))
     assert same(fresh.checkout("job@2"), make_state(2))
@@ -69,46 +81,76 @@ def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:
     if head.step == 3:
         assert head.parent == before
         assert [snap.step for snap in fresh.log("job")] == [3, 2, 1]
+    else:
+        assert head.root == before
     fresh.put_snapshot(make_state(4), ref="job", step=4)
     assert same(fresh.checkout("job"), make_state(4))
     report = fresh.fsck(read_data=True)
     assert report.ok, report.findings
-    return acknowledged, before, head.root
+    return head.step == 3
+
+
+class Calls(Faults):
+    """Notes all calls, and strikes at none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        self.made.append(what.split(maxsplit=1)[0])
+        return super().call(what, effect, tear, create=create)
+
+
+@pytest.fixture(scope="module")
+def saved() -> tuple[MemoryBackend, str, list[str]]:
+    """A store with two saves, the root of the second, and the calls that a third one makes."""
+    backend, calls = MemoryBackend(), Calls()
+    before = saved_twice(backend)
+    assert save_under(copied(backend), calls)
+    assert {"get", "open", "append", "close", "put", "create"} <= set(calls.made)
+    return backend, before, calls.made
+
+
+def copied(backend: MemoryBackend) -> MemoryBackend:
+    copy = MemoryBackend()
+    copy._objects = dict(backend._objects)
+    return copy
+
+
+WRITES = ("open", "append", "close", "put", "create")
+STRIKES_AT = {"no-space": WRITES, "tear": ("append",), "unknown": ("create",), "unknown-lands-later": ("create",)}
+"""At other calls these modes do what another mode does, or nothing."""
+STAYS = {"unavailable", "no-space", "lost-reply", "unknown", "unknown-lands-later"}
+"""After the others the process is dead."""
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_every_call(mode: str, persistent: bool) -> None:
-    require_old_or_new(((at, (mode, persistent)) for at in range(1, 1000)), MemoryBackend)
+def test_every_call(mode: str, saved: tuple[MemoryBackend, str, list[str]]) -> None:
+    base, before, calls = saved
+    places = [at for at, call in enumerate(calls, 1) if call in STRIKES_AT.get(mode, (call,))]
+    assert places
+    for at in places:
+        for persistent in (False, True) if mode in STAYS else (False,):
+            backend, faults = copied(base), Faults(mode, at, persistent=persistent)
+            acknowledged = save_under(backend, faults)
+            assert faults.struck
+            is_new = require_old_or_new(backend, before)
+            assert is_new or not acknowledged, f"acknowledged, but lost: {mode} at call {at}, {faults.struck}"
+            if mode == "die-after" and not acknowledged:
+                assert is_new == faults.struck.startswith("create log"), "the log entry's creation is the one call that decides"
 
 
 @pytest.mark.slow
 def test_every_call_on_local_files(tmp_path: Path) -> None:
-    names = (str(tmp_path / str(number)) for number in count())
-    require_old_or_new(in_turns(range(1, 1000), [*product(MODES, [False, True])]), lambda: LocalBackend(next(names)))
-
-
-def require_old_or_new(calls: Iterable[tuple[int, tuple[str, bool]]], make_backend: Callable[[], Backend]) -> None:
-    struck = set()
-    for at, (mode, persistent) in calls:
-        faults = Faults(mode, at, persistent=persistent)
-        acknowledged, before, after = run_once(make_backend(), faults)
-        assert not acknowledged or after != before, f"acknowledged, but lost: {mode} at call {at}, {faults.struck}"
+    for at, (mode, persistent) in in_turns(range(1, 1000), [*product(MODES, [False, True])]):
+        backend, faults = LocalBackend(str(tmp_path / f"{at} {mode} {persistent}"), sync=False), Faults(mode, at, persistent=persistent)
+        before = saved_twice(backend)
+        acknowledged = save_under(backend, faults)
+        is_new = require_old_or_new(backend, before)
+        assert is_new or not acknowledged, f"acknowledged, but lost: {mode} at call {at}, {faults.struck}"
         if not faults.struck:
             assert acknowledged
-            break
-        struck.add(faults.struck.split()[0])
-    assert {"get", "open", "append", "close", "put", "create"} <= struck
-
-
-def test_death_is_noticed() -> None:
-    """The harness itself: the log entry's creation is the one call that decides."""
-    outcomes = {}
-    for at in range(1, 1000):
-        faults = Faults("die-after", at)
-        _, before, after = run_once(MemoryBackend(), faults)
-        if not faults.struck:
-            break
-        if faults.struck.startswith("create log"):
-            outcomes[faults.struck] = after != before
-    assert list(outcomes.values()) == [True]
+            assert at > len(WRITES)
+            return
+    raise AssertionError("endless")

@@ -1,6 +1,7 @@
 """Every kind of fault at the calls that a writer record adds: no save fails because of them, none is slower, and nothing older is hurt."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from tensorstore_ck.common.processes import Process
 from tensorstore_ck.engine import object_ids
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.log.cache import MemoryTable
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import MODES, Death, Faults, FaultyBackend
 from tests.end_to_end.crash.test_every_call import make_state, open_over, same
 from tests.gc.stores import AT_ONCE
 
+pytestmark = pytest.mark.race
 DEADLY = ("die-before", "die-after", "tear")
 PROCESS = Process("node7/0123abcd", "boot", "pid:[4026532222]", 42, 4711)
 
@@ -60,10 +63,14 @@ def open_recording(backend: Backend) -> Store:
     return Store(make_engine(backend, config, MemoryTable(), sleep=lambda _: None, find_process=lambda: PROCESS))
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("call", ["put writers/", "delete"])
-@pytest.mark.parametrize("mode", MODES)
+CALLS = [*product(MODES, ("put writers/", "delete"))]
+TURNS = [(False, False), (True, False), (False, True)]
+"""Whether the fault stays, and whether the backend is local: its puts may be torn."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "call", "persistent", "is_local"), [(*CALLS[case], *variant) for case, variant in in_turns(range(len(CALLS)), TURNS)]
+)
 def test_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, call: str, *, persistent: bool, is_local: bool) -> None:
     monkeypatch.setattr(object_ids, "threading", SimpleNamespace(Thread=AtOnce))
     backend = LocalBackend(str(tmp_path)) if is_local else MemoryBackend()

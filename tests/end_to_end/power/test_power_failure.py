@@ -44,7 +44,12 @@ def missing() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(600, 3000)), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.race,
+    pytest.mark.timeout(effort(600, 3000)),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+]
 
 
 def run(*command: object) -> str:
