@@ -21,7 +21,6 @@ _SLOW_SUITES: Final = {
     "tests/state/": "ranks",
     "tests/training/": "trainers",
     "tests/integrations/": "trainers",
-    "tests/end_to_end/scripts/test_torchrun": "trainers",
 }
 """By the beginning of a test's id; the other slow ones are `faults`."""
 

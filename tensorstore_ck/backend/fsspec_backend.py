@@ -214,6 +214,8 @@ class _FileWriter:
             with contextlib.suppress(Exception):
                 self._file.discard()
             with contextlib.suppress(Exception):
+                self._file.closed = True  # else adlfs commits what was appended when the file is collected, over a later object of that name
+            with contextlib.suppress(Exception):
                 self._backend.delete([self._name])
 
 
