@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import tensorstore_ck as tsck
-from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp.dcp_states import blank, causes, clear_plan_cache, difference
 
@@ -146,42 +145,3 @@ def test_a_copy_goes_on_from_where_it_finds_the_branch(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException) as raised:
         dcp.save({"a": 4}, storage_writer=writer, no_dist=True)
     assert [type(cause) for cause in causes(raised.value)] == [tsck.ConflictError]
-
-
-# --- as every save --------------------------------------------------------------------------------------------------------
-
-
-def test_a_save_reports_its_events(tmp_path: Path) -> None:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True) as store:
-        events: list[tsck.Event] = []
-        store.on_event(events.append)
-        writer = Writer(store, "job")
-        state = {"w": torch.rand(300_000)}
-        dcp.save(state, checkpoint_id="job@1", storage_writer=writer, no_dist=True)
-        assert [(event.kind, event.ref, event.step) for event in events] == [("published", "job", 1)]
-        assert events[0].fields["root"] == store.resolve("job").root
-        assert int(events[0].fields["hashed_bytes"]) >= 1_200_000
-        store.put_snapshot({"w": torch.ones(1)}, ref="job", step=2)
-        with tsck.open(tmp_path / "store") as another:  # moves the ref, so that the next save of this handle is refused
-            another.checkout("job")
-            another.put_snapshot({"w": torch.zeros(1)}, ref="job", step=3)
-        with pytest.raises(dcp.api.CheckpointException):
-            dcp.save(state, checkpoint_id="job@4", storage_writer=writer, no_dist=True)
-        assert store.resolve("job").step == 3
-
-
-def test_a_save_without_space_is_refused_before_it_writes(tmp_path: Path) -> None:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True) as store:
-        names = {each.name for each in tmp_path.rglob("*") if each.is_file()}
-        store.engine.min_free = MinFree(size_bytes=10**18)  # `open` would refuse it
-        with pytest.raises(dcp.api.CheckpointException, match="free"):
-            dcp.save({"w": torch.rand(300_000)}, storage_writer=Writer(store, "job"), no_dist=True)
-        assert {each.name for each in tmp_path.rglob("*") if each.is_file()} == names
-
-
-def test_a_save_waits_for_the_saves_in_progress(tmp_path: Path) -> None:
-    with tsck.open(tmp_path / "store", create=True, no_sync=True) as store:
-        pending = [store.put_snapshot_async({"w": torch.rand(100_000)}, ref="job", step=step) for step in (1, 2)]
-        dcp.save({"w": torch.ones(3)}, checkpoint_id="job@3", storage_writer=Writer(store, "job"), no_dist=True)
-        assert all(each.done() for each in pending)
-        assert [snapshot.step for snapshot in store.log("job")] == [3, 2, 1]

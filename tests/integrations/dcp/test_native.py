@@ -64,8 +64,7 @@ def save_grid(folder: str, name: str) -> tuple[str, int]:
     return (writer.snapshot.root, writer.snapshot.new_bytes) if writer.snapshot else ("", 0)
 
 
-@pytest.mark.parametrize("is_native_first", [True, False])
-@pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2x4", "ddp 4"])
+@pytest.mark.parametrize(("name", "is_native_first"), [("fsdp 2", True), ("hsdp 2x4", False), ("ddp 4", True)])
 def test_the_same_blocks(pool: Pool, tmp_path: Path, name: str, is_native_first: bool) -> None:
     make_store(tmp_path)
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache-0") as store:
@@ -84,11 +83,11 @@ def test_the_same_blocks(pool: Pool, tmp_path: Path, name: str, is_native_first:
         assert store.fsck(read_data=True).ok
 
 
-@pytest.mark.parametrize("name", ["flat 3", "3-D 2x2x2", "strided and replicated 2x2", "sharded tensor 4"])
-def test_any_layout_of_a_save_is_read(pool: Pool, folder: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "other"), [("flat 3", "tp 3, columns"), ("3-D 2x2x2", "fsdp 2")])
+def test_any_layout_of_a_save_is_read(pool: Pool, folder: Path, name: str, other: str) -> None:
+    """Also those that DCP itself cannot save."""
     root, _ = pool.run(put_native, str(folder), name, "native", ranks=WAYS[name][0])[0]
-    for other in ("fsdp 2", "tp 3, columns"):
-        pool.run(load_dcp, str(folder), root, other, ranks=WAYS[other][0])
+    pool.run(load_dcp, str(folder), root, other, ranks=WAYS[other][0])
 
 
 def test_a_save_of_one_process_is_read(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp.dcp_states import causes, difference
-from tests.session.group.boxed import Boxed, boxes_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:torch.distributed is unavailable", "ignore:`_get_pg_default_device`"
@@ -158,20 +157,6 @@ def test_an_empty_state(both: Both) -> None:
     assert both.load(dict) == {}
 
 
-# --- not flattened ------------------------------------------------------------------------------------------------------
-
-
-def test_not_flattened(both: Both) -> None:
-    both.save({**nested(), "tensor": torch.ones(3)}, lambda: DefaultSavePlanner(flatten_state_dict=False))
-
-    def target() -> dict[str, Any]:
-        return {**dict.fromkeys(nested()), "tensor": torch.zeros(3)}
-
-    loaded = both.load(target, lambda: DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
-    assert difference({**nested(), "tensor": torch.ones(3)}, loaded) is None
-    assert difference({**nested(), "tensor": torch.ones(3)}, both.checkout()) is None
-
-
 # --- objects with a state -----------------------------------------------------------------------------------------------
 
 
@@ -268,19 +253,6 @@ def test_a_planner_that_casts(both: Both) -> None:
 def test_a_planner_that_casts_and_does_not_say_so(both: Both) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"cannot store w: the planner planned float32 and gave torch\.bfloat16"):
         dcp.save({"w": torch.ones(3)}, storage_writer=both.writer, planner=SilentBfloat16Saver(), no_dist=True)
-
-
-def test_boxes_in_one_buffer(both: Both) -> None:
-    full = torch.arange(60.0).view(6, 10)
-
-    def state(full: torch.Tensor) -> dict[str, Any]:
-        return {"w": Boxed(in_one_buffer=True).share(full, 0, 1), "step": 3}
-
-    both.save(state(full))
-    assert torch.equal(both.checkout()["w"], full)
-    loaded = both.load(lambda: state(torch.zeros(6, 10)))
-    assert [box.tolist() for box in boxes_of(loaded["w"])] == [full[:, :3].tolist(), full[:, 3:].tolist()]
-    assert both.load(lambda: {"w": torch.zeros(6, 10)})["w"].tolist() == full.tolist()
 
 
 @pytest.mark.skipif(hasattr(dcp, "CheckpointableTensor"), reason="this torch plans its boxes")

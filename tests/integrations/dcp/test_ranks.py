@@ -1,14 +1,12 @@
-"""DCP's ranks over a store, and over files, on the same states: what comes back on any other ranks is the same, bit for bit."""
+"""DCP's ranks over a store: what ranks of any parallelism saved comes back on any others, bit for bit."""
 
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -17,7 +15,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp.dcp_states import difference
 from tests.session.group.boxed import Boxed
-from tests.session.group.pool import GROUPS, Pool
+from tests.session.group.pool import GROUPS, Pool, opened
 from tests.session.group.test_reshard import WAYS, Flat, full_tensors, spoil, state_of
 
 NOT_DCPS = {"strided and replicated 2x2", "3-D 2x2x2"}
@@ -25,56 +23,41 @@ NOT_DCPS = {"strided and replicated 2x2", "3-D 2x2x2"}
 WAYS_OF_DCP = {
     name: found for name, found in WAYS.items() if not isinstance(found[1], Flat) and found[1] != Boxed() and name not in NOT_DCPS
 }
-LOADED = (
-    "fsdp 1",
-    "fsdp 3",
-    "tp 4, columns",
-    "hsdp 2x4",
-    "2-D 2x2",
-    "fsdp over tp 2x2",
-    "sharded tensor 3",
-    "boxes in one buffer 4",
-    "ddp 4",
-)
 
 
-def save_both(folder: str, name: str) -> str:
-    ranks, way = WAYS[name]
-    state = state_of(way, dist.get_rank(), ranks, 7)
-    writer = Writer(f"{folder}/store", name.replace(" ", "-").replace(",", ""), cache_dir=f"{folder}/cache-{dist.get_rank()}")
-    dcp.save(state, storage_writer=FileSystemWriter(f"{folder}/{name}"), process_group=GROUPS[ranks])
-    dcp.save(state, storage_writer=writer, process_group=GROUPS[ranks], checkpoint_id="step-7")
-    assert (writer.snapshot is not None) == (dist.get_rank() == 0)
-    return writer.snapshot.root if writer.snapshot else ""
+def save_by_each(folder: str) -> dict[str, str]:
+    """Way -> root, on the coordinator."""
+    rank, roots = dist.get_rank(), {}
+    for name, (ranks, way) in WAYS_OF_DCP.items():
+        if rank < ranks:
+            writer = Writer(opened(folder, ranks), name.replace(" ", "-").replace(",", ""))
+            dcp.save(state_of(way, rank, ranks, 7), storage_writer=writer, process_group=GROUPS[ranks], checkpoint_id="step-7")
+            assert (writer.snapshot is not None) == (rank == 0)
+            roots[name] = writer.snapshot.root if writer.snapshot else ""
+    return roots
 
 
-def load_both(folder: str, saved: str, root: str, names: tuple[str, ...]) -> None:
-    rank = dist.get_rank()
-    for name in names:
+def load_by_each(folder: str, roots: dict[str, str]) -> None:
+    """Each way what another one saved."""
+    rank, names = dist.get_rank(), list(roots)
+    for number, name in enumerate(names):
         ranks, way = WAYS[name]
-        if rank >= ranks:
-            continue
-        found = []
-        for reader in (Reader(f"{folder}/store", root, cache_dir=f"{folder}/cache-{rank}"), FileSystemReader(f"{folder}/{saved}")):
+        if rank < ranks:
             target = state_of(way, rank, ranks, 7)
             spoil(target)
             target["step"] = 0
-            dcp.load(target, storage_reader=reader, process_group=GROUPS[ranks])
-            found.append(target)
-        expected = state_of(way, rank, ranks, 7)
-        for one in found:
-            assert difference(dict(sorted(expected.items())), dict(sorted(one.items()))) is None, f"as {name}"
+            dcp.load(target, storage_reader=Reader(opened(folder, ranks), roots[names[number - 4]]), process_group=GROUPS[ranks])
+            expected = state_of(way, rank, ranks, 7)
+            assert difference(dict(sorted(expected.items())), dict(sorted(target.items()))) is None, f"as {name}"
 
 
-@pytest.mark.parametrize("name", WAYS_OF_DCP)
-def test_saved_by_some_ranks_loaded_by_others(pool: Pool, folder: Path, name: str) -> None:
-    ranks, _ = WAYS[name]
-    root, *_ = pool.run(save_both, str(folder), name, ranks=ranks)
-    with tsck.open(folder / "store", cache_dir=folder / "cache-0") as store:
-        assert difference({"step": 7, "model": full_tensors(7)}, store.checkout(root)) is None
+def test_saved_by_some_ranks_loaded_by_others(pool: Pool, folder: Path) -> None:
+    roots = pool.run(save_by_each, str(folder))[0]
+    with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
+        for name, root in roots.items():
+            assert difference({"step": 7, "model": full_tensors(7)}, store.checkout(root)) is None, name
         assert store.fsck(read_data=True).ok
-    turn = list(WAYS_OF_DCP).index(name) % 2
-    pool.run(load_both, str(folder), name, root, LOADED[turn::2])
+    pool.run(load_by_each, str(folder), roots)
 
 
 # --- what a rank reads ------------------------------------------------------------------------------------------------------
