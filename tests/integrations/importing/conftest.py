@@ -8,13 +8,15 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import CheckpointContents, import_checkpoint
+from tests.gc.stores import open_store
 
 Bring = Callable[..., tuple[Any, CheckpointContents]]
+Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+def store() -> Iterator[tsck.Store]:
+    with open_store() as store:
         yield store
 
 
@@ -30,7 +32,7 @@ def bring(store: tsck.Store) -> Bring:
 
 
 @pytest.fixture
-def refuse(store: tsck.Store) -> Callable[..., str]:
+def refuse(store: tsck.Store) -> Refuse:
     """Imports a path that must be refused, with nothing of it in the store; the message."""
 
     def refuse(path: Path, error: type[tsck.StoreError] = tsck.StoreError, **options: Any) -> str:

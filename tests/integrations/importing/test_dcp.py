@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint
-from tests.integrations.importing.conftest import Bring
+from tests.integrations.importing.conftest import Bring, Refuse
 from tests.integrations.importing.same import require_same
 from tests.integrations.importing.test_torch_files import many_tensors, many_values, training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-Refuse = Callable[..., str]
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
@@ -118,9 +117,14 @@ def test_values_of_unknown_classes(bring: Bring, refuse: Refuse, tmp_path: Path)
 # --- bad folders --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save({"model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5)}, "step": 3}, tmp_path_factory.mktemp("saved") / "dcp")
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save({"model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5)}, "step": 3}, tmp_path / "dcp")
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "dcp"))
 
 
 def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
@@ -195,12 +199,9 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_metadata_that_lies(refuse: Refuse, folder: Path, change: str) -> None:
     change_metadata(folder, CHANGES[change])
-    refuse(folder)
-
-
-def test_pieces_that_are_missing(refuse: Refuse, folder: Path) -> None:
-    change_metadata(folder, CHANGES["no pieces"])
-    assert "12 elements are missing of the tensor 'model.a', of shape [3, 4]" in refuse(folder, tsck.CorruptObjectError)
+    message = refuse(folder)
+    if change == "no pieces":
+        assert "12 elements are missing of the tensor 'model.a', of shape [3, 4]" in message
 
 
 def test_another_object_as_metadata(refuse: Refuse, folder: Path) -> None:

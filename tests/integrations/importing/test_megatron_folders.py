@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,22 @@ from tensorstore_ck.format.tree import Container, parse
 from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.log.address import resolve
 from tests.integrations.importing import megatron_folders
+from tests.integrations.importing.conftest import Refuse
 from tests.integrations.importing.same import require_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-Refuse = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written") / "run"
+    megatron_folders.write(path)
+    return path
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "run"
-    megatron_folders.write(path)
-    return path
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def test_plain_dcp_folders_stay_that(store: tsck.Store, iteration: Path) -> None
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json", ".metadata"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", "metadata.json", ".metadata"])
 def test_a_file_is_missing(refuse: Refuse, iteration: Path, name: str) -> None:
     (iteration / name).unlink()
     message = refuse(iteration, tsck.CorruptObjectError)
@@ -122,8 +126,10 @@ def test_a_file_is_missing(refuse: Refuse, iteration: Path, name: str) -> None:
     assert "get the whole" in message
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json", ".metadata"])
-@pytest.mark.parametrize("cut", [1, 300, None])
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("__0_0.distcp", 1), ("__0_1.distcp", None), ("common.pt", 300), ("common.pt", None), ("metadata.json", 1), (".metadata", 300)],
+)
 def test_a_file_is_truncated(refuse: Refuse, iteration: Path, name: str, cut: int | None) -> None:
     path = iteration / name
     size = path.stat().st_size

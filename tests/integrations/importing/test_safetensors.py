@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tensorstore_ck as tsck
-from tests.integrations.importing.conftest import Bring
+from tests.integrations.importing.conftest import Bring, Refuse
 from tests.integrations.importing.same import require_same
 
-Refuse = Callable[..., str]
 DTYPES = "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn float8_e5m2"
 
 
