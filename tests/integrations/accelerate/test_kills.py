@@ -11,7 +11,7 @@ from tests.gc.stores import contents, open_store
 from tests.integrations.accelerate import runs
 from tests.integrations.accelerate.test_accelerator import assert_continues
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 KILLED_AFTER = 4
 """The first save is whole; the death is in the second, after step 6."""
 

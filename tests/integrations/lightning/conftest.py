@@ -10,6 +10,15 @@ import torch
 import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
 
+QUIET = [
+    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # what Lightning says of torch, of itself and of these small runs
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital':UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning"),
+]
+
 
 class Undisturbed(NamedTuple):
     logged: runs.Logged
