@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tests.integrations.trackers import FREE_ALL, REF, open_store, restored, save, state
+from tests.integrations.trackers import FREE_ALL, REF, restored, save, state
 from tests.servers import SECRET, S3Server, mlflow_tracking
 
 mlflow = pytest.importorskip("mlflow", reason="needs mlflow-skinny, the extra mlflow")
@@ -38,12 +38,6 @@ def tracking(database: Path) -> Iterator[Path]:
         yield database
         mlflow.end_run()
         mlflow.set_tracking_uri(None)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with open_store(tmp_path) as opened:
-        yield opened
 
 
 def logged_files(run_id: str, path: str = "") -> dict[str, Any]:

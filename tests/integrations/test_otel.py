@@ -1,7 +1,6 @@
 """Metrics and spans of saves, by OpenTelemetry's own SDK."""
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from tensorstore_ck.integrations.otel import instrument
+from tests.session.group.pool import rank_process
 
 END_NS = 1_700_000_000_000_000_000
 ABOUT = {"tensorstore_ck.ref": "runs/gpt", "tensorstore_ck.rank": 3}
@@ -182,6 +182,8 @@ def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytes
 
 
 def test_nothing_else_loads_opentelemetry() -> None:
-    code = "import sys, tensorstore_ck, tensorstore_ck.events, tensorstore_ck.training.progress_line; print('opentelemetry' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
-    assert done.stdout == "False\n"
+    imported = "sys, tensorstore_ck, tensorstore_ck.events, tensorstore_ck.training.progress_line"
+    process = rank_process(exec, f"import {imported}; assert 'opentelemetry' not in sys.modules")
+    process.start()
+    process.join(PATIENCE_SECONDS)
+    assert process.exitcode == 0

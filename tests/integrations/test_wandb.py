@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tests.integrations.trackers import FREE_ALL, REF, open_store, restored, save, state
+from tests.integrations.trackers import FREE_ALL, REF, restored, save, state
 from tests.servers import SECRET, S3Server
 
 wandb = pytest.importorskip("wandb", reason="needs wandb, the extra of that name")
@@ -38,12 +38,6 @@ def offline(service: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.chdir(tmp_path / "job")
     yield tmp_path / "job"
     wandb.finish()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with open_store(tmp_path) as opened:
-        yield opened
 
 
 def start(**options: Any) -> Any:

@@ -3,7 +3,6 @@
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ import tensorstore_ck as tsck
 from tests.integrations.accelerate import runs
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
-        yield store
 
 
 def assert_continues(resumed: runs.Run, whole: runs.Run, done: int) -> None:

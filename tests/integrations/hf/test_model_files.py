@@ -215,19 +215,6 @@ def test_names_of_files_are_checked(tmp_path: Path, store: tsck.Store) -> None:
     assert [each.name for each in tmp_path.iterdir() if "model" in each.name] == []
 
 
-def test_an_earlier_folder_is_replaced_and_no_other(tmp_path: Path, finished: Finished, command: Tsck) -> None:
-    options = ("export", runs.REF, "--to", "hf", "model")
-    where = finished.store.url
-    assert command(*options, store=where).code == 0
-    assert command(*options, store=where).code == 28
-    assert command(*options, "--force", store=where).code == 0
-    (tmp_path / "model" / "notes.txt").write_text("mine")
-    result = command(*options, "--force", store=where)
-    assert result.code == 28
-    assert "notes.txt" in result.err
-    assert (tmp_path / "model" / "notes.txt").exists()
-
-
 def test_a_model_that_is_not_of_transformers_has_no_files(tmp_path: Path, store: tsck.Store) -> None:
     assert hf.model_files(torch.nn.Linear(2, 2)) == {}
     assert "tokenizer.json" in hf.model_files(torch.nn.Linear(2, 2), _tokenizer())

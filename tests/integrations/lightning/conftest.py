@@ -1,13 +1,10 @@
-"""A store, and the run that nothing disturbed."""
+"""The run that nothing disturbed."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
 
 QUIET = [
@@ -24,12 +21,6 @@ class Undisturbed(NamedTuple):
     logged: runs.Logged
     weights: dict[str, torch.Tensor]
     seen: list[tuple[int, float]]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 @pytest.fixture(scope="session")
