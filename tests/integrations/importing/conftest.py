@@ -1,5 +1,6 @@
 """A store, what is imported into it, and what it gives back."""
 
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,12 @@ def refuse(store: tsck.Store) -> Refuse:
         return str(caught.value)
 
     return refuse
+
+
+def archive(path: Path, code: bytes, records: dict[str, bytes] | None = None, **options: Any) -> Path:
+    """A torch file with this pickle."""
+    with zipfile.ZipFile(path, "w", **options) as file:
+        file.writestr("a/data.pkl", code)
+        for name, data in {"version": b"3\n", "byteorder": b"little", **(records or {})}.items():
+            file.writestr(f"a/{name}", data)
+    return path

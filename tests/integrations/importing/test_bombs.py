@@ -7,8 +7,7 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import inspect_checkpoint
-from tests.integrations.importing.archives import archive
-from tests.integrations.importing.conftest import Bring
+from tests.integrations.importing.conftest import Bring, archive
 
 PRIME = (1 << 61) - 1
 

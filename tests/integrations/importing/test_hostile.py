@@ -13,8 +13,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES
-from tests.integrations.importing.archives import archive
-from tests.integrations.importing.conftest import Refuse
+from tests.integrations.importing.conftest import Refuse, archive
 
 Reduced = tuple[Any, ...]
 

@@ -1,4 +1,4 @@
-"""What torch.save wrote comes back as torch.load gives it: every type, every dtype, shared memory, and Lightning's files."""
+"""What torch.save wrote comes back as torch.load gives it: every type, every dtype, shared memory, checksums, and Lightning's files."""
 
 import argparse
 import base64
@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import import_checkpoint
-from tests.integrations.importing.archives import archive
-from tests.integrations.importing.conftest import Bring, Refuse
+from tensorstore_ck.integrations.importing.crc_check import combined
+from tests.integrations.importing.conftest import Bring, Refuse, archive
 from tests.integrations.importing.same import require_same
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -304,3 +306,12 @@ def test_configs(bring: Bring, tmp_path: Path) -> None:
         "omegaconf.dictconfig.DictConfig, read as a dict": 3,
         "omegaconf.listconfig.ListConfig, read as a list": 1,
     }
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_combined(one: bytes, two: bytes) -> None:
+    assert combined(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
+
+
+def test_combined_with_many_zeros() -> None:
+    assert combined(zlib.crc32(b"abc"), zlib.crc32(bytes(10_000_000)), 10_000_000) == zlib.crc32(b"abc" + bytes(10_000_000))
