@@ -285,18 +285,14 @@ def test_checkpoint_ids(tmp_path: Path, ref: str | None, checkpoint_id: Any, exp
     assert state == {"a": 1}
 
 
-@pytest.mark.parametrize("checkpoint_id", [None, "runs/gpt@x", "runs/gpt@", "a@1@2", "", "/tmp/x", "-", "runs/gpt~1"])
-def test_ids_that_say_nothing(tmp_path: Path, checkpoint_id: str | None) -> None:
-    with pytest.raises(dcp.api.CheckpointException) as raised:
-        dcp.save({"a": 1}, storage_writer=Writer(tmp_path / "store"), checkpoint_id=checkpoint_id, no_dist=True)
-    assert all(isinstance(cause, tsck.InputError) for cause in causes(raised.value)), causes(raised.value)
-
-
-@pytest.mark.parametrize("step", [-1, 2**70])
-def test_steps_that_are_none(tmp_path: Path, step: int) -> None:
-    with pytest.raises(dcp.api.CheckpointException) as raised:
-        dcp.save({"a": 1}, storage_writer=Writer(tmp_path / "store", "job", step=step), no_dist=True)
-    assert [type(cause) for cause in causes(raised.value)] == [tsck.InvalidOptionError]
+def test_ids_and_steps_that_say_nothing(tmp_path: Path) -> None:
+    ids = (None, "runs/gpt@x", "runs/gpt@", "a@1@2", "", "/tmp/x", "-", "runs/gpt~1")
+    wrong = [(each, Writer(tmp_path / "store"), tsck.InputError) for each in ids]
+    wrong += [(None, Writer(tmp_path / "store", "job", step=step), tsck.InvalidOptionError) for step in (-1, 2**70)]
+    for checkpoint_id, writer, expected in wrong:
+        with pytest.raises(dcp.api.CheckpointException) as raised:
+            dcp.save({"a": 1}, storage_writer=writer, checkpoint_id=checkpoint_id, no_dist=True)
+        assert all(isinstance(cause, expected) for cause in causes(raised.value)), causes(raised.value)
 
 
 def test_without_collectives(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ STATES: Final[dict[str, dict[str, Any]]] = {
         "optimizer": {"state": {"a": {"master": torch.rand(30, 20), **MOMENTS}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]},
         "extra": {"deepspeed": dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 3)},
     },
-    "megatron": {"a": torch.arange(20_000.0), "b": torch.ones(3), "common": {"iteration": 3}},
     "safetensors": {"a": torch.arange(3000.0), "n": 1},
 }
 pytestmark = pytest.mark.race
