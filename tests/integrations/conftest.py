@@ -1,5 +1,18 @@
-"""Fixtures for tests with real ranks."""
+"""Fixtures for tests with real ranks, and for those of trainers."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tensorstore_ck as tsck
 from tests.session.group.conftest import folder
 
-__all__ = ["folder"]
+__all__ = ["folder", "store"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    """In a folder, as trainers have it."""
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as opened:
+        yield opened

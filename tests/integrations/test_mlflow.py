@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tests.integrations.trackers import FREE_ALL, REF, open_store, restored, save, state
+from tests.integrations.trackers import FREE_ALL, REF, restored, save, state
 from tests.servers import SECRET, S3Server, mlflow_tracking
 
 mlflow = pytest.importorskip("mlflow", reason="needs mlflow-skinny, the extra mlflow")
@@ -38,12 +38,6 @@ def tracking(database: Path) -> Iterator[Path]:
         yield database
         mlflow.end_run()
         mlflow.set_tracking_uri(None)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with open_store(tmp_path) as opened:
-        yield opened
 
 
 def logged_files(run_id: str, path: str = "") -> dict[str, Any]:
@@ -112,24 +106,20 @@ def test_another_run_by_its_id(tracking: Path, store: tsck.Store) -> None:
     assert mlflow.get_run(run.info.run_id).info.status == "FINISHED"
 
 
-def test_saves_in_progress_are_waited_for(tracking: Path, store: tsck.Store) -> None:
-    with mlflow.start_run():
+def test_a_logged_snapshot_is_kept_until_it_is_unpinned(tracking: Path, store: tsck.Store) -> None:
+    """Also one whose save is in progress, for which it waits."""
+    with mlflow.start_run() as run:
         for step in range(1, 6):
             store.put_snapshot_async(state(step), ref=REF, step=step)
-        assert tsck.mlflow.log_snapshot(store, REF).step == 5
-
-
-def test_a_logged_snapshot_is_kept_until_it_is_unpinned(tracking: Path, store: tsck.Store) -> None:
-    with mlflow.start_run() as run:
-        logged = tsck.mlflow.log_snapshot(store, save(store, 1))
+        logged = tsck.mlflow.log_snapshot(store, REF)
     owner = f"mlflow:{run.info.run_id}"
     (pin,) = store.pins()
     assert (pin.owner, pin.expires_ns, pin.snapshot.root) == (owner, None, logged.root)
     assert run.info.run_name in pin.reason
-    save(store, 2)
-    store.forget(f"{REF}@1")
+    save(store, 6)
+    store.forget(f"{REF}@5")
     store.gc(FREE_ALL)
-    assert restored(store, logged.root) == 1
+    assert restored(store, logged.root) == 5
     store.unpin(logged.root, owner=owner)
     store.gc(FREE_ALL)
     with pytest.raises(tsck.NotFoundError):

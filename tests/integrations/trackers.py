@@ -1,7 +1,5 @@
 """A store with snapshots, for the tests of trackers."""
 
-from pathlib import Path
-
 import torch
 
 import tensorstore_ck as tsck
@@ -10,10 +8,6 @@ from tensorstore_ck.store import ReadOnlyStore, Store
 
 REF = "runs/gpt"
 FREE_ALL = tsck.GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1)
-
-
-def open_store(folder: Path) -> Store:
-    return tsck.open(folder / "store", create=True, cache_dir=folder / "cache")
 
 
 def save(store: Store, step: int | None) -> Snapshot:

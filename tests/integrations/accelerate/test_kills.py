@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
+from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import contents, open_store
 from tests.integrations.accelerate import runs
 from tests.integrations.accelerate.test_accelerator import assert_continues
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 KILLED_AFTER = 4
 """The first save is whole; the death is in the second, after step 6."""
 
 
-@pytest.mark.parametrize("mode", ["die-before", "die-after", "tear"])
-def test_a_death_at_every_call(tmp_path: Path, mode: str) -> None:
+def test_a_death_at_every_call(tmp_path: Path) -> None:
     whole = runs.train(tmp_path / "whole", None, resume=False)
     before = MemoryBackend()
     with pytest.raises(runs.Killed):
         runs.train(tmp_path / "out", open_store(before), resume=False, kill_after=KILLED_AFTER, attach={"asynchronous": False})
     seen: set[int] = set()
-    for at in range(1, 1000):
+    for at, mode in in_turns(range(1, 1000), ["die-before", "die-after", "tear"]):
         backend, faults = MemoryBackend(), Faults(mode)
         for name, data in contents(before).items():
             backend.put(name, data)

@@ -9,7 +9,7 @@ from tests.effort import effort
 from tests.integrations.accelerate import runs
 from tests.integrations.rank_runs import ends, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.timeout(900)]
 
 
 JOB = "tests.integrations.accelerate.rank_job"

@@ -1,10 +1,10 @@
 """`dcp.async_save`: what is stored is the state of the moment when it returns."""
 
-import json
-import subprocess
-import sys
+import multiprocessing
+import os
 from concurrent.futures import Future
-from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -22,7 +23,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.integrations.dcp import Writer
 from tests.effort import PATIENCE_SECONDS
 from tests.integrations.dcp.dcp_states import causes
-from tests.session.group.pool import GROUPS, Pool
+from tests.session.group.pool import GROUPS, Pool, rank_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -124,25 +125,70 @@ def test_saves_of_one_writer_that_overlap(tmp_path: Path) -> None:
             assert store.checkout(snapshot.root)["w"][0, 0].item() == snapshot.step
 
 
+SAVES = 3
+
+
+def save_in_a_process(rank: int, folder: str, pipe: Connection) -> None:
+    """Says how many files the process that saves has open after each save, and why one save was refused."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    store = dist.FileStore(f"{folder}/ranks", RANKS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE_SECONDS))
+    writer = Writer(f"{folder}/store", "job", cache_dir=f"{folder}/cache-{rank}")
+    mesh = DeviceMesh("cpu", torch.arange(RANKS))
+    weight = distribute_tensor(torch.zeros(64, 8), mesh, [Shard(0)], src_data_rank=None)
+    state: dict[str, Any] = {"model": {"w": weight, "b": torch.zeros(5)}, "step": 0, "rng": (3, (1, 2), None), f"own_{rank}": [rank]}
+
+    def save(step: int) -> Any:
+        kind = AsyncCheckpointerType.PROCESS
+        return dcp.async_save(state, storage_writer=writer, checkpoint_id=f"step-{step}", async_checkpointer_type=kind)
+
+    def fill(step: int) -> None:
+        weight.to_local().fill_(step)
+        state["model"]["b"].fill_(step)
+        state["step"] = step
+
+    descriptors = []
+    for step in range(1, SAVES + 1):
+        fill(step)
+        future = save(step)
+        fill(-1)  # already the next step
+        future.result()
+        process = _async_process_executor._CHECKPOINT_PROCESS
+        assert process is not None
+        descriptors.append(len(os.listdir(f"/proc/{process._save_process.pid}/fd")))
+    state[f"own_{rank}"] = [torch.Generator()] if rank == 1 else [rank]
+    with pytest.raises(CheckpointException) as raised:
+        save(99).result()
+    state[f"own_{rank}"] = [rank]
+    save(SAVES + 1).result()
+    pipe.send((descriptors, str(raised.value)))
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow  # each rank starts a process that imports torch
 def test_in_a_process(tmp_path: Path) -> None:
     """Each save has a copy of the writer."""
-    command = [sys.executable, str(Path(__file__).with_name("dcp_process.py"))]
-    with ExitStack() as running:
-        ranks = []
-        for rank in range(RANKS):
-            process = subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            running.enter_context(process)
-            running.callback(process.kill)
-            ranks.append(process)
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=PATIENCE_SECONDS)
-            assert process.returncode == 0, err
-            said = json.loads(out.splitlines()[-1])
-            assert said["descriptors"][-1] <= said["descriptors"][1] + 1, f"rank {rank} keeps files open"
-            assert "own_1" in said["refused"]
+    ranks = []
+    for rank in range(RANKS):
+        here, there = multiprocessing.Pipe()
+        process = rank_process(save_in_a_process, rank, str(tmp_path), there)
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    try:
+        for rank, (_, pipe) in enumerate(ranks):
+            assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} does not answer"
+            descriptors, refused = pipe.recv()
+            assert descriptors[-1] <= descriptors[1] + 1, f"rank {rank} keeps files open"
+            assert "own_1" in refused
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache-0") as store:
-        assert [snapshot.step for snapshot in store.log("job")] == [6, 5, 4, 3, 2, 1]
-        for step in range(1, 6):
+        assert [snapshot.step for snapshot in store.log("job")] == [4, 3, 2, 1]
+        for step in range(1, SAVES + 1):
             found = store.checkout(f"job@{step}")
             assert (found["step"], found["rng"], found["own_0"], found["own_1"]) == (step, (3, (1, 2), None), [0], [1])
             assert torch.equal(found["model"]["w"], torch.full((64, 8), float(step)))

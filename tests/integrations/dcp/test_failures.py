@@ -48,15 +48,7 @@ class Unresolved(DefaultSavePlanner):
 
 def unsupported(kind: str) -> dict[str, Any]:
     rank = dist.get_rank()
-    odd: dict[str, Callable[[], Any]] = {
-        "instance": Odd,
-        "lambda": lambda: lambda: 1,
-        "generator": torch.Generator,
-        "sparse": lambda: torch.eye(3).to_sparse(),
-        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        "meta": lambda: torch.empty(3, device="meta"),
-        "inside": lambda: ({"a": [1, Odd()]}, 2),
-    }
+    odd: dict[str, Callable[[], Any]] = {"instance": Odd, "sparse": lambda: torch.eye(3).to_sparse()}
     return {"model": {"w": sharded()}, f"own_{rank}": odd[kind]() if rank == 1 else 1, "both": torch.ones(500)}
 
 
@@ -70,7 +62,7 @@ def save_plain(folder: str, name: str, ref: str, seed: int = 0, planner: SavePla
     )
 
 
-@pytest.mark.parametrize("kind", ["instance", "lambda", "generator", "sparse", "quantized", "meta", "inside"])
+@pytest.mark.parametrize("kind", ["instance", "sparse"])
 def test_what_cannot_be_stored_is_refused_by_name_on_all_ranks(pool: Pool, folder: Path, kind: str) -> None:
     errors = pool.ask(save_unsupported, str(folder), kind, ranks=RANKS)
     for error in errors:
@@ -134,11 +126,11 @@ def save_cached(folder: str, name: str, seed: int) -> None:
 # --- loading ------------------------------------------------------------------------------------------------------------
 
 
-def load(folder: str, address: str, rows: int = 6, **options: Any) -> Any:
-    state = {"model": {"w": sharded(rows)}}
+def load(folder: str, address: str, **options: Any) -> Any:
+    state = {"model": {"w": sharded()}}
     reader = Reader(f"{folder}/store", address, cache_dir=f"{folder}/cache-{dist.get_rank()}", **options)
     dcp.load(state, storage_reader=reader, process_group=GROUPS[RANKS])
-    return difference({"model": {"w": sharded(rows, seed=1)}}, state)
+    return difference({"model": {"w": sharded(seed=1)}}, state)
 
 
 def test_nothing_there(pool: Pool, folder: Path) -> None:
@@ -161,11 +153,16 @@ def load_bad(folder: str) -> Any:
     return load(folder, "marked", allow_marked=True)
 
 
-def test_another_shape(pool: Pool, folder: Path) -> None:
-    pool.run(save_plain, str(folder), "shape", "shape", 5, ranks=RANKS)
-    for error in pool.ask(load, str(folder), "shape", 8, ranks=RANKS):
-        assert isinstance(error, CheckpointException)
-        assert "model.w" in str(error)
+def load_own_step(folder: str) -> None:
+    load(folder, f"moved~{dist.get_rank()}")
+
+
+def test_ranks_that_find_different_snapshots_load_none(pool: Pool, folder: Path) -> None:
+    """As where the ref moves while they look."""
+    for seed in (5, 6):
+        pool.run(save_plain, str(folder), "moved", "moved", seed, ranks=RANKS)
+    for error in pool.ask(load_own_step, str(folder), ranks=RANKS):
+        assert {type(cause) for cause in causes(error)} == {tsck.ConflictError}
 
 
 def save_large(folder: str) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import enum
+import logging
 import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -193,3 +195,35 @@ def test_what_cannot_be_stored(tmp_path: Path, planner: type[DefaultSavePlanner]
     with tsck.open(tmp_path / "store") as store, pytest.raises(tsck.NotFoundError):
         store.checkout("job")
     dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner(), no_dist=True)
+
+
+# --- wrapper subclasses: `Writer` refuses them by name, `Reader` gives their inner tensors ----------------------------------
+
+
+def moment(value: float = 0.0) -> Any:
+    logging.disable(logging.WARNING)
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    logging.disable(logging.NOTSET)
+    made = OptimState8bit.zeros((16, 256))
+    made.codes.fill_(int(value))
+    made.scale.fill_(value)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_writer_refuses_what_it_cannot_store_by_name(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True) as store:
+        with pytest.raises((CheckpointException, tsck.UnsupportedValueError), match=r"optimizer\.m.*OptimState8bit"):
+            dcp.save({"optimizer": {"m": moment()}}, storage_writer=Writer(store, "main"), no_dist=True)
+        assert not store.branches()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_reader_gives_inner_tensors_by_their_own_names(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True) as store:
+        store.put_snapshot({"m": moment(3.0), "w": torch.ones(4)}, ref="main")
+        state: dict[str, Any] = {"m": {"codes": torch.zeros(16, 256, dtype=torch.uint8), "scale": torch.zeros(16)}, "w": torch.zeros(4)}
+        dcp.load(state, storage_reader=Reader(store, "main"), no_dist=True)
+        assert state["m"]["codes"].float().mean() == state["m"]["scale"].mean() == 3
+        assert bool((state["w"] == 1).all())

@@ -25,9 +25,9 @@ STATES: Final[dict[str, dict[str, Any]]] = {
         "optimizer": {"state": {"a": {"master": torch.rand(30, 20), **MOMENTS}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]},
         "extra": {"deepspeed": dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 3)},
     },
-    "megatron": {"a": torch.arange(20_000.0), "b": torch.ones(3), "common": {"iteration": 3}},
+    "safetensors": {"a": torch.arange(3000.0), "n": 1},
 }
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.race
 
 _CHANGING: Final = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 """Audit events; of ``open`` those that may write."""
@@ -35,7 +35,7 @@ _CHANGING: Final = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trunca
 _DRAWN: Final = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-@pytest.fixture(params=STATES)
+@pytest.fixture(params=[each if each == "safetensors" else pytest.param(each, marks=pytest.mark.slow) for each in STATES])
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -87,9 +87,9 @@ def test_an_export_that_is_killed_at_any_call(store: tsck.Store, kind: Any, tmp_
 
     calls = forked(lambda: killed_at(0, place, export), tmp_path / "whole")
     assert calls is not None
-    assert calls > 10
+    assert calls > 4
     whole = contents(out)
-    assert len(whole) > 2
+    assert len(whole) > 1
     os.rename(out, tmp_path / "first")
     ended = 0
     for number in range(1, calls + 1):

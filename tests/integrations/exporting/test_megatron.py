@@ -39,15 +39,6 @@ def test_an_imported_folder_comes_out_as_it_was(store: tsck.Store, tmp_path: Pat
     assert (again.snapshot.root, again.snapshot.step, again.contents.skipped) == (root, 1000, {})
 
 
-def test_it_replaces_an_earlier_export_and_nothing_else(store: tsck.Store, tmp_path: Path) -> None:
-    store.put_snapshot({"a.weight": torch.ones(3), "common": {"iteration": 1}}, ref="run")
-    for _ in range(2):
-        export_snapshot(store, "run", tmp_path / "out", format="megatron", overwrite=True)
-    (tmp_path / "out" / "mine.txt").write_text("x")
-    with pytest.raises(tsck.AlreadyExistsError, match=r"'mine\.txt', which no export writes"):
-        export_snapshot(store, "run", tmp_path / "out", format="megatron", overwrite=True)
-
-
 def test_without_a_common_state(store: tsck.Store, tmp_path: Path) -> None:
     store.put_snapshot({"a.weight": torch.ones(3)}, ref="run")
     (note,) = export_snapshot(store, "run", tmp_path / "out", format="megatron").notes

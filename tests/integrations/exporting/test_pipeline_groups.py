@@ -12,7 +12,7 @@ from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.store import Store
 
 TIED = ("tied_modules.first.weight", "tied_modules.second.weight")
-NAMES = [*TIED, *(f"{layer}.weight" for layer in range(40)), *(f"{layer}.bias" for layer in (20, 30))]
+NAMES = [*TIED, *(f"{layer}.weight" for layer in range(12)), *(f"{layer}.bias" for layer in (6, 10))]
 Groups = dict[str, tuple[float, list[str]]]
 """First parameter -> weight decay and parameters, as an engine stores the groups of all stages."""
 
@@ -43,15 +43,15 @@ def decays(groups: Any) -> list[float]:
 
 DIFFERENT: dict[str, tuple[Groups, list[float]]] = {
     "the first stage has fewer groups": (
-        {TIED[0]: (0.1, NAMES[:20]), NAMES[20]: (0.1, NAMES[20:42]), "20.bias": (0.0, NAMES[42:])},
+        {TIED[0]: (0.1, NAMES[:7]), NAMES[7]: (0.1, NAMES[7:14]), "6.bias": (0.0, NAMES[14:])},
         [0.1, 0.0, 0.0],
     ),
     "a tied layer's group is one": (
-        {TIED[0]: (0.1, NAMES[:42]), "20.bias": (0.0, ["20.bias"]), "30.bias": (0.0, ["30.bias"])},
+        {TIED[0]: (0.1, NAMES[:14]), "6.bias": (0.0, ["6.bias"]), "10.bias": (0.0, ["10.bias"])},
         [0.1, 0.0, 0.0],
     ),
-    "a tied parameter is in two": ({TIED[0]: (0.1, NAMES[:20]), TIED[1]: (0.1, [TIED[1], *NAMES[20:]])}, [0.1, 0.1]),
-    "an empty one": ({TIED[0]: (0.1, NAMES[:20]), "#1": (0.0, []), NAMES[20]: (0.1, NAMES[20:])}, [0.1, 0.0, 0.0]),
+    "a tied parameter is in two": ({TIED[0]: (0.1, NAMES[:7]), TIED[1]: (0.1, [TIED[1], *NAMES[7:]])}, [0.1, 0.1]),
+    "an empty one": ({TIED[0]: (0.1, NAMES[:7]), "#1": (0.0, []), NAMES[7]: (0.1, NAMES[7:])}, [0.1, 0.0, 0.0]),
 }
 
 

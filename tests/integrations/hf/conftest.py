@@ -1,25 +1,16 @@
-"""A store, and the run that nothing disturbed."""
+"""The run that nothing disturbed."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-import tensorstore_ck as tsck
 from tests.integrations.hf import runs
 
 
 class Undisturbed(NamedTuple):
     losses: runs.Losses
     weights: dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import peft
@@ -24,7 +25,7 @@ from tests.cli.conftest import Tsck
 from tests.cli.conftest import tsck as tsck_command
 from tests.integrations.hf import runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")]  # peft
 
 command = tsck_command
 VOCABULARY = 20_000
@@ -52,11 +53,29 @@ def _trained(folder: Path, store: tsck.Store, **more: Any) -> hf.Trainer:
     return trainer
 
 
-def test_a_snapshot_of_a_run_is_a_folder_for_from_pretrained(tmp_path: Path, store: tsck.Store, command: Tsck) -> None:
-    """The weights are tied. The files are those that transformers itself writes."""
-    trainer = _trained(tmp_path, store, processing_class=_tokenizer())
+class Finished(NamedTuple):
+    """A run that has ended, with a tokenizer."""
+
+    trainer: hf.Trainer
+    store: tsck.Store
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    folder = tmp_path_factory.mktemp("finished")
+    with tsck.open(folder / "store", create=True, cache_dir=folder / "cache") as store:
+        yield Finished(_trained(folder, store, processing_class=_tokenizer()), store)
+
+
+def test_a_snapshot_of_a_run_is_a_folder_for_from_pretrained(tmp_path: Path, finished: Finished, command: Tsck) -> None:
+    """The weights are tied. The files are those that transformers itself writes, and they are stored once."""
+    trainer, store = finished
+    sizes = [snapshot.new_bytes for snapshot in reversed(store.log(runs.REF))]
+    tokenizer = len(small_files.model_files(trainer.model, trainer.processing_class)["tokenizer.json"])
+    assert tokenizer > 300_000
+    assert all(each < tokenizer / 4 for each in sizes[1:])
     trainer.save_model(str(tmp_path / "native"))
-    result = command("export", runs.REF, "--to", "hf", "model", store=str(tmp_path / "store"))
+    result = command("export", runs.REF, "--to", "hf", "model", store=store.url)
     assert result.code == 0, result.err
     assert "note: tried: GPT2LMHeadModel.from_pretrained loads it, with every weight" in result.out
     model = _loaded(tmp_path / "model")
@@ -69,26 +88,17 @@ def test_a_snapshot_of_a_run_is_a_folder_for_from_pretrained(tmp_path: Path, sto
             assert (tmp_path / "model" / native.name).read_bytes() == native.read_bytes()
     names = {each.name for each in (tmp_path / "native").iterdir()} - {"training_args.bin"}
     assert {each.name for each in (tmp_path / "model").iterdir()} == names
-    document = command("export", f"{runs.REF}@2", "--to", "hf", "earlier", "--json", store=str(tmp_path / "store")).json
+    document = command("export", f"{runs.REF}@2", "--to", "hf", "earlier", "--json", store=store.url).json
     assert document["format"] == "hf"
     assert document["notes"][0].startswith("tried: ")
 
 
-def test_the_files_are_stored_once(tmp_path: Path, store: tsck.Store) -> None:
-    trainer = _trained(tmp_path, store, processing_class=_tokenizer())
-    size = len(small_files.model_files(trainer.model, trainer.processing_class)["tokenizer.json"])
-    sizes = [snapshot.new_bytes for snapshot in reversed(store.log(runs.REF))]
-    assert size > 300_000
-    assert all(each < size / 4 for each in sizes[1:])
-
-
-def test_a_large_model_is_split(tmp_path: Path, store: tsck.Store, command: Tsck) -> None:
-    trainer = _trained(tmp_path, store)
-    result = command("export", runs.REF, "--to", "hf", "model", "--max-file-size", "2kB", store=str(tmp_path / "store"))
+def test_a_large_model_is_split(tmp_path: Path, finished: Finished, command: Tsck) -> None:
+    result = command("export", runs.REF, "--to", "hf", "model", "--max-file-size", "2kB", store=finished.store.url)
     assert result.code == 0, result.err
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    runs.assert_equal(_loaded(tmp_path / "model").state_dict(), runs.weights(trainer))
+    runs.assert_equal(_loaded(tmp_path / "model").state_dict(), runs.weights(finished.trainer))
 
 
 def test_a_run_that_was_resumed_from_a_snapshot_without_files(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,26 +207,12 @@ def test_without_transformers_it_says_that_it_did_not_try(tmp_path: Path, store:
         assert why in report.notes[0]
 
 
-@pytest.mark.parametrize("name", ["../config.json", "a/b.json", ".netrc", "model.safetensors", "run.sh", "x" * 300 + ".json"])
-def test_names_of_files_are_checked(tmp_path: Path, store: tsck.Store, name: str) -> None:
-    store.put_snapshot({"model": {"a": torch.ones(2)}, "model_files": {"config.json": b"{}", name: b""}}, ref="x")
-    with pytest.raises(tsck.UnsupportedValueError, match="no name of a file of a model"):
-        tsck.export_snapshot(store, "x", tmp_path / "model", format="hf")
+def test_names_of_files_are_checked(tmp_path: Path, store: tsck.Store) -> None:
+    for name in ("../config.json", "a/b.json", ".netrc", "model.safetensors", "run.sh", "x" * 300 + ".json"):
+        store.put_snapshot({"model": {"a": torch.ones(2)}, "model_files": {"config.json": b"{}", name: b""}}, ref="x")
+        with pytest.raises(tsck.UnsupportedValueError, match="no name of a file of a model"):
+            tsck.export_snapshot(store, "x", tmp_path / "model", format="hf")
     assert [each.name for each in tmp_path.iterdir() if "model" in each.name] == []
-
-
-def test_an_earlier_folder_is_replaced_and_no_other(tmp_path: Path, store: tsck.Store, command: Tsck) -> None:
-    _trained(tmp_path, store, processing_class=_tokenizer())
-    options = ("export", runs.REF, "--to", "hf", "model")
-    where = str(tmp_path / "store")
-    assert command(*options, store=where).code == 0
-    assert command(*options, store=where).code == 28
-    assert command(*options, "--force", store=where).code == 0
-    (tmp_path / "model" / "notes.txt").write_text("mine")
-    result = command(*options, "--force", store=where)
-    assert result.code == 28
-    assert "notes.txt" in result.err
-    assert (tmp_path / "model" / "notes.txt").exists()
 
 
 def test_a_model_that_is_not_of_transformers_has_no_files(tmp_path: Path, store: tsck.Store) -> None:
@@ -238,10 +234,10 @@ def test_files_that_cannot_be_made_do_not_end_a_run(tmp_path: Path, store: tsck.
 # --- tsck:// ----------------------------------------------------------------------------------------------------------
 
 
-def test_reading_over_fsspec(tmp_path: Path, store: tsck.Store) -> None:
+def test_reading_over_fsspec(tmp_path: Path, finished: Finished) -> None:
     """What docs/trainers.md shows."""
     fsspec.register_implementation("tsck", SnapshotFileSystem, clobber=True)  # as the entry point does where the package is installed
-    trainer = _trained(tmp_path, store, processing_class=_tokenizer())
+    trainer, store = finished
     url = f"tsck://{runs.REF}@4/model.safetensors::{store.url}"
     with fsspec.open(url) as file:
         weights = safetensors.torch.load(file.read())
@@ -267,7 +263,6 @@ def test_reading_over_fsspec(tmp_path: Path, store: tsck.Store) -> None:
 # --- peft -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "config",
     [
@@ -294,7 +289,6 @@ def test_an_adapter_is_a_folder_for_peft(tmp_path: Path, store: tsck.Store, conf
     runs.assert_equal(loaded.state_dict(), runs.weights(trainer))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_whose_base_is_elsewhere_is_not_tried(tmp_path: Path, store: tsck.Store) -> None:
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     model = peft.get_peft_model(runs.parts(tmp_path / "out")["model"], config)
@@ -309,7 +303,6 @@ def test_an_adapter_whose_base_is_elsewhere_is_not_tried(tmp_path: Path, store: 
         tsck.export_snapshot(store, "x", tmp_path / "other", format="hf")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_the_active_one_of_several_adapters(tmp_path: Path, store: tsck.Store) -> None:
     model = peft.get_peft_model(runs.parts(tmp_path / "out")["model"], peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True))

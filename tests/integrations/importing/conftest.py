@@ -1,5 +1,6 @@
 """A store, what is imported into it, and what it gives back."""
 
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,15 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import CheckpointContents, import_checkpoint
+from tests.gc.stores import open_store
 
 Bring = Callable[..., tuple[Any, CheckpointContents]]
+Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+def store() -> Iterator[tsck.Store]:
+    with open_store() as store:
         yield store
 
 
@@ -30,7 +33,7 @@ def bring(store: tsck.Store) -> Bring:
 
 
 @pytest.fixture
-def refuse(store: tsck.Store) -> Callable[..., str]:
+def refuse(store: tsck.Store) -> Refuse:
     """Imports a path that must be refused, with nothing of it in the store; the message."""
 
     def refuse(path: Path, error: type[tsck.StoreError] = tsck.StoreError, **options: Any) -> str:
@@ -41,3 +44,12 @@ def refuse(store: tsck.Store) -> Callable[..., str]:
         return str(caught.value)
 
     return refuse
+
+
+def archive(path: Path, code: bytes, records: dict[str, bytes] | None = None, **options: Any) -> Path:
+    """A torch file with this pickle."""
+    with zipfile.ZipFile(path, "w", **options) as file:
+        file.writestr("a/data.pkl", code)
+        for name, data in {"version": b"3\n", "byteorder": b"little", **(records or {})}.items():
+            file.writestr(f"a/{name}", data)
+    return path

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint
-from tests.integrations.importing.archives import archive
+from tensorstore_ck.integrations.importing import inspect_checkpoint
+from tests.integrations.importing.conftest import Bring, archive
 
 PRIME = (1 << 61) - 1
 
@@ -64,14 +64,11 @@ def test_bombs(tmp_path: Path, kind: str) -> None:
         inspect_checkpoint(archive(tmp_path / "a.pt", state(code)))
 
 
-def test_true_pickles_share_lists(tmp_path: Path) -> None:
+def test_true_pickles_share_lists(bring: Bring, tmp_path: Path) -> None:
     """As parameter groups do; and keys of numbers and tuples are as they were."""
-    shared = LIST + b"0](" + get(1) * 10 + b"e"
+    shared = b"](" + b"N" * 2000 + b"e" + put(1) + b"0](" + get(1) * 10 + b"e"
     keys = b"}(" + b"".join(
         b"J" + struct.pack("<i", number) + b"N" + b"J" + struct.pack("<i", -number) + b"\x85N" for number in range(1, 900)
     )
-    with tsck.open(tmp_path / "s", create=True) as store:
-        import_checkpoint(store, archive(tmp_path / "a.pt", state(shared)), ref="a")
-        assert store.checkout("a") == {"a": [[None] * 20_000] * 10}
-        import_checkpoint(store, archive(tmp_path / "b.pt", state(keys + b"u")), ref="b")
-        assert len(store.checkout("b")["a"]) == 2 * 899
+    assert bring(archive(tmp_path / "a.pt", state(shared)))[0] == {"a": [[None] * 2000] * 10}
+    assert len(bring(archive(tmp_path / "b.pt", state(keys + b"u")))[0]["a"]) == 2 * 899

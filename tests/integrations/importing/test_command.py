@@ -1,25 +1,16 @@
 """`tsck import`: what it prints, what it saves, and how it refuses."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from tensorstore_ck.cli import main
+from tests.cli.conftest import Tsck, tsck
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Tsck = Callable[..., Result]
+__all__ = ["tsck"]
 
 
 class Own:
@@ -27,16 +18,10 @@ class Own:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tsck:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> Result:
-        env = {"TSCK_CACHE_DIR": str(tmp_path / "cache"), "TSCK_STORE": "ck"}
-        result = CliRunner().invoke(main, args, env=env, catch_exceptions=False)
-        return Result(result.exit_code, result.stdout, result.stderr)
-
-    assert run("init", "ck").code == 0
-    return run
+def run(tsck: Tsck) -> Tsck:
+    """`tsck` on a store."""
+    assert tsck("init", "ck").code == 0
+    return tsck
 
 
 def test_import(run: Tsck) -> None:

@@ -15,13 +15,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint
-from tests.integrations.importing.conftest import Bring
+from tensorstore_ck.integrations.importing import inspect_checkpoint
+from tests.integrations.importing.conftest import Bring, Refuse
 from tests.integrations.importing.same import require_same
 from tests.integrations.importing.test_torch_files import many_tensors, many_values, training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-Refuse = Callable[..., str]
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
@@ -61,14 +60,6 @@ def test_tensors_with_strides_as_newer_torch_reports_them(bring: Bring, tmp_path
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*older(self)[:5], (1, 3)))  # type: ignore[no-untyped-call]
     folder = save({"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2)}, tmp_path / "dcp")
     require_same(bring(folder)[0], {"a": torch.arange(6.0).view(2, 3).t().contiguous(), "b": torch.ones(2)})
-
-
-def test_the_same_blocks_as_a_save(store: tsck.Store, tmp_path: Path) -> None:
-    state = {"model": {"a": torch.randn(300, 1000), "b": torch.randn(50, 50)}}
-    put = store.put_snapshot(state, ref="own")
-    imported = import_checkpoint(store, save(state, tmp_path / "dcp"), ref="old").snapshot
-    assert imported.root == put.root
-    assert imported.new_bytes < 5000
 
 
 def test_accelerate(bring: Bring, tmp_path: Path) -> None:
@@ -118,9 +109,14 @@ def test_values_of_unknown_classes(bring: Bring, refuse: Refuse, tmp_path: Path)
 # --- bad folders --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save({"model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5)}, "step": 3}, tmp_path_factory.mktemp("saved") / "dcp")
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save({"model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5)}, "step": 3}, tmp_path / "dcp")
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "dcp"))
 
 
 def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
@@ -195,12 +191,9 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_metadata_that_lies(refuse: Refuse, folder: Path, change: str) -> None:
     change_metadata(folder, CHANGES[change])
-    refuse(folder)
-
-
-def test_pieces_that_are_missing(refuse: Refuse, folder: Path) -> None:
-    change_metadata(folder, CHANGES["no pieces"])
-    assert "12 elements are missing of the tensor 'model.a', of shape [3, 4]" in refuse(folder, tsck.CorruptObjectError)
+    message = refuse(folder)
+    if change == "no pieces":
+        assert "12 elements are missing of the tensor 'model.a', of shape [3, 4]" in message
 
 
 def test_another_object_as_metadata(refuse: Refuse, folder: Path) -> None:
@@ -219,13 +212,6 @@ def test_metadata_that_runs_code(refuse: Refuse, folder: Path) -> None:
 
     change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Evil()))
     assert "builtins.print" in refuse(folder, tsck.UnsupportedValueError)
-
-
-def test_links_out_of_the_folder(refuse: Refuse, folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    shutil.move(file, folder.parent / file.name)
-    file.symlink_to(f"../{file.name}")
-    assert "cp -rL" in refuse(folder, tsck.InvalidNameError)
 
 
 def test_damaged_bytes_of_a_piece_are_noticed(refuse: Refuse, folder: Path) -> None:

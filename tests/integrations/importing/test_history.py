@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,10 @@ from tests.end_to_end.crash.test_every_call import open_over
 from tests.integrations.importing.same import require_same
 
 run = tsck_command
-STEPS = 40
 SAVED_EVERY = 5
 
 
-def train(folder: Path, steps: int = STEPS, **more: Any) -> dict[int, dict[str, Any]]:
+def train(folder: Path, steps: int, **more: Any) -> dict[int, dict[str, Any]]:
     """A training loop that saves as such loops do; step -> what it saved."""
     folder.mkdir()
     torch.manual_seed(1)
@@ -74,45 +71,6 @@ def hint_in(message: str) -> list[str]:
     return shlex.split(found)
 
 
-# --- as a new user ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_forty_files_killed_and_run_again(run: Tsck, tmp_path: Path) -> None:
-    saved = train(tmp_path / "old")
-    run("init", "ck")
-    refused = run("import", "old/", "--ref", "runs/gpt")
-    assert (refused.code, run("branch", "--json").json) == (26, {})
-    command = [*hint_in(refused.err), "--metric", "val_loss=key:val_loss"]
-    assert command[:6] == ["import", "--history", "old/*.pt", "--step-from", "name", "--ref"]
-
-    environment = {"TSCK_STORE": "ck", "TSCK_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(tsck.__file__).parents[1])}
-    arguments = [sys.executable, "-m", "tensorstore_ck.cli", *command]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("9/40 "):
-                process.kill()
-                break
-    assert process.returncode == -9
-    before = run("log", "runs/gpt", "--json").json
-    assert 9 <= len(before) < STEPS
-
-    again = run(*command)
-    assert again.code == 0, again
-    lines = again.out.splitlines()
-    assert len(lines) == STEPS + 1
-    assert all(("is there already" in line) == (number < len(before)) for number, line in enumerate(lines[:-1]))
-    assert f"{STEPS - len(before)} snapshots imported, {len(before)} snapshots were there already" in lines[-1]
-    log = run("log", "runs/gpt", "--json").json
-    assert log[-len(before) :] == before
-    assert [snapshot["metrics"] for snapshot in reversed(log)] == [{"val_loss": saved[step]["val_loss"]} for step in sorted(saved)]
-    assert len(run("log", "runs/gpt", "--plot", "val_loss").out.splitlines()) == STEPS + 1
-    with tsck.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
-        require_history(store, "runs/gpt", saved)
-        assert store.fsck(read_data=True).ok
-
-
 def test_a_dry_run_says_what_would_be_imported(run: Tsck, tmp_path: Path) -> None:
     train(tmp_path / "old", 3)
     run("init", "ck")
@@ -126,56 +84,56 @@ def test_a_dry_run_says_what_would_be_imported(run: Tsck, tmp_path: Path) -> Non
     assert [(step["snapshot"]["step"], step["was_there"]) for step in document["steps"]] == [(5, False), (10, False), (15, False)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("--history", "old/*.pt"), 2, "--history needs --step-from"),
-        (("old", "--step-from", "name"), 2, "--step-from is for --history"),
-        (("--history", "old/*.pt", "--step-from", "name", "--step", "3"), 2, "--step is for a single"),
-        (("--history", "old/*.pt", "--step-from", "name", "--as-one"), 2, "--as-one is for a single"),
-        (("old/step_5.pt", "old/step_10.pt"), 2, "--history imports each"),
-        (("old/step_5.pt", "--metric", "a=key:val_loss"), 2, "is for --history"),
-        (("old/step_5.pt", "--metric", "a=low"), 2, "NAME=NUMBER"),
-        (("--history", "old/*.pt", "--step-from", "names"), 22, "step_from must be 'name' or 'key:PATH'"),
-        (("--history", "old/*.pt", "--step-from", "key:"), 22, "step_from must be"),
-        (("--history", "old/*.ckpt", "--step-from", "name"), 25, "nothing matches old/*.ckpt"),
-        (("--history", "old/step_7.pt", "--step-from", "name"), 25, "there is no file old/step_7.pt"),
-        (("--history", "old/*.pt", "--step-from", "key:global_stp"), 25, "step_10.pt has nothing at 'global_stp'; it has: model,"),
-        (("--history", "old/*.pt", "--step-from", "key:val_loss"), 27, "not a training step"),
-        (("--history", "old/*.pt", "--step-from", "key:model"), 27, "is a OrderedDict, not a training step"),
-        (("--history", "old/*.pt", "--step-from", "name", "--metric", "a=key:nope"), 25, "has nothing at 'nope'"),
-        (("--history", "old/*.pt", "--step-from", "name", "--metric", "a=key:model.0.weight"), 27, "is a Tensor, not a number"),
-        (("--history", "old", "--step-from", "name"), 22, "old does not contain its step"),
-    ],
-)
-def test_wrong_arguments_are_named(run: Tsck, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+WRONG: list[tuple[tuple[str, ...], int, str]] = [
+    (("--history", "old/*.pt"), 2, "--history needs --step-from"),
+    (("old", "--step-from", "name"), 2, "--step-from is for --history"),
+    (("--history", "old/*.pt", "--step-from", "name", "--step", "3"), 2, "--step is for a single"),
+    (("--history", "old/*.pt", "--step-from", "name", "--as-one"), 2, "--as-one is for a single"),
+    (("old/step_5.pt", "old/step_10.pt"), 2, "--history imports each"),
+    (("old/step_5.pt", "--metric", "a=key:val_loss"), 2, "is for --history"),
+    (("old/step_5.pt", "--metric", "a=low"), 2, "NAME=NUMBER"),
+    (("--history", "old/*.pt", "--step-from", "names"), 22, "step_from must be 'name' or 'key:PATH'"),
+    (("--history", "old/*.pt", "--step-from", "key:"), 22, "step_from must be"),
+    (("--history", "old/*.ckpt", "--step-from", "name"), 25, "nothing matches old/*.ckpt"),
+    (("--history", "old/step_7.pt", "--step-from", "name"), 25, "there is no file old/step_7.pt"),
+    (("--history", "old/*.pt", "--step-from", "key:global_stp"), 25, "step_10.pt has nothing at 'global_stp'; it has: model,"),
+    (("--history", "old/*.pt", "--step-from", "key:val_loss"), 27, "not a training step"),
+    (("--history", "old/*.pt", "--step-from", "key:model"), 27, "is a OrderedDict, not a training step"),
+    (("--history", "old/*.pt", "--step-from", "name", "--metric", "a=key:nope"), 25, "has nothing at 'nope'"),
+    (("--history", "old/*.pt", "--step-from", "name", "--metric", "a=key:model.0.weight"), 27, "is a Tensor, not a number"),
+    (("--history", "old", "--step-from", "name"), 22, "old does not contain its step"),
+]
+
+
+def test_wrong_arguments_are_named(run: Tsck, tmp_path: Path) -> None:
     train(tmp_path / "old", 2)
     run("init", "ck")
-    done = run("import", *arguments, "--ref", "new")
-    assert (done.code, message in done.err, done.err.count("\n")) == (code, True, 1), done
+    for arguments, code, message in WRONG:
+        done = run("import", *arguments, "--ref", "new")
+        assert (done.code, message in done.err, done.err.count("\n")) == (code, True, 1), done
     assert run("branch", "--json").json == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"step_from": 3}, "step_from"),
-        ({"step_from": "step"}, "step_from"),
-        ({"metrics": ["val_loss"]}, "metrics"),
-        ({"metrics": {"val_loss": "val_loss"}}, "metrics"),
-        ({"metrics": {"val_loss": None}}, "val_loss"),
-        ({"paths": []}, "paths"),
-        ({"paths": 3}, "paths"),
-        ({"paths": [3]}, "paths"),
-        ({"ref": "no good"}, "'no good'"),
-        ({"metadata": {"x": object()}}, "metadata.x"),
-    ],
-)
-def test_wrong_arguments_in_python(store: tsck.Store, tmp_path: Path, arguments: dict[str, Any], named: str) -> None:
+WRONG_IN_PYTHON: list[tuple[dict[str, Any], str]] = [
+    ({"step_from": 3}, "step_from"),
+    ({"step_from": "step"}, "step_from"),
+    ({"metrics": ["val_loss"]}, "metrics"),
+    ({"metrics": {"val_loss": "val_loss"}}, "metrics"),
+    ({"metrics": {"val_loss": None}}, "val_loss"),
+    ({"paths": []}, "paths"),
+    ({"paths": 3}, "paths"),
+    ({"paths": [3]}, "paths"),
+    ({"ref": "no good"}, "'no good'"),
+    ({"metadata": {"x": object()}}, "metadata.x"),
+]
+
+
+def test_wrong_arguments_in_python(store: tsck.Store, tmp_path: Path) -> None:
     train(tmp_path / "old", 2)
-    with pytest.raises(tsck.InputError) as caught:
-        tsck.import_history(store, **{"paths": str(tmp_path / "old" / "*.pt"), "ref": "new", "step_from": "name", **arguments})
-    assert caught.value.object_id == named
+    for arguments, named in WRONG_IN_PYTHON:
+        with pytest.raises(tsck.InputError) as caught:
+            tsck.import_history(store, **{"paths": str(tmp_path / "old" / "*.pt"), "ref": "new", "step_from": "name", **arguments})
+        assert caught.value.object_id == named
     assert store.branches() == {}
 
 
@@ -196,26 +154,19 @@ def test_wrong_arguments_in_python(store: tsck.Store, tmp_path: Path, arguments:
         (["7.pt"], [7]),
     ],
 )
-def test_steps_in_names(store: tsck.Store, tmp_path: Path, names: list[str], steps: list[int]) -> None:
+def test_steps_in_names(tmp_path: Path, names: list[str], steps: list[int]) -> None:
     for number, name in enumerate(names):
         torch.save({"w": torch.full((5,), number)}, tmp_path / name)
     plan = [(Path(each.path).name, each.step) for each in tsck.inspect_history([tmp_path / name for name in names], step_from="name")]
     assert plan == sorted(zip(names, steps, strict=True), key=lambda each: each[1])
 
 
-def test_a_name_without_a_step_is_named(store: tsck.Store, tmp_path: Path) -> None:
-    for name in ("step_1.pt", "last.pt"):
-        torch.save({"w": torch.ones(3)}, tmp_path / name)
-    with pytest.raises(tsck.InvalidOptionError, match=r"last\.pt does not contain its step"):
-        tsck.import_history(store, tmp_path.glob("*.pt"), ref="new", step_from="name")
-
-
-@pytest.mark.parametrize("step_from", ["name", "key:step"])
-def test_two_files_of_one_step_are_both_named(store: tsck.Store, tmp_path: Path, step_from: str) -> None:
+def test_two_files_of_one_step_are_both_named(store: tsck.Store, tmp_path: Path) -> None:
     for name in ("a_step_3.pt", "b_step_3.pt", "c_step_4.pt"):
         torch.save({"step": int(name[7])}, tmp_path / name)
-    with pytest.raises(tsck.AmbiguousAddressError, match=r"a_step_3\.pt and .*b_step_3\.pt both have step 3"):
-        tsck.import_history(store, str(tmp_path / "*.pt"), ref="new", step_from=step_from)
+    for step_from in ("name", "key:step"):
+        with pytest.raises(tsck.AmbiguousAddressError, match=r"a_step_3\.pt and .*b_step_3\.pt both have step 3"):
+            tsck.import_history(store, str(tmp_path / "*.pt"), ref="new", step_from=step_from)
     assert store.branches() == {}
 
 
@@ -329,6 +280,7 @@ def test_damage_is_found_at_its_file(store: tsck.Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.race
 def test_every_backend_call_fails_once(tmp_path: Path) -> None:
     """Whatever happens to an import, the same import afterwards leaves each step once, in order, and whole."""
     saved = train(tmp_path / "old", 3)

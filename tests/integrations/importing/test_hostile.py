@@ -4,7 +4,6 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES
-from tests.integrations.importing.archives import archive
+from tests.integrations.importing.conftest import Refuse, archive
 
-Refuse = Callable[..., str]
 Reduced = tuple[Any, ...]
 
 
@@ -73,8 +71,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("is_zip", [True, False])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "is_zip"), [*((call, True) for call in CALLS), ("os.system", False), ("in a list", False)])
 def test_calls(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, *, is_zip: bool) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"x": CALLS[call]}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
@@ -108,8 +105,8 @@ CODES: dict[str, bytes] = {
     "items appended to a dict": b"}K\x01a.",
     "a key without a value": b"}(K\x01u.",
     "a list as a key": b"}]K\x01s.",
-    "a key that nests": b"}" + b")" + b"\x85" * 100_000 + b"K\x01s.",
-    "an element that nests": b"\x8f()" + b"\x85" * 100_000 + b"\x90.",
+    "a key that nests": b"}" + b")" + b"\x85" * 30_000 + b"K\x01s.",
+    "an element that nests": b"\x8f()" + b"\x85" * 30_000 + b"\x90.",
     "nothing": b".",
     "two results": b"NN.",
     "an open mark": b"(N.",
@@ -118,7 +115,7 @@ CODES: dict[str, bytes] = {
     "no end": b"N",
     "an unknown memo": b"h\x07.",
     "nested": b"]" * 200 + b"a" * 199 + b".",
-    "nested without end": b"]" * 100_000 + b"a" * 99_999 + b".",
+    "nested without end": b"]" * 30_000 + b"a" * 29_999 + b".",
     "tuples without end": b")" + b"\x85" * 30_000 + b".",
     "itself": b"]q\x00h\x00a.",
     "itself in a dict": b"}q\x00" + text("x") + b"h\x00s.",
@@ -185,9 +182,9 @@ TENSOR = tensor() + b"."
 
 
 def test_compressed_records(refuse: Refuse, tmp_path: Path) -> None:
-    code = tensor(held=storage(count=b"J" + struct.pack("<i", 1 << 26))) + b"."
-    path = archive(tmp_path / "a.pt", code, {"data/0": bytes(1 << 28)}, compression=zipfile.ZIP_DEFLATED)
-    assert path.stat().st_size < 1 << 20
+    code = tensor(held=storage(count=b"J" + struct.pack("<i", 1 << 20))) + b"."
+    path = archive(tmp_path / "a.pt", code, {"data/0": bytes(1 << 22)}, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 16
     assert "compressed" in refuse(path, tsck.CorruptObjectError)
 
 

@@ -26,7 +26,7 @@ def save_and_put(folder: str, kind: str) -> int:
     return put.new_bytes
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2 over tp", "hsdp", "fsdp1"])
+@pytest.mark.parametrize("kind", ["fsdp2 over tp", "fsdp1"])
 def test_sharded_states(pool: Pool, folder: Path, kind: str) -> None:
     pool.run(save_and_put, str(folder), kind)
     dcp_to_torch_save(folder / kind, folder / "consolidated.pt")

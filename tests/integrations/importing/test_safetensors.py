@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tensorstore_ck as tsck
-from tests.integrations.importing.conftest import Bring
+from tests.integrations.importing.conftest import Bring, Refuse
 from tests.integrations.importing.same import require_same
 
-Refuse = Callable[..., str]
 DTYPES = "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn float8_e5m2"
 
 
@@ -39,6 +38,13 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], shards: int, suff
     (folder / f"{base}.{suffix}.index.json").write_text(json.dumps(index))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    return folder
+
+
 def test_one_file(bring: Bring, store: tsck.Store, tmp_path: Path) -> None:
     save_file(many_tensors(), tmp_path / "model.safetensors", {"format": "pt", "author": "me"})
     found, contents = bring(tmp_path / "model.safetensors", step=3, metrics={"loss": 1.5}, metadata={"author": "you"})
@@ -50,9 +56,7 @@ def test_one_file(bring: Bring, store: tsck.Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_an_index(bring: Bring, tmp_path: Path, suffix: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def test_an_index(bring: Bring, folder: Path, suffix: str) -> None:
     state = many_tensors()
     save_sharded(folder, state, 3, suffix, {"safetensors": "model", "bin": "pytorch_model"}[suffix])
     (folder / "config.json").write_text('{"hidden_size": 8}')
@@ -62,9 +66,7 @@ def test_an_index(bring: Bring, tmp_path: Path, suffix: str) -> None:
         assert contents.format == "3 files with an index"
 
 
-def test_the_index_of_safetensors_comes_first(bring: Bring, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def test_the_index_of_safetensors_comes_first(bring: Bring, folder: Path) -> None:
     save_sharded(folder, {"a": torch.zeros(2)}, 1)
     save_sharded(folder, {"b": torch.zeros(2)}, 1, "bin", "pytorch_model")
     found, contents = bring(folder)
@@ -72,9 +74,7 @@ def test_the_index_of_safetensors_comes_first(bring: Bring, tmp_path: Path) -> N
     assert [name for name in contents.skipped if not name.endswith(".json")] == ["pytorch_model-00001-of-00001.bin"]
 
 
-def test_a_folder_with_one_file(bring: Bring, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def test_a_folder_with_one_file(bring: Bring, folder: Path) -> None:
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     (folder / "sub").mkdir()
@@ -83,9 +83,7 @@ def test_a_folder_with_one_file(bring: Bring, tmp_path: Path) -> None:
     assert contents.skipped == {"config.json": "not a checkpoint", "sub": "a folder without a .metadata"}
 
 
-def test_a_folder_with_several(bring: Bring, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def test_a_folder_with_several(bring: Bring, folder: Path) -> None:
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     torch.save({"state": {}, "param_groups": [{"lr": 0.1}]}, folder / "optimizer.bin")
     require_same(bring(folder)[0], {"model": {"a": torch.ones(3)}, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}})
@@ -108,9 +106,7 @@ def test_the_cache_of_hugging_face(bring: Bring, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def model(folder: Path) -> Path:
     save_sharded(folder, {"a": torch.ones(3), "b": torch.zeros(2)}, 2)
     return folder
 

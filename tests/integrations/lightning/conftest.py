@@ -1,26 +1,26 @@
-"""A store, and the run that nothing disturbed."""
+"""The run that nothing disturbed."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # what Lightning says of torch, of itself and of these small runs
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital':UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning"),
+]
 
 
 class Undisturbed(NamedTuple):
     logged: runs.Logged
     weights: dict[str, torch.Tensor]
     seen: list[tuple[int, float]]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 @pytest.fixture(scope="session")

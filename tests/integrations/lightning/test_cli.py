@@ -8,20 +8,13 @@ import pytest
 
 import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
-from tests.integrations.lightning.conftest import Undisturbed
+from tests.integrations.lightning.conftest import QUIET, Undisturbed
 
 pytest.importorskip("jsonargparse")
 
 from lightning.pytorch.cli import LightningCLI
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, *QUIET]
 
 
 def _callback(folder: Path, **options: Any) -> dict[str, Any]:

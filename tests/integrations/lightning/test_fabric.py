@@ -9,13 +9,9 @@ import torch
 from torch import nn
 
 import tensorstore_ck as tsck
+from tests.integrations.lightning.conftest import QUIET
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # what Lightning says of torch, of itself and of these small runs
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, *QUIET]
 REF = "runs/fabric"
 
 
@@ -42,12 +38,6 @@ def _script(folder: Path, store: tsck.Store | Path | None, steps: int, resume: s
         if state["step"] % 2 == 0 and store is not None:
             fabric.save(folder / f"step-{state['step']}.ckpt", state)
     return state
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("form", ["file", "address"])

@@ -8,14 +8,9 @@ import pytorch_lightning
 
 import tensorstore_ck as tsck
 from tests.integrations.lightning import runs
+from tests.integrations.lightning.conftest import QUIET
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"), *QUIET]
 
 
 class Saves(tsck.lightning.SnapshotMixin, pytorch_lightning.callbacks.ModelCheckpoint):  # type: ignore[misc]

@@ -7,15 +7,10 @@ import pytest
 import tensorstore_ck as tsck
 from tests.effort import effort
 from tests.integrations.lightning import runs
+from tests.integrations.lightning.conftest import QUIET
 from tests.integrations.rank_runs import Said, ends, run_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.timeout(1800), *QUIET]
 
 
 def _run(folder: Path, *arguments: str, kill: tuple[int, int] | None = None) -> list[Said]:

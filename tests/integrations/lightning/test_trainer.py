@@ -16,16 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import tensorstore_ck as tsck
 from tests.effort import effort
 from tests.integrations.lightning import runs
-from tests.integrations.lightning.conftest import Undisturbed
+from tests.integrations.lightning.conftest import QUIET, Undisturbed
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # what Lightning says of torch, of itself and of these small runs
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital':UserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, *QUIET]
 
 
 LIMITED: dict[str, Any] = {"max_steps": 13, "max_epochs": -1}
@@ -95,23 +88,24 @@ def test_a_resume_is_bit_for_bit_the_undisturbed_run(  # noqa: PLR0917 - fixture
         assert _steps(store) == [2, 4, 6, 8, 10, 12, 14]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill_after", effort([3, 5, 12], [2, 3, 4, 5, 6, 7, 10, 12]))
-@pytest.mark.parametrize(
-    ("options", "module_options"),
-    [
-        pytest.param({"val_check_interval": 0.4}, {}, id="evaluations within an epoch"),
-        pytest.param({"accumulate_grad_batches": 2}, {}, id="two batches for a step"),
-        pytest.param(LIMITED, {}, id="a limit of steps"),
-        pytest.param(LIMITED, {"loader": StatefulDataLoader}, id="a limit of steps, a loader that saves its position"),
-        pytest.param({}, {"workers": 2}, id="loaders with workers"),
-        pytest.param({}, {"loader": runs.streamed}, id="a loader without a length"),
-        pytest.param({"max_epochs": 4}, {"frequency": 2}, id="a schedule for every second epoch"),
-    ],
-)
-def test_a_resume_after_every_step(
-    tmp_path: Path, store: tsck.Store, options: dict[str, Any], module_options: dict[str, Any], kill_after: int
-) -> None:
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "evaluations within an epoch": ({"val_check_interval": 0.4}, {}),
+    "two batches for a step": ({"accumulate_grad_batches": 2}, {}),
+    "a limit of steps": (LIMITED, {}),
+    "a limit of steps, a loader that saves its position": (LIMITED, {"loader": StatefulDataLoader}),
+    "loaders with workers": ({}, {"workers": 2}),
+    "a loader without a length": ({}, {"loader": runs.streamed}),
+    "a schedule for every second epoch": ({"max_epochs": 4}, {"frequency": 2}),
+}
+"""Of the Trainer, and of the module."""
+KILLS = [5, 3, 12, 2, 7, 4, 10, 6]
+STRUCK = [(kind, kill) for number, kind in enumerate(OPTIONS) for kill in effort([KILLS[number % 3], KILLS[(number + 1) % 3]], KILLS)]
+
+
+@pytest.mark.parametrize(("kind", "kill_after"), STRUCK)
+def test_a_resume_after_every_step(tmp_path: Path, store: tsck.Store, kind: str, kill_after: int) -> None:
+    options, module_options = OPTIONS[kind]
+
     def fit(*callbacks: Any, ckpt_path: str | None = None) -> Any:
         module = runs.seeded(**module_options)
         trainer = runs.trainer(tmp_path, *callbacks, **options, enable_checkpointing=bool(callbacks))
@@ -193,18 +187,13 @@ def test_the_last_can_be_a_link(tmp_path: Path, store: tsck.Store) -> None:
     assert json.loads(last.read_text())["address"] == store.resolve(runs.REF).root
 
 
-def test_the_limit_holds_in_the_store(tmp_path: Path, store: tsck.Store) -> None:
+def test_a_limit_of_snapshots_bounds_names_and_bytes(tmp_path: Path, store: tsck.Store) -> None:
     """The newest snapshot that is not damaged stays beside the newest, as in every ref with a policy."""
-    _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=1, save_top_k=1))
-    assert [each.name for each in (tmp_path / "files").iterdir()] == ["step=15.ckpt"]
-    assert _steps(store) == [14, 15]
-
-
-def test_a_limit_of_snapshots_bounds_their_bytes(tmp_path: Path, store: tsck.Store) -> None:
     saves = runs.checkpoint(tmp_path, store, every_n_train_steps=1, save_top_k=1)
     # A wide model: else the log would take half of the store, and the number of its entries depends on timing.
-    runs.trainer(tmp_path, saves, max_epochs=20, limit_val_batches=1).fit(runs.seeded(width=4096))
-    assert _steps(store) == [99, 100]
+    runs.trainer(tmp_path, saves, max_epochs=6, limit_val_batches=1).fit(runs.seeded(width=4096))
+    assert [each.name for each in (tmp_path / "files").iterdir()] == ["step=30.ckpt"]
+    assert _steps(store) == [29, 30]
     usage = store.usage()
     assert usage.undo_bytes == 0
     assert usage.objects_bytes < 2.5 * usage.stored_bytes
@@ -244,10 +233,10 @@ def test_a_second_run_does_not_take_over_a_ref_by_mistake(tmp_path: Path, store:
         _fit(tmp_path, runs.checkpoint(tmp_path, another), max_epochs=1)
 
 
-@pytest.mark.parametrize("path", ["runs/other@4", f"{runs.REF}@4", "no/such/file.ckpt"])
-def test_an_address_that_does_not_exist_is_an_error(tmp_path: Path, store: tsck.Store, path: str) -> None:
-    with pytest.raises(tsck.NotFoundError, match="is no file, and no snapshot of"):
-        _fit(tmp_path, runs.checkpoint(tmp_path, store), path)
+def test_an_address_that_does_not_exist_is_an_error(tmp_path: Path, store: tsck.Store) -> None:
+    for path in ("runs/other@4", f"{runs.REF}@4", "no/such/file.ckpt"):
+        with pytest.raises(tsck.NotFoundError, match="is no file, and no snapshot of"):
+            _fit(tmp_path, runs.checkpoint(tmp_path, store), path)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path, store: tsck.Store) -> None:

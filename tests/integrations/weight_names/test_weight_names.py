@@ -145,7 +145,7 @@ def test_the_command(tsck: Tsck, names: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize(("kind", "names"), [("Llama", "stacked"), ("Qwen2", "numbered")], indirect=["names"])
 @pytest.mark.filterwarnings("ignore")
 def test_models_of_transformers(store: ck.Store, names: Path, tmp_path: Path, kind: str) -> None:
     transformers: Any = pytest.importorskip("transformers")
