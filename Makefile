@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo --folder .demo
 
 OLDEST_TESTS := $(addprefix $(TESTS)/integrations/, hf accelerate lightning ray/test_example.py importing/test_trainer_folder.py \
-    test_mlflow.py test_wandb.py test_tracker_examples.py test_adapter_arguments.py)
+    test_mlflow.py test_wandb.py test_examples.py test_adapter_arguments.py)
 
 # Makes an environment that has the packages of .venv but for those that are installed into it.
 define on_top
@@ -68,7 +68,7 @@ test-trainers: $(INSTALLED) $(if $(filter-out transformers% accelerate% lightnin
 
 # The tests of the adapters with the oldest versions that they support, without kills and ranks. Run by hand: it takes a few minutes.
 test-oldest-trainers: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -k "not test_kills and not test_ranks and not test_fsdp" $(OLDEST_TESTS)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -k "not test_kills and not test_ranks" $(OLDEST_TESTS)
 
 $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 	$(call on_top,$(OLDEST))

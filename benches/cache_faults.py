@@ -18,7 +18,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.engine import opening
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable
-from tests.end_to_end.crash.cachetroubles import TROUBLES, mounted
+from tests.end_to_end.crash.test_cache_troubles import TROUBLES, mounted
 
 SAVES = 60
 IN_MEMORY = "in memory from the start"
@@ -38,7 +38,8 @@ def job(folder: Path, trouble: str) -> tuple[float, float]:
             store.put_snapshot({"step": 0}, ref="job", step=0)
         if disk is not None:
             disk(trouble)
-        stack.enter_context(TROUBLES.get(trouble, TROUBLES["none"])(cache))
+        if trouble in TROUBLES:
+            stack.enter_context(TROUBLES[trouble](cache))
         begin = time.perf_counter()
         store = stack.enter_context(tsck.open(folder / "store", cache_dir=cache))
         store.checkout("job")
