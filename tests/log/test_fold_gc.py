@@ -266,7 +266,7 @@ def test_purge_ends_every_hold_of_a_window(log: list[list[Op]], name: str) -> No
     assert view.branch(name) is None
 
 
-def test_a_swept_record_takes_its_rows_with_it() -> None:
+def test_a_swept_record_takes_its_rows_with_it_unless_it_is_held_again() -> None:
     put = PUTS[1]
     ulid, root = Ulid(put.fields["snapshot"]), Digest(put.fields["root"])
     key = Objects([ObjectKey("snapshot", ulid)])
@@ -283,6 +283,10 @@ def test_a_swept_record_takes_its_rows_with_it() -> None:
     assert view.roots_with_prefix(root.hex()) == []
     assert view.expired_at(ulid) is None
     assert not [row for row, _ in table.scan(b"r/a")], "nor is anything said about it any more"
+    view = RefTable(folded(entries_of([*log[:-1], [Op.tag("kept", root)], log[-1]])))
+    info = view.by_root(root)
+    assert info is not None
+    assert (info.ulid, info.metrics, view.tag("kept")) == (ulid, {"loss": 1.0}, root)
 
 
 def test_what_was_said_of_a_root_stays_while_another_snapshot_has_it() -> None:
