@@ -15,6 +15,8 @@ from tests.gc.interleavings.scenes import Scene, put_labels
 from tests.gc.interleavings.schedule import Violation, explore, explore_random, replay
 from tests.gc.interleavings.test_writers import FALLIBLE, writers
 
+pytestmark = pytest.mark.race
+
 
 class Forgetful:
     """A view of the log that knows of no transaction how it ended."""

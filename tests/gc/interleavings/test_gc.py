@@ -18,7 +18,7 @@ from tests.gc.interleavings.actor import Actor
 from tests.gc.interleavings.scenes import FAILED, REFUSED, Scene, collector, reader, user, writer
 from tests.gc.interleavings.schedule import FAULTS, Case, explore, explore_random
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 FALLIBLE: Final = FAILED + REFUSED
 GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError)

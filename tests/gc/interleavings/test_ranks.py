@@ -7,7 +7,7 @@ from tests.gc.interleavings.scenes import collector, writer
 from tests.gc.interleavings.schedule import Case, explore
 from tests.gc.interleavings.test_gc import FALLIBLE, dying, in_batches, sparse, with_faults
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 
 def test_two_ranks() -> None:

@@ -25,7 +25,7 @@ from tests.gc.interleavings.scenes import Scene, collector, put_labels, user
 from tests.gc.interleavings.schedule import Case, Violation, explore, replay
 from tests.gc.interleavings.test_gc import FALLIBLE, GONE, dying, saver, settler, sparse
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 Patch = pytest.MonkeyPatch
 
