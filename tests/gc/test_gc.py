@@ -649,12 +649,13 @@ def test_a_pack_with_a_damaged_block_is_left_as_it_is() -> None:
     require_sound(store, {"job": state(1, 6), "other": state(11)})
 
 
-def test_copies_that_another_gc_freed_and_forgot_are_not_used() -> None:
-    """Its copies were garbage to the other one, which also forgot their tombstones: only the age of the plan tells."""
+@pytest.mark.parametrize("tombstone_seconds", [0, DAY])
+def test_copies_that_another_gc_freed_are_not_used(tombstone_seconds: float) -> None:
+    """They were garbage to the other one. Where it also forgot their tombstones, only the age of the plan tells."""
     backend = MemoryBackend()
     sparse_store(backend)
-    forgetful = replace(COLLECT_ONLY, tombstone_seconds=0)
-    collector, faults = interrupted(backend, "put moved", lambda: open_store(backend).gc(forgetful))
+    other = replace(COLLECT_ONLY, tombstone_seconds=tombstone_seconds)
+    collector, faults = interrupted(backend, "put moved", lambda: open_store(backend).gc(other))
     assert collector.gc(AT_ONCE).notes == ()
     assert faults.struck
     require_sound(open_store(backend), {"job": state(1, 6), "job@2": state(1, 5)})

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotExpiredError
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.effort import effort
@@ -209,6 +209,34 @@ def test_index_that_jumps_over_forgotten_tombstones() -> None:
     scene.gc(settle=True)
     case = scene.case(saver(away, "x q"), collector("G", table=away, settle=True))
     assert explore(with_faults(case)._replace(max_switches=3)).states > 1000
+
+
+def test_relocation_that_ends_while_its_snapshot_is_held_again() -> None:
+    """A part names a pack that was compacted and is gone. Its snapshot is let go, and so is the way to the new pack; then it is tagged."""
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    info = scene.put("job", "y z", step=1)
+    scene.forget("job@0")
+    scene.gc(compact=True)
+    scene.put("job", "w", step=2)
+    scene.forget("job@1")
+    scene.purge()
+    host = scene.host()
+    ((_, ulid),) = scene.engine.log.view().all_relocations()
+    moved = Objects([ObjectKey("moved", ulid)])
+
+    def end_relocation(store: Store) -> object:
+        store.engine.log.append(lambda view: [] if view.is_live(info.ulid) else [Op.condemn(moved)])
+        return store.engine.log.append(lambda _view: [Op.sweep(moved)]).n
+
+    tagger = user("U", lambda store: store.tag("t", info.root.hex()), table=host, may_raise=GONE)
+    assert explore(scene.case(user("M", end_relocation, table=host), settler(host), tagger)).states > 100
+
+
+def test_compactor_and_a_gc_that_settles() -> None:
+    scene, host = sparse()
+    gcs = (collector("G", table=host, compact=True), collector("H", table=host, settle=True))
+    assert explore(scene.case(*gcs)._replace(max_switches=3)).states > 100
 
 
 def two_gcs_and_a_writer() -> Case:
