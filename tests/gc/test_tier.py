@@ -264,7 +264,7 @@ def test_it_may_die_anywhere() -> None:
     def run(at: int, mode: str) -> str:
         places, faults = template.copied(), Faults()
         dying: Any = FaultyBackend(places.own, faults, atomic_put=True)
-        store = places.open(dying, lambda url: FaultyBackend(places.open_place(url), faults, atomic_put=True))  # type: ignore[return-value]
+        store = places.open(dying, lambda url: FaultyBackend(places.open_place(url), faults, atomic_put=True))
         faults.mode, faults.at = mode, faults.calls + at
         with contextlib.suppress(Death, BackendUnavailableError):
             store.migrate_tiers()

@@ -458,7 +458,7 @@ def flip(at: int) -> Callable[[bytes], bytes]:
 
 DAMAGES: list[Callable[[bytes], bytes]] = [
     *(flip(at) for at in (0, 7, 8, 30, 100, -33, -32, -1)),
-    *((lambda data, size=size: (data + bytes(2 << 20))[:size]) for size in (0, 10, 100, 2 << 20)),  # type: ignore[misc]
+    *((lambda data, size=size: (data + bytes(2 << 20))[:size]) for size in (0, 10, 100, 2 << 20)),
     lambda _: long_log(6).get(entry_name("log", 6), max_bytes=1 << 20),
     lambda _: sealed_by_hand(5, genesis_hash(bytes(16)), mark_op("of another log"))[0],
 ]
