@@ -60,70 +60,55 @@ def with_faults(case: Case, count: int = 1) -> Case:
     return case._replace(faults=FAULTS, max_faults=count)
 
 
-def test_writer_takes_blocks_that_die() -> None:
-    scene, host = dying()
-    assert explore(scene.case(collector("G", table=host), saver(host, "x q"))).states > 3000
+Setup = Callable[[], tuple[Scene, MemoryTable]]
+Actors = Callable[[MemoryTable], list[Actor]]
 
 
-def test_writer_takes_blocks_that_die_with_faults() -> None:
-    scene, host = dying()
-    case = with_faults(scene.case(collector("G", table=host), saver(host, "x q")))._replace(max_switches=effort(2, 3))
-    assert explore(case).states > 5000
+@pytest.mark.parametrize(
+    ("setup", "actors", "faults", "switches", "states"),
+    [
+        (dying, lambda host: [collector("G", table=host), saver(host, "x q")], 0, None, 3000),
+        (dying, lambda host: [collector("G", table=host), saver(host, "x q")], 1, effort(2, 3), 5000),
+        (dying, lambda host: [collector("G", table=host, settle=True), saver(host, "x q")], 0, None, 3000),
+        (dying, lambda host: [collector("G", table=host), saver(host, "x q"), settler(host)], 0, effort(2, 3), 5000),
+        (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x q")], 0, None, 8000),
+        (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x y")], 0, None, 8000),
+        (sparse, lambda host: [collector("G", table=host, compact=True), saver(host, "x y")], 1, effort(2, 3), 8000),
+    ],
+    ids=["plain", "faults", "tombstones forgotten", "forgotten by others", "compaction", "all of it", "compaction and faults"],
+)
+def test_writer_takes_blocks_that_die(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
+    """Where it sleeps until the tombstones of its blocks are forgotten, too."""
+    explore_all(setup, actors, faults, switches, states)
 
 
-def test_writer_sleeps_until_tombstones_are_forgotten() -> None:
-    scene, host = dying()
-    case = scene.case(collector("G", table=host, settle=True), saver(host, "x q"))
-    assert explore(case).states > 3000
-
-
-def test_anybody_settles_at_any_time() -> None:
-    scene, host = dying()
-    case = scene.case(collector("G", table=host), saver(host, "x q"), settler(host))
-    assert explore(case._replace(max_switches=effort(2, 3))).states > 5000
-
-
-@pytest.mark.parametrize("labels", ["x q", "x y"])
-def test_writer_and_compaction(labels: str) -> None:
-    scene, host = sparse()
-    case = scene.case(collector("G", table=host, compact=True, settle=True), saver(host, labels))
-    assert explore(case).states > 8000
-
-
-def test_writer_and_compaction_with_faults() -> None:
-    scene, host = sparse()
-    case = with_faults(scene.case(collector("G", table=host, compact=True), saver(host, "x y")))
-    assert explore(case._replace(max_switches=effort(2, 3))).states > 8000
-
-
-def test_two_gcs() -> None:
-    scene, host = dying()
-    assert explore(scene.case(collector("G", table=host), collector("H", table=host))).states > 4000
-
-
-def test_two_gcs_that_settle_with_faults() -> None:
-    scene, host = dying()
-    gcs = (collector(name, table=host, settle=True) for name in "GH")
-    assert explore(with_faults(scene.case(*gcs))._replace(max_switches=2)).states > 4000
-
-
-def test_two_compactors() -> None:
-    scene, host = sparse()
-    gcs = (collector(name, table=host, compact=True) for name in "GH")
-    assert explore(scene.case(*gcs)._replace(max_switches=effort(2, 3))).states > 4000
-
-
-def test_two_gcs_and_a_writer() -> None:
-    scene, host = dying()
-    case = scene.case(collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q"))
-    assert explore(case._replace(max_switches=2)).states > 20_000
+@pytest.mark.parametrize(
+    ("setup", "actors", "faults", "switches", "states"),
+    [
+        (dying, lambda host: [collector(name, table=host) for name in "GH"], 0, None, 4000),
+        (dying, lambda host: [collector(name, table=host, settle=True) for name in "GH"], 1, 2, 4000),
+        (sparse, lambda host: [collector(name, table=host, compact=True) for name in "GH"], 0, effort(2, 3), 4000),
+        (sparse, lambda host: [collector("G", table=host, compact=True), collector("H", table=host, settle=True)], 0, 3, 100),
+        (dying, lambda host: [collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q")], 0, 2, 20_000),
+    ],
+    ids=["plain", "tombstones forgotten, and faults", "compactors", "compactor and one that forgets", "and a writer"],
+)
+def test_two_gcs(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
+    explore_all(setup, actors, faults, switches, states)
 
 
 def test_two_writers_and_gc() -> None:
     """They take blocks from each other's packs, too, as soon as these are published."""
-    scene, host = dying()
-    case = scene.case(collector("G", table=host), saver(host, "x q"), writer("B", "job", "x q", table=host, may_raise=FALLIBLE))
-    assert explore(case._replace(max_switches=2)).states > 10_000
+
+    def actors(host: MemoryTable) -> list[Actor]:
+        return [collector("G", table=host), saver(host, "x q"), writer("B", "job", "x q", table=host, may_raise=FALLIBLE)]
+
+    explore_all(dying, actors, 0, 2, 10_000)
+
+
+def explore_all(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
+    scene, host = setup()
+    assert explore(with_faults(scene.case(*actors(host)), faults)._replace(max_switches=switches)).states > states
 
 
 def test_reader_across_compaction_and_sweep() -> None:
@@ -231,12 +216,6 @@ def test_relocation_that_ends_while_its_snapshot_is_held_again() -> None:
 
     tagger = user("U", lambda store: store.tag("t", info.root.hex()), table=host, may_raise=GONE)
     assert explore(scene.case(user("M", end_relocation, table=host), settler(host), tagger)).states > 100
-
-
-def test_compactor_and_a_gc_that_settles() -> None:
-    scene, host = sparse()
-    gcs = (collector("G", table=host, compact=True), collector("H", table=host, settle=True))
-    assert explore(scene.case(*gcs)._replace(max_switches=3)).states > 100
 
 
 def two_gcs_and_a_writer() -> Case:
