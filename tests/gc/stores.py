@@ -180,6 +180,18 @@ def interrupted(backend: Backend, when: int | str, action: Callable[[], object],
     return store, faults
 
 
+class Noted(Faults):
+    """Notes the calls, each with its description."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        self.seen.append(what)
+        return super().call(what, effect, tear, create=create)
+
+
 class DiesAt(Faults):
     """The process dies before the first call whose description begins with `what`."""
 

@@ -1,9 +1,7 @@
 """`Store.free_dropped`: a branch with a limit stays within it, without a list of the store, and nothing else is touched."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import (
     AT_ONCE,
     Clock,
+    Noted,
     State,
     copied,
     counts,
@@ -75,21 +74,9 @@ def test_it_leaves_everything_else() -> None:
         store.checkout("job@5")
 
 
-class Noted(Faults):
-    """Notes the calls."""
-
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
-        self._calls.append(what)
-        return super().call(what, effect, tear, create=create)
-
-
 def test_it_lists_nothing_and_reads_each_part_once() -> None:
-    backend, calls = MemoryBackend(), list[str]()
-    store = open_store(FaultyBackend(backend, Noted(calls), atomic_put=True))
+    calls = (noted := Noted()).seen
+    store = open_store(FaultyBackend(MemoryBackend(), noted, atomic_put=True))
     store.set_policy("job", keep_last=2)
     for number in range(10):
         store.put_snapshot(state(50 + number), ref=f"other/{number}")

@@ -15,7 +15,19 @@ from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, Inval
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
-from tests.gc.stores import AT_ONCE, Clock, copied, each_call, interrupted, open_store, require_sound, same, state, stay_in_one_thread
+from tests.gc.stores import (
+    AT_ONCE,
+    Clock,
+    Noted,
+    copied,
+    each_call,
+    interrupted,
+    open_store,
+    require_sound,
+    same,
+    state,
+    stay_in_one_thread,
+)
 
 DAY_SECONDS = 86_400
 COLD = "s3://cold/ckpt"
@@ -170,14 +182,8 @@ def test_a_pin_alone_brings_back() -> None:
 
 def test_what_would_not_become_smaller_is_read_once() -> None:
     places = Places()
-    reads: list[str] = []
-
-    class Told(Faults):
-        def call(self, what: str, effect: Callable[[], Any], tear: Any = None, *, create: bool = False) -> Any:
-            reads.append(what)
-            return super().call(what, effect, tear, create=create)
-
-    watched: Any = FaultyBackend(places.own, Told(), atomic_put=True)
+    reads = (noted := Noted()).seen
+    watched: Any = FaultyBackend(places.own, noted, atomic_put=True)
     store = places.open(watched)
     put_daily(places, store, 2)
     store.set_policy("run", recode_after="1h")
