@@ -21,6 +21,8 @@ from tests.gc.interleavings.schedule import FAULTS, Case, explore, explore_rando
 pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 FALLIBLE: Final = FAILED + REFUSED
+SCHEDULES: Final = effort(600, 3000)
+"""How many are drawn at random, over all tests that draw some."""
 GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError)
 
 
@@ -259,13 +261,6 @@ def everybody() -> Case:
     [(two_gcs_and_a_writer, 35), (two_compactors_and_a_writer, 35), (two_of_each, 10), (everybody, 10)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_random_schedules(make: Callable[[], Case], percent: int, random_schedules: int) -> None:
+def test_random_schedules(make: Callable[[], Case], percent: int) -> None:
     """Cases that are too large to be explored whole, with up to three faults."""
-    in_batches(lambda: with_faults(make(), 3), random_schedules * percent // 100)
-
-
-def in_batches(make: Callable[[], Case], count: int, size: int = 1000) -> None:
-    """Random schedules, with a new case now and then: one remembers all that it met."""
-    for seed in range(0, count, size):
-        chosen = min(size, count - seed)
-        assert explore_random(make(), chosen, seed).schedules == chosen
+    explore_random(with_faults(make(), 3), SCHEDULES * percent // 100, seed=1)
