@@ -1,10 +1,11 @@
 """Stores to free space in: a clock that stands until a test moves it, small states, and the contents of a backend."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
-from tests.effort import PATIENCE_SECONDS
+from tests.effort import PATIENCE_SECONDS, in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
@@ -28,6 +29,7 @@ TENSOR_BYTES = 5000
 FOLDERS = ("packs", "parts", "snapshots", "moved")
 
 State = dict[str, object]
+T = TypeVar("T")
 
 
 class Clock:
@@ -94,6 +96,13 @@ def contents(backend: Backend, prefix: str = "") -> dict[str, bytes]:
     return {info.name: backend.get(info.name, max_bytes=1 << 30) for info in backend.list(prefix)}
 
 
+def copied(backend: MemoryBackend, clock: Clock | None = None) -> MemoryBackend:
+    """Another backend with the same objects, as old as they are: a store that was built once, for many tests."""
+    copy = MemoryBackend() if clock is None else MemoryBackend(clock=clock)
+    copy._objects = dict(backend._objects)
+    return copy
+
+
 def contents_without_log(backend: Backend) -> dict[str, bytes]:
     """Every object and its bytes, without the entries of the log, and the checkpoints of that."""
     return {name: data for name, data in contents(backend).items() if not name.startswith(("log/", "checkpoint/"))}
@@ -127,6 +136,20 @@ def put_all(store: Store, ref: str, states: Sequence[State]) -> list[str]:
     return [store.put_snapshot(state, ref=ref, step=step).root for step, state in enumerate(states, start=1)]
 
 
+def each_call(run: Callable[[int, T], str], variants: Sequence[T]) -> set[str]:
+    """Runs with an interruption or a fault at call 1, 2, ..., with one of the variants at each, until it strikes no call any more.
+
+    `run` returns the call that was struck; this returns the kinds of calls.
+    """
+    struck: set[str] = set()
+    for at, variant in in_turns(itertools.count(1), variants):
+        what = run(at, variant)
+        if not what:
+            return struck
+        struck.add(what.split()[0])
+    raise AssertionError
+
+
 def stay_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the backend calls come in the same order every time: `for_each` does all tasks in its caller's thread."""
     idle = SimpleNamespace(start=lambda: None, join=lambda: None)
@@ -155,6 +178,18 @@ def interrupted(backend: Backend, when: int | str, action: Callable[[], object],
     store = open_store(FaultyBackend(backend, faults, atomic_put=True), **options)
     faults.calls, faults.when = 0, when
     return store, faults
+
+
+class Noted(Faults):
+    """Notes the calls, each with its description."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        self.seen.append(what)
+        return super().call(what, effect, tear, create=create)
 
 
 class DiesAt(Faults):

@@ -1,9 +1,7 @@
 """`Store.free_dropped`: a branch with a limit stays within it, without a list of the store, and nothing else is touched."""
 
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,9 +13,11 @@ from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import (
     AT_ONCE,
     Clock,
+    Noted,
     State,
-    contents,
+    copied,
     counts,
+    each_call,
     open_store,
     require_readable,
     require_sound,
@@ -35,12 +35,12 @@ def save_all(store: Store, steps: range) -> None:
         store.put_snapshot(state(step, 3), ref="job", step=step)
 
 
-def test_a_hundred_saves_take_bounded_space() -> None:
+def test_many_saves_take_bounded_space() -> None:
     backend = MemoryBackend()
     store = open_store(backend)
     store.set_policy("job", keep_last=2)
     peak = rewritten = 0
-    for step in range(100):
+    for step in range(40):
         store.put_snapshot(state(3, 100 + step, 1000 + step), ref="job", step=step)
         if step % 4 == 3:
             rewritten += store.free_dropped("job").rewritten_packs
@@ -49,7 +49,7 @@ def test_a_hundred_saves_take_bounded_space() -> None:
     assert peak < 8 * one
     assert counts(backend) == {"packs": 3, "parts": 2, "snapshots": 2, "moved": 0}  # the shared block is in a pack of its own
     assert rewritten == 1
-    require_sound(store, {"job": state(3, 199, 1099), "job@98": state(3, 198, 1098)})
+    require_sound(store, {"job": state(3, 139, 1039), "job@38": state(3, 138, 1038)})
     assert store.gc(AT_ONCE, dry_run=True).deleted_bytes == 0
 
 
@@ -74,23 +74,11 @@ def test_it_leaves_everything_else() -> None:
         store.checkout("job@5")
 
 
-class Noted(Faults):
-    """Notes the calls."""
-
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
-        self._calls.append(what)
-        return super().call(what, effect, tear, create=create)
-
-
 def test_it_lists_nothing_and_reads_each_part_once() -> None:
-    backend, calls = MemoryBackend(), list[str]()
-    store = open_store(FaultyBackend(backend, Noted(calls), atomic_put=True))
+    calls = (noted := Noted()).seen
+    store = open_store(FaultyBackend(MemoryBackend(), noted, atomic_put=True))
     store.set_policy("job", keep_last=2)
-    for number in range(30):
+    for number in range(10):
         store.put_snapshot(state(50 + number), ref=f"other/{number}")
     save_all(store, range(4))
     store.free_dropped("job")
@@ -129,7 +117,7 @@ def test_tombstones_are_truncated() -> None:
     clock = Clock()
     store = open_store(clock=clock)
     store.set_policy("job", keep_last=1)
-    for step in range(40):
+    for step in range(20):
         store.put_snapshot(state(step), ref="job", step=step)
         clock.advance(86_400)
         store.free_dropped("job")
@@ -137,56 +125,42 @@ def test_tombstones_are_truncated() -> None:
     assert 0 < swept <= 8 * 3 + 3  # a week of them
 
 
-def build(backend: MemoryBackend, clock: Clock) -> None:
-    store = open_store(backend, clock=clock)
-    store.set_policy("job", keep_last=2)
-    store.put_snapshot(state(1, 11), ref="other", step=1)
-    for step in (1, 2):
-        store.put_snapshot(state(step, 3), ref="job", step=step)
-    store.branch("kept", "job@2")
-    for step in range(4, 10):
-        store.put_snapshot(state(step, 3), ref="job", step=step)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_call(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+@pytest.mark.race
+def test_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed or fails anywhere hurts nothing; the next one and gc free what it left."""
     stay_in_one_thread(monkeypatch)
-    clock, template = Clock(time.time_ns()), MemoryBackend()
-    build(template, clock)
-    objects = contents(template)
-    struck: set[str] = set()
-    least = 0
-    for at in range(1000):
-        backend, faults = MemoryBackend(), Faults()
-        for name, data in objects.items():
-            backend.put(name, data)
-        store = open_store(FaultyBackend(backend, faults, atomic_put=True), clock=clock)
+    template = MemoryBackend(clock=Clock())
+    store = open_store(template, clock=Clock())
+    store.set_policy("job", keep_last=2)
+    store.put_snapshot(state(1, 11), ref="other", step=1)
+    save_all(store, range(1, 3))
+    store.branch("kept", "job@2")
+    save_all(store, range(4, 10))
+
+    def left_after(backend: MemoryBackend) -> int:
+        fresh = open_store(backend, clock=Clock())
+        fresh.free_dropped("job")
+        fresh.gc(AT_ONCE)
+        fresh.gc(AT_ONCE)
+        require_sound(fresh, HELD)
+        return sum(sizes(backend).values())
+
+    least = left_after(copied(template, Clock()))
+
+    def run(at: int, mode: str) -> str:
+        backend, faults = copied(template, Clock()), Faults()
+        store = open_store(FaultyBackend(backend, faults, atomic_put=True), clock=Clock())
         faults.mode, faults.at, faults.calls = mode, at, 0
-        try:
+        with suppress(Death, StoreError):
             store.free_dropped("job")
-            finished = True
-        except (Death, StoreError):
-            finished = False
         if faults.later is not None:
             faults.later()
         require_readable(open_store(backend), HELD)
-        fresh = open_store(backend, clock=clock)
-        fresh.free_dropped("job")
-        clock.advance(2 * 86_400)  # for orphans
-        fresh.gc(AT_ONCE)
-        fresh.gc(AT_ONCE)
-        clock.advance(-2 * 86_400)
-        require_sound(fresh, HELD)
-        left = sum(sizes(backend).values())
-        least = least or left
-        assert left <= least * 1.05, f"{mode} at call {at}, {faults.struck}"
-        if at and not faults.struck:
-            assert finished
-            break
-        struck.add(faults.struck.partition(" ")[0])
-    assert {"read", "create", "delete"} <= struck
+        assert left_after(backend) <= least * 1.05, f"{mode} at call {at}, {faults.struck}"
+        return faults.struck
+
+    assert {"read", "create", "delete"} <= each_call(run, MODES)
 
 
 def test_a_killed_run_is_continued() -> None:

@@ -32,7 +32,7 @@ def test_marks_are_the_union(parts: list[list[Place]], moved: list[tuple[int, se
 
 def test_memory_is_a_bit_for_each_entry_however_often_it_is_marked() -> None:
     marks = LiveBits()
-    for first in range(100):
+    for first in range(20):
         part = make_part([(pack, entry) for pack in range(first % 10, 20) for entry in range(1000)])
         marks.mark(summarize(part, part.part_id()))
     assert marks.size_bytes < 20_000 / 8 * 1.5

@@ -32,7 +32,7 @@ from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.model import Content, Model, Put
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_readable, same, sizes, state, stay_in_one_thread
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 Result = TypeVar("Result")
 Command = tuple[Any, ...]

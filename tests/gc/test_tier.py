@@ -15,7 +15,19 @@ from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, Inval
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
-from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store, require_sound, same, state, stay_in_one_thread
+from tests.gc.stores import (
+    AT_ONCE,
+    Clock,
+    Noted,
+    copied,
+    each_call,
+    interrupted,
+    open_store,
+    require_sound,
+    same,
+    state,
+    stay_in_one_thread,
+)
 
 DAY_SECONDS = 86_400
 COLD = "s3://cold/ckpt"
@@ -35,6 +47,13 @@ class Places:
 
     def open(self, own: Backend | None = None, open_place: Callable[[str], Backend] | None = None) -> tsck.Store:
         return open_store(own or self.own, clock=self.clock, open_place=open_place or self.open_place)
+
+    def copied(self) -> "Places":
+        """With the same objects in the store itself, from which nothing was moved yet."""
+        copy = Places()
+        copy.clock.now_ns = self.clock.now_ns
+        copy.own = copied(self.own, copy.clock)
+        return copy
 
     def packs(self) -> dict[str, int]:
         """Location -> bytes of packs there."""
@@ -163,14 +182,8 @@ def test_a_pin_alone_brings_back() -> None:
 
 def test_what_would_not_become_smaller_is_read_once() -> None:
     places = Places()
-    reads: list[str] = []
-
-    class Told(Faults):
-        def call(self, what: str, effect: Callable[[], Any], tear: Any = None, *, create: bool = False) -> Any:
-            reads.append(what)
-            return super().call(what, effect, tear, create=create)
-
-    watched: Any = FaultyBackend(places.own, Told(), atomic_put=True)
+    reads = (noted := Noted()).seen
+    watched: Any = FaultyBackend(places.own, noted, atomic_put=True)
     store = places.open(watched)
     put_daily(places, store, 2)
     store.set_policy("run", recode_after="1h")
@@ -204,19 +217,23 @@ def test_recode_after() -> None:
     assert places.open().migrate_tiers().packs == (), "nor is there anything to do for another host"
 
 
-@pytest.mark.parametrize("what", ["gc", "tier", "forget", "put", "pin"])
-def test_another_host_at_any_call(what: str) -> None:
-    calls = 0
-    while True:
-        calls += 1
-        places = Places()
-        store = places.open()
-        states = put_daily(places, store, 2)
-        store.set_policy("run", move_after=("12h", COLD))
-        other = places.open()
-        other.checkout("run")
+def due() -> tuple[Places, dict[str, Any]]:
+    """A store of two snapshots, both old enough to move."""
+    places = Places()
+    states = put_daily(places, places.open(), 2)
+    places.open().set_policy("run", move_after=("12h", COLD))
+    return places, states
 
-        def interfere(other: tsck.Store = other, states: dict[str, Any] = states) -> None:
+
+@pytest.mark.race
+def test_another_host_at_any_call() -> None:
+    template, saved = due()
+
+    def run(at: int, what: str) -> str:
+        places, states = template.copied(), dict(saved)
+        other = places.open()
+
+        def interfere() -> None:
             match what:
                 case "gc":
                     other.gc(AT_ONCE)
@@ -232,46 +249,42 @@ def test_another_host_at_any_call(what: str) -> None:
                     other.migrate_tiers()
                 case _:
                     states["run@7"] = state(1, 7)
-                    other.put_snapshot(states["run@7"], ref="run", step=7)
+                    other.put_snapshot(states["run@7"], ref="run", step=7, expect=tsck.ANY)
 
-        tiering, interrupt = interrupted(places.own, calls, interfere, clock=places.clock, open_place=places.open_place)
+        tiering, interrupt = interrupted(places.own, at, interfere, clock=places.clock, open_place=places.open_place)
         tiering.migrate_tiers()
-        if not interrupt.struck:
-            break
-        places.open().gc(AT_ONCE)
-        require_sound(places.open(), states)
-    assert calls > 10
+        if interrupt.struck:
+            places.open().gc(AT_ONCE)
+            require_sound(places.open(), states)
+        return interrupt.struck
+
+    assert {"list", "get", "put", "create"} <= each_call(run, ["gc", "tier", "forget", "put", "pin"])
 
 
-@pytest.mark.parametrize("mode", ["die-before", "tear", "unavailable"])
-def test_it_may_die_anywhere(mode: str) -> None:
+@pytest.mark.race
+def test_it_may_die_anywhere() -> None:
     """At any call, of either location; another run continues, and gc frees what was left."""
-    calls = 0
-    while True:
-        calls += 1
-        places = Places()
-        states = put_daily(places, places.open(), 2)
-        places.open().set_policy("run", move_after=("12h", COLD), recode_after="1d")
-        faults = Faults()
+    template, states = due()
+    template.open().set_policy("run", move_after=("12h", COLD), recode_after="1d")
 
-        def faulty(url: str, faults: Faults = faults, places: Places = places) -> Any:
-            return FaultyBackend(places.open_place(url), faults, atomic_put=True)
-
+    def run(at: int, mode: str) -> str:
+        places, faults = template.copied(), Faults()
         dying: Any = FaultyBackend(places.own, faults, atomic_put=True)
-        store = places.open(dying, faulty)
-        faults.mode, faults.at = mode, faults.calls + calls
+        store = places.open(dying, lambda url: FaultyBackend(places.open_place(url), faults, atomic_put=True))
+        faults.mode, faults.at = mode, faults.calls + at
         with contextlib.suppress(Death, BackendUnavailableError):
             store.migrate_tiers()
-        if not faults.struck:
-            break
-        require_sound(places.open(), states)
-        places.open().migrate_tiers()
-        places.open().gc(AT_ONCE)
-        places.open().gc(AT_ONCE)
-        require_sound(places.open(), states)
-        assert places.packs().keys() == {"cold"}
-        assert places.open().usage().unreferenced_bytes < 5000, "moved objects at the most"
-    assert calls > 10
+        if faults.struck:
+            require_sound(places.open(), states)
+            places.open().migrate_tiers()
+            places.open().gc(AT_ONCE)
+            places.open().gc(AT_ONCE)
+            require_sound(places.open(), states)
+            assert places.packs().keys() == {"cold"}
+            assert places.open().usage().unreferenced_bytes < 5000, "moved objects at the most"
+        return faults.struck
+
+    assert {"list", "get", "put", "create"} <= each_call(run, ["die-before", "tear", "unavailable"])
 
 
 def test_a_location_that_does_not_answer() -> None:
@@ -372,26 +385,25 @@ def test_a_cache_that_is_emptied_costs_time_only() -> None:
         assert all(torch.equal(lazy[name][:], each) for name, each in states["run@0"].items())
 
 
+@pytest.mark.race
 def test_fsck_during_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever packs go elsewhere while it looks: nothing is damaged."""
     stay_in_one_thread(monkeypatch)
-    calls = 0
-    while True:
-        calls += 1
-        places = Places()
-        put_daily(places, places.open(), 2)
-        places.open().set_policy("run", move_after=("12h", COLD))
+    template, _ = due()
 
-        def interfere(places: Places = places) -> None:
+    def run(at: int, _: None) -> str:
+        places = template.copied()
+
+        def interfere() -> None:
             places.open().migrate_tiers()
             places.open().gc(AT_ONCE)
 
-        checking, interrupt = interrupted(places.own, calls, interfere, clock=places.clock, open_place=places.open_place)
+        checking, interrupt = interrupted(places.own, at, interfere, clock=places.clock, open_place=places.open_place)
         report = checking.fsck(read_data=True)
-        assert report.ok, (calls, report.findings)
-        if not interrupt.struck:
-            break
-    assert calls > 10
+        assert report.ok, (at, report.findings)
+        return interrupt.struck
+
+    assert {"list", "get", "read"} <= each_call(run, [None])
 
 
 def test_fsck_of_a_broken_log_knows_where_packs_lie() -> None:

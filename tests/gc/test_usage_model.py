@@ -11,6 +11,7 @@ from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.gc.roots import UNDO
 from tensorstore_ck.gc.usage import JobUsage, RefUsage, SnapshotUsage, Usage, measure_usage
 from tensorstore_ck.store import Store
+from tests.effort import effort
 from tests.gc.made import Counting, Made, Place, make_part, open_engine, pack_ulid, publish, stored_bytes
 
 REFS = ["jobs/a/x", "jobs/a/y", "jobs/b/x", "jobs/b", "alone"]
@@ -96,7 +97,7 @@ def apply(store: Store, model: Model, action: tuple[str, int, int]) -> None:
         store.forget(branch)
 
 
-@settings(max_examples=60)
+@settings(max_examples=effort(40, 500))
 @given(st.lists(snapshots, min_size=1, max_size=7), st.lists(actions, max_size=6))
 def test_every_figure(made: list[tuple[str, list[list[Place]], int, bool]], actions: list[tuple[str, int, int]]) -> None:
     backend = Counting()
@@ -161,6 +162,17 @@ def compare_snapshots(rows: dict[str, SnapshotUsage], model: Model, steps: set[i
         assert row.stored_bytes == stored(items)
         assert row.exclusive_bytes == stored(items, model.union(steps - {step}))
         assert row.shared_bytes == row.stored_bytes - row.exclusive_bytes
+
+
+def test_hundreds_of_refs_that_share() -> None:
+    """More sets of refs than a byte can number."""
+    engine = open_engine(Counting())
+    engine.backend.put(pack_name(pack_ulid(0)), bytes(PACK_BYTES))
+    for number in range(1, 301):
+        publish(engine, f"runs/{number}", number, [make_part([(0, 0), (0, number)])])
+    usage = measure_usage(engine)
+    assert {ref.shared_bytes for ref in usage.refs} == {stored_bytes((0, 0))}
+    assert usage.unique_bytes == sum(2 * stored_bytes((0, entry)) for entry in range(301))
 
 
 def test_snapshots_are_left_out_unless_asked_for() -> None:

@@ -1,27 +1,22 @@
-"""Run by test_processes: a process that forks writers, gcs and readers, which go on until they are killed.
+"""What the processes of test_processes do: writers, gcs and readers, which go on until they are killed.
 
-A nursery, because imports take longer than most of these processes live. They say what the store must keep in files, a line each, in one
-write, which SIGKILL cannot tear: ``held`` after a save or an undo returned, ``forgets`` before a forget begins.
+They say what the store must keep in files, a line each, in one write, which SIGKILL cannot tear: ``held`` after a save or an undo returned,
+``forgets`` before a forget begins.
 """
 
 import json
 import os
 import random
-import signal
-import sys
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-import s3fs  # noqa: F401 - before the fork, not after each
 import torch
 from blake3 import blake3
 
 import tensorstore_ck as tsck
-import tensorstore_ck.state  # here for the same reason
 from tensorstore_ck.gc import GcOptions
 
 WRITERS: Final = 4
@@ -196,75 +191,16 @@ def _forgotten(folder: str) -> set[str]:
 ROLES: Final = {"writer": write, "gc": collect, "reader": read}
 
 
-# --- the nursery --------------------------------------------------------------------------------------------------------
-
-
-def live(job: Job) -> int:
-    """A process's whole life; its exit code."""
+def live(job: Job) -> NoReturn:
+    """A process's whole life: it ends by SIGKILL, gives up, or leaves an error in a file."""
+    torch.set_num_threads(1)
+    code = 1
     try:
         with tsck.open(job.url, storage_options=job.storage_options, cache_dir=job.cache) as store:
             ROLES[job.role](job, store, random.Random(job.seed))
     except (tsck.UndecidedError, tsck.BackendUnavailableError) as exc:
         say(job, "gave up", message=repr(exc))
-        return GAVE_UP
+        code = GAVE_UP
     except BaseException:  # noqa: BLE001 - whatever it is, the conductor must see it
-        traceback.print_exc()
-    return 1
-
-
-def fork(job: Job) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            null, log = os.open(os.devnull, os.O_RDONLY), os.open(f"{job.folder}/{job.name}.err", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            for fd, place in ((null, 0), (log, 1), (log, 2)):
-                os.dup2(fd, place)
-            code = live(job)
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-
-def serve(requests: Iterator[list[Any]]) -> None:
-    """``fork`` a job, ``poll`` or ``wait`` for the end of a process: until then its id is nobody else's. All end with the nursery."""
-    alive: set[int] = set()
-    try:
-        for request, argument in requests:
-            if request == "fork":
-                answer: int | None = fork(Job(**argument))
-                alive.add(answer or 0)
-            else:
-                pid, status = os.waitpid(argument, os.WNOHANG if request == "poll" else 0)
-                answer = os.waitstatus_to_exitcode(status) if pid else None
-                alive -= {pid}
-            print(json.dumps(answer), flush=True)
-    finally:
-        for pid in alive:
-            os.kill(pid, signal.SIGKILL)
-
-
-class Nursery:
-    """The other end: what a test holds."""
-
-    def __init__(self, requests: Any, answers: Any) -> None:
-        self._requests, self._answers = requests, answers
-
-    def fork(self, job: Job) -> int:
-        return int(self._ask("fork", asdict(job)))
-
-    def exit_code(self, pid: int, *, wait: bool = False) -> int | None:
-        """None while it lives."""
-        code: int | None = self._ask("wait" if wait else "poll", pid)
-        return code
-
-    def _ask(self, request: str, argument: object) -> Any:
-        self._requests.write(json.dumps([request, argument]) + "\n")
-        self._requests.flush()
-        return json.loads(self._answers.readline())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    serve(map(json.loads, sys.stdin))
+        Path(job.folder, f"{job.name}.err").write_text(traceback.format_exc())
+    os._exit(code)

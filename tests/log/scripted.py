@@ -1,7 +1,7 @@
 """A log to test with, and a backend around another one that plays tricks on `create` and counts calls."""
 
 import itertools
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
@@ -13,7 +13,8 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import Entry, Log, Op, RefTable
 from tensorstore_ck.log.cache import MemoryTable, Table
-from tensorstore_ck.log.entry import seal_entry
+from tensorstore_ck.log.entry import decode_entry, genesis_hash, seal_entry
+from tensorstore_ck.log.fold import fold
 
 Trick = Callable[[str, bytes], Created]
 UUID = bytes(range(16))
@@ -66,6 +67,26 @@ def dump_of(log: Log) -> dict[bytes, bytes]:
 def sealed_by_hand(n: int, prev: Digest, *ops: Op) -> tuple[bytes, Digest]:
     sealed, _ = seal_entry(n, prev, ops, write_id=new_id(), time_ns=1, actor="by hand")
     return sealed, object_hash(sealed)
+
+
+def entries_of(log: Sequence[Sequence[Op]]) -> list[Entry]:
+    """An entry for each list of operations, as a reader decodes it."""
+    prev, entries = genesis_hash(UUID), []
+    for n, operations in enumerate(log, start=1):
+        sealed, entry = seal_entry(n, prev, operations, write_id=new_id(), time_ns=n, actor="me")
+        assert decode_entry(sealed, "entry", n) == entry
+        entries.append(entry)
+        prev = entry.hash
+    return entries
+
+
+def folded(entries: Sequence[Entry], table: MemoryTable | None = None) -> MemoryTable:
+    """The table of these entries, or `table` after them."""
+    table = table or MemoryTable()
+    for entry in entries:
+        with table.batch() as batch:
+            fold(entry, batch)
+    return table
 
 
 class Tricky(MemoryBackend):

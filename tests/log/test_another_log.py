@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,6 @@ from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE
 from tests.log.test_rollback import Host
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    host = Host(tmp_path)
-    host.put(*range(1, 7))
-    return host
 
 
 def test_a_log_that_somebody_else_salvaged_is_accepted_once(host: Host) -> None:

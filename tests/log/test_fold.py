@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.log import Entry, Op, RefTable
-from tensorstore_ck.log import checkpoint as checkpoints
-from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.log.entry import decode_entry, genesis_hash, seal_entry
 from tensorstore_ck.log.field_checks import MAX_METRICS
-from tensorstore_ck.log.fold import fold
-from tests.log.scripted import UUID, new_id, put_op
+from tests.effort import effort
+from tests.log.scripted import entries_of, folded, new_id, put_op
 
 REFS = ["main", "runs/a", "run"]
 NUMBERS = range(2)
@@ -182,61 +179,20 @@ ops = st.one_of(
 logs = st.lists(st.lists(ops, max_size=3), max_size=12)
 
 
-def entries_of(log: list[list[Op]]) -> list[Entry]:
-    prev, entries = genesis_hash(UUID), []
-    for n, operations in enumerate(log, start=1):
-        sealed, entry = seal_entry(n, prev, operations, write_id=new_id(), time_ns=n, actor="me")
-        assert decode_entry(sealed, "entry", n) == entry
-        entries.append(entry)
-        prev = entry.hash
-    return entries
-
-
-@settings(max_examples=300)
+@settings(max_examples=effort(100, 1000))
 @given(logs)
 def test_the_table_is_what_the_model_says(log: list[list[Op]]) -> None:
-    table, model = MemoryTable(), Model()
-    for entry in entries_of(log):
-        with table.batch() as batch:
-            fold(entry, batch)
+    entries, model = entries_of(log), Model()
+    table = folded(entries)
+    for entry in entries:
         model.apply(entry)
     compare(RefTable(table), model)
     roots_by_prefix(RefTable(table), model)
 
 
-@settings(max_examples=100)
-@given(logs.filter(bool), st.data())
-def test_a_checkpoint_anywhere_changes_nothing(log: list[list[Op]], data: st.DataObject) -> None:
-    entries = entries_of(log)
-    at = data.draw(st.integers(1, len(entries)))
-    table, restored = MemoryTable(), MemoryTable()
-    with table.batch() as batch:
-        for entry in entries[:at]:
-            fold(entry, batch)
-        sealed = checkpoints.dump(batch, at, entries[at - 1].hash)
-    assert sealed is not None
-    decoded = checkpoints.decode_checkpoint(sealed, "checkpoint")
-    with restored.batch() as batch:
-        batch.put(b"r/leftover", b"")
-        batch.put(b"b/other", b"kept")
-        checkpoints.load(batch, decoded)
-    assert restored.get(b"b/other") == b"kept"
-    for either in (table, restored):
-        with either.batch() as batch:
-            for entry in entries[at:]:
-                fold(entry, batch)
-    assert list(restored.scan(b"r/")) == list(table.scan(b"r/"))
-    with restored.batch() as batch:
-        assert checkpoints.dump(batch, len(entries), entries[-1].hash) == checkpoints.dump(batch, len(entries), entries[-1].hash)
-
-
 def test_annotations_stop_at_the_limit_of_a_row() -> None:
     put = put_op("main", 1)
     annotate = [Op.annotate(put.fields["root"], {f"{batch}.{number}": 1.0 for number in range(MAX_METRICS)}) for batch in range(2)]
-    table = MemoryTable()
-    for entry in entries_of([[put], *([op] for op in annotate)]):
-        with table.batch() as batch:
-            fold(entry, batch)
-    info = RefTable(table).by_root(put.fields["root"])
+    info = RefTable(folded(entries_of([[put], *([op] for op in annotate)]))).by_root(put.fields["root"])
     assert info is not None
     assert set(info.metrics) == {f"0.{number}" for number in range(MAX_METRICS)}

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.log import Entry, ObjectKey, Objects, Op, RefTable
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.log import checkpoint as checkpoints
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.log.entry import genesis_hash, seal_entry
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.table_rows import ObjectRow
-from tests.log.scripted import UUID, new_id, put_op
+from tests.effort import effort
+from tests.log.scripted import entries_of, folded, new_id, put_op
+from tests.log.test_fold import ops as other_ops
 
 REFS = ["main", "runs/a", "run"]
 STEPS = [None, 0, 7]
@@ -67,23 +68,6 @@ logs = st.lists(st.lists(ref_ops | letting_go | undoing | gc_ops, max_size=4), m
 ref_logs = st.lists(st.lists(ref_ops | letting_go | undoing, max_size=3), max_size=14)
 
 
-def entries_of(log: list[list[Op]]) -> list[Entry]:
-    prev, entries = genesis_hash(UUID), []
-    for n, operations in enumerate(log, start=1):
-        _, entry = seal_entry(n, prev, operations, write_id=new_id(), time_ns=n, actor="me")
-        entries.append(entry)
-        prev = entry.hash
-    return entries
-
-
-def folded(entries: list[Entry], table: MemoryTable | None = None) -> MemoryTable:
-    table = table or MemoryTable()
-    for entry in entries:
-        with table.batch() as batch:
-            fold(entry, batch)
-    return table
-
-
 def rows_of(table: MemoryTable) -> list[tuple[bytes, bytes]]:
     return list(table.scan(b"r/"))
 
@@ -104,7 +88,7 @@ def naive_holds(view: RefTable) -> Counter[bytes]:
     return held
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(120, 1000))
 @given(logs)
 def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
     table = MemoryTable()
@@ -143,7 +127,7 @@ def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
             assert all(view.newest_with_step(branch, step) is None for step in (0, 7) if step not in present)
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(120, 1000))
 @given(logs)
 def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
     table = MemoryTable()
@@ -203,8 +187,8 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
         assert view.horizon() == horizon
 
 
-@settings(max_examples=150)
-@given(logs.filter(bool), st.data())
+@settings(max_examples=effort(80, 1000))
+@given(st.lists(st.lists(ref_ops | letting_go | undoing | gc_ops | other_ops, max_size=4), min_size=1, max_size=14), st.data())
 def test_a_checkpoint_anywhere_changes_nothing(log: list[list[Op]], data: st.DataObject) -> None:
     entries = entries_of(log)
     at = data.draw(st.integers(1, len(entries)))
@@ -213,8 +197,13 @@ def test_a_checkpoint_anywhere_changes_nothing(log: list[list[Op]], data: st.Dat
         sealed = checkpoints.dump(batch, at, entries[at - 1].hash)
     assert sealed is not None
     with restored.batch() as batch:
+        batch.put(b"r/leftover", b"")
+        batch.put(b"b/other", b"kept")
         checkpoints.load(batch, checkpoints.decode_checkpoint(sealed, "checkpoint"))
+    assert restored.get(b"b/other") == b"kept"
     assert rows_of(folded(entries[at:], restored)) == rows_of(folded(entries))
+    with restored.batch() as batch:
+        assert checkpoints.dump(batch, len(entries), entries[-1].hash) == checkpoints.dump(batch, len(entries), entries[-1].hash)
 
 
 def told(view: RefTable) -> object:
@@ -229,13 +218,14 @@ def told(view: RefTable) -> object:
     )
 
 
-@settings(max_examples=400)
-@given(ref_logs, refs, st.none() | some_ulids, st.booleans())
-def test_undo_takes_forgetting_back(log: list[list[Op]], name: str, ulids: frozenset[Ulid] | None, as_tag: bool) -> None:
+@settings(max_examples=effort(120, 1000))
+@given(ref_logs, refs, st.none() | some_ulids, st.booleans(), st.booleans())
+def test_undo_takes_forgetting_back(log: list[list[Op]], name: str, ulids: frozenset[Ulid] | None, as_tag: bool, in_pieces: bool) -> None:
     n = len(log) + 1
     forget = raw("untag", name=name) if as_tag else Op.expire(name, ulids)
-    entries = entries_of([*log, [forget], [Op.undo(n, name, SNAPSHOTS)]])
-    before = folded(entries[:-2])
+    undo = [[Op.undo(n, name, some)] for some in ([[ulid] for ulid in SNAPSHOTS] if in_pieces else [SNAPSHOTS])]
+    entries = entries_of([*log, [forget], *undo])
+    before = folded(entries[: len(log)])
     if RefTable(before).branch(name) is not None and RefTable(before).tag(name) is not None:
         return  # a name is one of both, whenever operations are checked
     after = folded(entries)
@@ -243,18 +233,7 @@ def test_undo_takes_forgetting_back(log: list[list[Op]], name: str, ulids: froze
     assert list(RefTable(after).windows()) == list(RefTable(before).windows())
 
 
-@settings(max_examples=200)
-@given(ref_logs, refs)
-def test_undo_in_pieces_is_undo(log: list[list[Op]], name: str) -> None:
-    n = len(log) + 1
-    pieces = [[Op.undo(n, name, [ulid])] for ulid in SNAPSHOTS]
-    entries = entries_of([*log, [Op.expire(name, None)], *pieces])
-    before = folded(entries[: n - 1])
-    if RefTable(before).tag(name) is None:
-        assert told(RefTable(folded(entries))) == told(RefTable(before))
-
-
-@settings(max_examples=200)
+@settings(max_examples=effort(60, 1000))
 @given(ref_logs, refs)
 def test_purge_ends_every_hold_of_a_window(log: list[list[Op]], name: str) -> None:
     n = len(log) + 1
@@ -266,7 +245,7 @@ def test_purge_ends_every_hold_of_a_window(log: list[list[Op]], name: str) -> No
     assert view.branch(name) is None
 
 
-def test_a_swept_record_takes_its_rows_with_it() -> None:
+def test_a_swept_record_takes_its_rows_with_it_unless_it_is_held_again() -> None:
     put = PUTS[1]
     ulid, root = Ulid(put.fields["snapshot"]), Digest(put.fields["root"])
     key = Objects([ObjectKey("snapshot", ulid)])
@@ -283,6 +262,10 @@ def test_a_swept_record_takes_its_rows_with_it() -> None:
     assert view.roots_with_prefix(root.hex()) == []
     assert view.expired_at(ulid) is None
     assert not [row for row, _ in table.scan(b"r/a")], "nor is anything said about it any more"
+    view = RefTable(folded(entries_of([*log[:-1], [Op.tag("kept", root)], log[-1]])))
+    info = view.by_root(root)
+    assert info is not None
+    assert (info.ulid, info.metrics, view.tag("kept")) == (ulid, {"loss": 1.0}, root)
 
 
 def test_what_was_said_of_a_root_stays_while_another_snapshot_has_it() -> None:

@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -452,8 +452,28 @@ def test_a_checkpoint_that_cannot_be_written_is_nobodys_error() -> None:
 # --- damage ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_local", [True, False])
-@pytest.mark.parametrize("missing", [1, 2, 29])
+def flip(at: int) -> Callable[[bytes], bytes]:
+    return lambda data: bytes(byte ^ (number == at % len(data)) for number, byte in enumerate(data))
+
+
+DAMAGES: list[Callable[[bytes], bytes]] = [
+    *(flip(at) for at in (0, 7, 8, 30, 100, -33, -32, -1)),
+    *((lambda data, size=size: (data + bytes(2 << 20))[:size]) for size in (0, 10, 100, 2 << 20)),
+    lambda _: long_log(6).get(entry_name("log", 6), max_bytes=1 << 20),
+    lambda _: sealed_by_hand(5, genesis_hash(bytes(16)), mark_op("of another log"))[0],
+]
+"""What becomes of entry 5."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_named(damage: Callable[[bytes], bytes]) -> None:
+    backend = long_log(10)
+    backend.replace(entry_name("log", 5), damage(backend.get(entry_name("log", 5), max_bytes=1 << 20)))
+    with pytest.raises(BrokenLogError, match=entry_name("log", 5)):
+        open_log(backend).sync()
+
+
+@pytest.mark.parametrize(("missing", "is_local"), [(1, True), (2, False), (29, True), (29, False)])
 def test_a_missing_entry_is_named(missing: int, is_local: bool) -> None:
     backend = Tricky(long_log(30), is_local=is_local)
     backend.inner.delete([entry_name("log", missing)])
@@ -487,26 +507,6 @@ def test_an_entry_missing_before_others_is_noticed_by_a_warm_follower_too() -> N
         open_log(backend, table).sync()
 
 
-@pytest.mark.parametrize("at", [0, 7, 8, 30, 100, -33, -32, -1])
-def test_a_flipped_bit_in_an_entry_is_named(at: int) -> None:
-    backend = long_log(10)
-    name = entry_name("log", 5)
-    data = bytearray(backend.get(name, max_bytes=1 << 20))
-    data[at] ^= 1
-    backend.replace(name, data)
-    with pytest.raises(BrokenLogError, match=name):
-        open_log(backend).sync()
-
-
-@pytest.mark.parametrize("size", [0, 10, 100, 2 << 20])
-def test_an_entry_of_the_wrong_length_is_named(size: int) -> None:
-    backend = long_log(10)
-    name = entry_name("log", 5)
-    backend.replace(name, (backend.get(name, max_bytes=1 << 20) + bytes(2 << 20))[:size])
-    with pytest.raises(BrokenLogError, match=name):
-        open_log(backend).sync()
-
-
 def test_a_replaced_entry_breaks_the_chain_at_the_next() -> None:
     backend = long_log(10)
     before = next(open_log(backend).entries(4))
@@ -515,25 +515,18 @@ def test_a_replaced_entry_breaks_the_chain_at_the_next() -> None:
         open_log(backend).sync()
 
 
-def test_an_entry_knows_its_number() -> None:
-    sealed, _ = sealed_by_hand(5, genesis_hash(UUID), mark_op("five"))
-    assert decode_entry(sealed, "entry", 5).n == 5
-    with pytest.raises(CorruptObjectError, match="number is 5"):
-        decode_entry(sealed, "entry", 6)
-
-
-def test_an_entry_under_another_number_is_damage() -> None:
-    backend = long_log(10)
-    backend.replace(entry_name("log", 5), backend.get(entry_name("log", 6), max_bytes=1 << 20))
-    with pytest.raises(BrokenLogError, match=entry_name("log", 5)):
-        open_log(backend).sync()
-
-
 def test_a_log_of_another_store_is_not_followed() -> None:
     backend = MemoryBackend()
     backend.create(entry_name("log", 1), sealed_by_hand(1, genesis_hash(bytes(16)), mark_op("foreign"))[0])
     with pytest.raises(BrokenLogError, match=entry_name("log", 1)):
         open_log(backend).sync()
+
+
+def test_an_entry_knows_its_number() -> None:
+    sealed, _ = sealed_by_hand(5, genesis_hash(UUID), mark_op("five"))
+    assert decode_entry(sealed, "entry", 5).n == 5
+    with pytest.raises(CorruptObjectError, match="number is 5"):
+        decode_entry(sealed, "entry", 6)
 
 
 def test_what_is_not_an_entry_is_not_taken_for_one() -> None:

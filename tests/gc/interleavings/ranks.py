@@ -27,7 +27,7 @@ PATIENCE: Final = 2
 """How often a rank looks for what it waits for, before it gives up."""
 
 
-def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTable | None = None, gives_up_in_log: bool = True) -> Actor:
+def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTable | None = None) -> Actor:
     """One rank of a save to branch ``ranks``; number 0 leads."""
 
     def run(process: Process) -> Verdict:
@@ -39,7 +39,7 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
         engine.backend.put(f"channel/{number}", ulid)
         if number == 0:
             _lead(engine, ranks)
-        return _outcome(engine, gives_up_in_log=gives_up_in_log)
+        return _outcome(engine)
 
     return Actor(name, run, table, (*FAILED, MissingObjectError, SnapshotExpiredError))
 
@@ -91,15 +91,13 @@ def _wait(engine: Engine, name: str) -> bytes | None:
     return None
 
 
-def _outcome(engine: Engine, *, gives_up_in_log: bool) -> Verdict:
+def _outcome(engine: Engine) -> Verdict:
     for _ in range(PATIENCE):
         engine.log.sync()
         found = engine.log.view().outcome(TXN)
         if found is not None:
             return Verdict(TXN, found.put)
-    if gives_up_in_log:
-        engine.log.append(lambda view: [] if view.outcome(TXN) else [Op.abort(TXN)])
-        found = engine.log.view().outcome(TXN)
-        assert found is not None
-        return Verdict(TXN, found.put)
-    return Verdict(TXN, False)
+    engine.log.append(lambda view: [] if view.outcome(TXN) else [Op.abort(TXN)])
+    found = engine.log.view().outcome(TXN)
+    assert found is not None
+    return Verdict(TXN, found.put)

@@ -1,4 +1,7 @@
-"""The explorer can fail: each of these breaks one rule of a commit, and a schedule that loses something is found."""
+"""The explorer can fail: each of these breaks one rule of a commit, and a schedule that loses something is found.
+
+tests/mutants/gc.toml has more of them.
+"""
 
 from typing import Any
 
@@ -6,14 +9,14 @@ import pytest
 
 from tensorstore_ck.backend.protocol import Created
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.engine.write import put as writer_module
-from tensorstore_ck.engine.write import rank_parts
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError
 from tensorstore_ck.log import Log, RefTable
 from tests.gc.interleavings.actor import Actor, Process, SteppingBackend
-from tests.gc.interleavings.scenes import Scene, put_labels
+from tests.gc.interleavings.scenes import Scene
 from tests.gc.interleavings.schedule import Violation, explore, explore_random, replay
 from tests.gc.interleavings.test_writers import FALLIBLE, writers
+
+pytestmark = pytest.mark.race
 
 
 class Forgetful:
@@ -29,16 +32,13 @@ class Forgetful:
         return None
 
 
-@pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves do not ask the log for their own outcome, which alone would keep them from publishing twice."""
+def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EXISTS is taken for a loss, though it may be our own entry (icechunk #2099): done, and reported as not done.
+
+    Nor do saves ask the log for their own outcome, which alone would keep them from publishing twice.
+    """
     append = Log.append
     monkeypatch.setattr(Log, "append", lambda self, build: append(self, lambda view: build(Forgetful(view))))
-
-
-@pytest.mark.usefixtures("forgetful")
-def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EXISTS is taken for a loss, though it may be our own entry (icechunk #2099): done, and reported as not done."""
 
     def create(self: Log, sealed: bytes, entry: Any) -> bool:
         try:
@@ -58,22 +58,6 @@ def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(writers("A", "B"), caught.value.schedule[:-3])  # without the calls that look up who moved the ref, for the message
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_absence_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry that is absent is taken for one that never comes: it lands later, and one snapshot is there twice."""
-
-    def create(self: Log, sealed: bytes, entry: Any) -> bool:
-        outcome = self._backend.create(self.chain.name(entry.n), sealed)
-        if outcome is Created.CREATED:
-            return True
-        winner = self.chain.read(entry.n)
-        return winner is not None and winner.write_id == entry.write_id
-
-    monkeypatch.setattr(Log, "_create", create)
-    with pytest.raises(Violation):
-        explore(writers("A", "B"))
-
-
 def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes create one entry (icechunk #804): the second overwrites a commit that was acknowledged."""
 
@@ -84,39 +68,6 @@ def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SteppingBackend, "create", create)
     with pytest.raises(Violation):
         explore(writers("A", "B")._replace(max_faults=0))
-
-
-def test_pack_after_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log names what is not there yet: seen in the very state between, that is a crash there."""
-    publish = rank_parts.publish_parts
-
-    def early(engine: Any, *arguments: Any, **options: Any) -> Any:
-        backend, held = engine.backend, list[tuple[str, bytes]]()
-        backend.put = lambda name, data: held.append((name, data))
-        info = publish(engine, *arguments, **options)
-        del backend.put
-        for name, data in held:
-            backend.put(name, data)
-        return info
-
-    monkeypatch.setattr(writer_module, "publish_parts", early)
-    with pytest.raises(Violation, match="is needed from log entry 2 on, and not there"):
-        explore(writers("A")._replace(max_faults=0))
-
-
-def test_ids_drawn_twice() -> None:
-    """Two writers draw the same ULIDs: one's objects stand where the other's should."""
-    scene = Scene()
-    scene.put("job", "shared a0")
-    host = scene.host()
-
-    def run(process: Process, label: str) -> object:
-        numbers = iter(range(100))
-        return put_labels(process.engine(new_id=lambda: Ulid(next(numbers).to_bytes(16, "big"))), label, label, expect=None)
-
-    actors = [Actor(name, lambda process, name=name: run(process, name), host, FALLIBLE) for name in ("one", "two")]  # type: ignore[misc]
-    explored = explore(scene.case(*actors))
-    assert explored.states > 10
 
 
 def test_code_that_is_not_deterministic() -> None:

@@ -9,7 +9,7 @@ from tests.gc.interleavings.scenes import Scene, collector, freer, reader
 from tests.gc.interleavings.schedule import explore
 from tests.gc.interleavings.test_gc import saver, settler, with_faults
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 
 def dropped(*, is_shared: bool = False) -> tuple[Scene, MemoryTable]:

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotExpiredError
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.effort import effort
@@ -18,9 +18,11 @@ from tests.gc.interleavings.actor import Actor
 from tests.gc.interleavings.scenes import FAILED, REFUSED, Scene, collector, reader, user, writer
 from tests.gc.interleavings.schedule import FAULTS, Case, explore, explore_random
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 FALLIBLE: Final = FAILED + REFUSED
+SCHEDULES: Final = effort(600, 3000)
+"""How many are drawn at random, over all tests that draw some."""
 GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError)
 
 
@@ -60,70 +62,55 @@ def with_faults(case: Case, count: int = 1) -> Case:
     return case._replace(faults=FAULTS, max_faults=count)
 
 
-def test_writer_takes_blocks_that_die() -> None:
-    scene, host = dying()
-    assert explore(scene.case(collector("G", table=host), saver(host, "x q"))).states > 3000
+Setup = Callable[[], tuple[Scene, MemoryTable]]
+Actors = Callable[[MemoryTable], list[Actor]]
 
 
-def test_writer_takes_blocks_that_die_with_faults() -> None:
-    scene, host = dying()
-    case = with_faults(scene.case(collector("G", table=host), saver(host, "x q")))._replace(max_switches=effort(2, 3))
-    assert explore(case).states > 5000
+@pytest.mark.parametrize(
+    ("setup", "actors", "faults", "switches", "states"),
+    [
+        (dying, lambda host: [collector("G", table=host), saver(host, "x q")], 0, None, 3000),
+        (dying, lambda host: [collector("G", table=host), saver(host, "x q")], 1, effort(2, 3), 5000),
+        (dying, lambda host: [collector("G", table=host, settle=True), saver(host, "x q")], 0, None, 3000),
+        (dying, lambda host: [collector("G", table=host), saver(host, "x q"), settler(host)], 0, effort(2, 3), 5000),
+        (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x q")], 0, None, 8000),
+        (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x y")], 0, None, 8000),
+        (sparse, lambda host: [collector("G", table=host, compact=True), saver(host, "x y")], 1, effort(2, 3), 8000),
+    ],
+    ids=["plain", "faults", "tombstones forgotten", "forgotten by others", "compaction", "all of it", "compaction and faults"],
+)
+def test_writer_takes_blocks_that_die(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
+    """Where it sleeps until the tombstones of its blocks are forgotten, too."""
+    explore_all(setup, actors, faults, switches, states)
 
 
-def test_writer_sleeps_until_tombstones_are_forgotten() -> None:
-    scene, host = dying()
-    case = scene.case(collector("G", table=host, settle=True), saver(host, "x q"))
-    assert explore(case).states > 3000
-
-
-def test_anybody_settles_at_any_time() -> None:
-    scene, host = dying()
-    case = scene.case(collector("G", table=host), saver(host, "x q"), settler(host))
-    assert explore(case._replace(max_switches=effort(2, 3))).states > 5000
-
-
-@pytest.mark.parametrize("labels", ["x q", "x y"])
-def test_writer_and_compaction(labels: str) -> None:
-    scene, host = sparse()
-    case = scene.case(collector("G", table=host, compact=True, settle=True), saver(host, labels))
-    assert explore(case).states > 8000
-
-
-def test_writer_and_compaction_with_faults() -> None:
-    scene, host = sparse()
-    case = with_faults(scene.case(collector("G", table=host, compact=True), saver(host, "x y")))
-    assert explore(case._replace(max_switches=effort(2, 3))).states > 8000
-
-
-def test_two_gcs() -> None:
-    scene, host = dying()
-    assert explore(scene.case(collector("G", table=host), collector("H", table=host))).states > 4000
-
-
-def test_two_gcs_that_settle_with_faults() -> None:
-    scene, host = dying()
-    gcs = (collector(name, table=host, settle=True) for name in "GH")
-    assert explore(with_faults(scene.case(*gcs))._replace(max_switches=2)).states > 4000
-
-
-def test_two_compactors() -> None:
-    scene, host = sparse()
-    gcs = (collector(name, table=host, compact=True) for name in "GH")
-    assert explore(scene.case(*gcs)._replace(max_switches=effort(2, 3))).states > 4000
-
-
-def test_two_gcs_and_a_writer() -> None:
-    scene, host = dying()
-    case = scene.case(collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q"))
-    assert explore(case._replace(max_switches=2)).states > 20_000
+@pytest.mark.parametrize(
+    ("setup", "actors", "faults", "switches", "states"),
+    [
+        (dying, lambda host: [collector(name, table=host) for name in "GH"], 0, None, 4000),
+        (dying, lambda host: [collector(name, table=host, settle=True) for name in "GH"], 1, 2, 4000),
+        (sparse, lambda host: [collector(name, table=host, compact=True) for name in "GH"], 0, effort(2, 3), 4000),
+        (sparse, lambda host: [collector("G", table=host, compact=True), collector("H", table=host, settle=True)], 0, 3, 100),
+        (dying, lambda host: [collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q")], 0, 2, 20_000),
+    ],
+    ids=["plain", "tombstones forgotten, and faults", "compactors", "compactor and one that forgets", "and a writer"],
+)
+def test_two_gcs(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
+    explore_all(setup, actors, faults, switches, states)
 
 
 def test_two_writers_and_gc() -> None:
     """They take blocks from each other's packs, too, as soon as these are published."""
-    scene, host = dying()
-    case = scene.case(collector("G", table=host), saver(host, "x q"), writer("B", "job", "x q", table=host, may_raise=FALLIBLE))
-    assert explore(case._replace(max_switches=2)).states > 10_000
+
+    def actors(host: MemoryTable) -> list[Actor]:
+        return [collector("G", table=host), saver(host, "x q"), writer("B", "job", "x q", table=host, may_raise=FALLIBLE)]
+
+    explore_all(dying, actors, 0, 2, 10_000)
+
+
+def explore_all(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
+    scene, host = setup()
+    assert explore(with_faults(scene.case(*actors(host)), faults)._replace(max_switches=switches)).states > states
 
 
 def test_reader_across_compaction_and_sweep() -> None:
@@ -211,6 +198,28 @@ def test_index_that_jumps_over_forgotten_tombstones() -> None:
     assert explore(with_faults(case)._replace(max_switches=3)).states > 1000
 
 
+def test_relocation_that_ends_while_its_snapshot_is_held_again() -> None:
+    """A part names a pack that was compacted and is gone. Its snapshot is let go, and so is the way to the new pack; then it is tagged."""
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    info = scene.put("job", "y z", step=1)
+    scene.forget("job@0")
+    scene.gc(compact=True)
+    scene.put("job", "w", step=2)
+    scene.forget("job@1")
+    scene.purge()
+    host = scene.host()
+    ((_, ulid),) = scene.engine.log.view().all_relocations()
+    moved = Objects([ObjectKey("moved", ulid)])
+
+    def end_relocation(store: Store) -> object:
+        store.engine.log.append(lambda view: [] if view.is_live(info.ulid) else [Op.condemn(moved)])
+        return store.engine.log.append(lambda _view: [Op.sweep(moved)]).n
+
+    tagger = user("U", lambda store: store.tag("t", info.root.hex()), table=host, may_raise=GONE)
+    assert explore(scene.case(user("M", end_relocation, table=host), settler(host), tagger)).states > 100
+
+
 def two_gcs_and_a_writer() -> Case:
     scene, host = dying()
     return scene.case(collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q"))
@@ -252,13 +261,6 @@ def everybody() -> Case:
     [(two_gcs_and_a_writer, 35), (two_compactors_and_a_writer, 35), (two_of_each, 10), (everybody, 10)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_random_schedules(make: Callable[[], Case], percent: int, random_schedules: int) -> None:
+def test_random_schedules(make: Callable[[], Case], percent: int) -> None:
     """Cases that are too large to be explored whole, with up to three faults."""
-    in_batches(lambda: with_faults(make(), 3), random_schedules * percent // 100)
-
-
-def in_batches(make: Callable[[], Case], count: int, size: int = 1000) -> None:
-    """Random schedules, with a new case now and then: one remembers all that it met."""
-    for seed in range(0, count, size):
-        chosen = min(size, count - seed)
-        assert explore_random(make(), chosen, seed).schedules == chosen
+    explore_random(with_faults(make(), 3), SCHEDULES * percent // 100, seed=1)

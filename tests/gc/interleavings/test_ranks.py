@@ -4,10 +4,10 @@ import pytest
 
 from tests.gc.interleavings.ranks import rank
 from tests.gc.interleavings.scenes import collector, writer
-from tests.gc.interleavings.schedule import Case, explore
-from tests.gc.interleavings.test_gc import FALLIBLE, dying, in_batches, sparse, with_faults
+from tests.gc.interleavings.schedule import Case, explore, explore_random
+from tests.gc.interleavings.test_gc import FALLIBLE, SCHEDULES, dying, sparse, with_faults
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 
 def test_two_ranks() -> None:
@@ -35,5 +35,5 @@ def ranks_writer_and_compaction() -> Case:
     return with_faults(scene.case(*ranks, *others), 2)
 
 
-def test_random_schedules_of_ranks(random_schedules: int) -> None:
-    in_batches(ranks_writer_and_compaction, random_schedules // 10)
+def test_random_schedules_of_ranks() -> None:
+    explore_random(ranks_writer_and_compaction(), SCHEDULES // 10, seed=1)

@@ -9,6 +9,8 @@ from tests.gc.interleavings.schedule import FAULTS, drive
 from tests.gc.interleavings.test_gc import dying, saver, settler, sparse
 from tests.gc.interleavings.test_writers import writers
 
+pytestmark = pytest.mark.race
+
 
 @pytest.mark.parametrize("stop", ["put packs/", "put parts/", "put snapshots/", "create log/"])
 def test_writer_stopped_past_any_time_out(stop: str) -> None:

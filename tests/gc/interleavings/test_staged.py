@@ -28,7 +28,7 @@ from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.scenes import FAILED, Scene, captured, collector, user
 from tests.gc.interleavings.schedule import FAULTS, explore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError, SnapshotAbortedError)
 

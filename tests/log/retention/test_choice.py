@@ -13,6 +13,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.retention import Best, KeepCandidate, Policy, Verdict, choose
+from tests.effort import effort
 
 NS = 1_000_000_000
 NOW = 2_000_000_000
@@ -29,15 +30,13 @@ def snapshot(number: int, **fields: Any) -> SnapshotInfo:
 def histories(draw: st.DrawFn) -> list[KeepCandidate]:
     """Steps that go back at times, clocks that jump, metrics that are missing or no numbers, marks, pins and tags."""
     history = []
-    for number in range(draw(st.integers(1, 14))):
-        metrics = draw(
-            st.dictionaries(st.sampled_from(["loss", "acc"]), st.sampled_from([0.1, 0.5, 0.5, 2.0, math.nan, math.inf]), max_size=2)
-        )
+    for number in range(draw(st.integers(1, 10))):
+        loss = draw(st.sampled_from([None, 0.1, 0.5, 0.5, 2.0, math.nan, math.inf]))
         info = snapshot(
             number,
             step=draw(st.none() | st.integers(-5, 30)),
             time_ns=(NOW - draw(st.integers(-100, 1000))) * NS,
-            metrics=metrics,
+            metrics={"acc": 0.5} if loss is None else {"loss": loss},
             mark=draw(st.sampled_from(["", "", "", "bad", "damaged"])),
         )
         history.append(KeepCandidate(info, draw(st.sampled_from([(), (), (), (), ("tag v1",), ("pinned by ada",)]))))
@@ -108,14 +107,14 @@ def staying(verdicts: Sequence[Verdict]) -> set[int]:
     return {at for at, verdict in enumerate(verdicts) if verdict.stays}
 
 
-@settings(max_examples=300)
+@settings(max_examples=effort(80, 1000))
 @given(histories(), st.lists(policies(limits=False), min_size=1, max_size=3))
 def test_rules_keep_what_a_naive_reading_keeps(history: list[KeepCandidate], several: list[Policy]) -> None:
     expected = certain(history).union(*(kept_naively(history, policy) for policy in several))
     assert staying(choose(history, several, NOW * NS)) == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=effort(80, 1000))
 @given(histories(), policies())
 def test_limits_take_the_oldest_and_never_what_is_certain(history: list[KeepCandidate], policy: Policy) -> None:
     found = choose(history, [policy], NOW * NS, lambda info: info.new_bytes)
@@ -128,7 +127,7 @@ def test_limits_take_the_oldest_and_never_what_is_certain(history: list[KeepCand
     assert all(verdict.why for verdict in found)
 
 
-@settings(max_examples=200)
+@settings(max_examples=effort(40, 1000))
 @given(histories(), policies(limits=False), policies(limits=False), st.sampled_from([0.0, 500.0]))
 def test_a_rule_more_never_frees_more(history: list[KeepCandidate], one: Policy, other: Policy, expire_after: float) -> None:
     one = replace(one, expire_after=expire_after)
@@ -139,7 +138,7 @@ def test_a_rule_more_never_frees_more(history: list[KeepCandidate], one: Policy,
     assert staying(choose(history, [one], NOW * NS)) <= staying(choose(history, [one, other], NOW * NS))
 
 
-@settings(max_examples=200)
+@settings(max_examples=effort(40, 1000))
 @given(histories(), policies())
 def test_what_goes_stays_gone(history: list[KeepCandidate], policy: Policy) -> None:
     """A second look at what is left lets no more go; but for a fallback that bytes are counted of."""
@@ -196,6 +195,7 @@ def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any]) -> None:
         Policy.of(**rules)
 
 
+@settings(max_examples=effort(40, 1000))
 @given(policies())
 def test_the_log_has_all_of_it(policy: Policy) -> None:
     try:

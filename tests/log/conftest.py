@@ -1,0 +1,22 @@
+"""A user's view of one store, which is built once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.log.test_rollback import Host
+
+
+@pytest.fixture(scope="session")
+def saved_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    host = Host(tmp_path_factory.mktemp("host") / "it")
+    host.put(*range(1, 7))
+    return host.folder
+
+
+@pytest.fixture
+def host(tmp_path: Path, saved_host: Path) -> Host:
+    """Six saves to a branch; the files of the test's own host."""
+    shutil.copytree(saved_host, tmp_path, dirs_exist_ok=True)
+    return Host(tmp_path)
