@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import TrainingState
-from tests.training.job import Job, make, run, seed
+from tests.training.job import Job, Loader, make, run, seed
 
 STEPS = 6
 
@@ -79,6 +79,23 @@ def test_no_generator_may_be_elsewhere(store: tsck.Store, name: str) -> None:
     other.training.restore(store, "runs/job")
     GENERATORS[name](other)
     assert run(other, STEPS) != expected
+
+
+def test_a_loader_that_draws_while_it_loads_moves_no_generator(store: tsck.Store) -> None:
+    class Drawing(Loader):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            drawn()
+
+    def drawn() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(())), float(torch.rand((), generator=noise))
+
+    noise = torch.Generator()
+    training = TrainingState(dataloader=Drawing(), extra={"noise": noise})
+    training.put(store, ref="runs/job")
+    expected = drawn()
+    training.restore(store, "runs/job")
+    assert drawn() == expected
 
 
 def test_saving_changes_nothing(store: tsck.Store) -> None:

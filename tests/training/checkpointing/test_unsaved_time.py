@@ -246,11 +246,8 @@ def test_a_board_that_is_away_ends_a_run_that_saves_by_it(pool: Pool, tmp_path: 
     assert "the ranks cannot agree on when to save: injected" in said
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("happened", [True, False])
-def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path, asynchronous: bool, happened: bool) -> None:
-    job = Job(tmp_path, asynchronous=asynchronous)
-    job.save()
+def lose_a_reply(job: Job, *, happened: bool) -> None:
+    """Of the log, to the next save."""
     log = job.store.engine.log
     append = log.append
 
@@ -261,8 +258,32 @@ def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path
         raise tsck.UndecidedError("injected: no reply")
 
     log.append = without_a_reply  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("asynchronous", "happened"), [(True, True), (False, False)])
+def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path, asynchronous: bool, happened: bool) -> None:
+    job = Job(tmp_path, asynchronous=asynchronous)
+    job.save()
+    lose_a_reply(job, happened=happened)
     job.save()
     job.save()
     job.save()
     job.ckpt.close()
     assert job.steps() == ([4, 3, 2, 1] if happened else [4, 3, 1])
+
+
+def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, asynchronous=False)
+    job.save()
+    lose_a_reply(job, happened=True)
+    job.save()
+    with monkeypatch.context() as patch:
+
+        def unknown(action: Any, **_: Any) -> Any:
+            return action()  # the log does not answer either
+
+        patch.setattr(job.store, "retrying", unknown)
+        assert any("the next save checks again" in each for each in job.save())
+    job.save()
+    job.ckpt.close()
+    assert job.steps() == [4, 2, 1]
