@@ -29,8 +29,7 @@ def load(training: TrainingState, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("before", [0, 7])
-@pytest.mark.parametrize("stepped", [0, 1])
+@pytest.mark.parametrize(("before", "stepped"), [(0, 1), (7, 0)])
 def test_a_job_goes_on_bit_for_bit(tmp_path: Path, before: int, stepped: int) -> None:
     """Also from before the first step, and into a job that has not stepped."""
     job = make()

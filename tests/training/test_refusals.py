@@ -28,6 +28,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "such as a tsck.SampleCursor or torchdata's StatefulDataLoader, not a torch",
     ),
     "extra": ({"extra": [1]}, "extra= must be a dict"),
+    "rank_values": ({"rank_values": [1]}, "rank_values= must be a dict"),
+    "dots": ({"model": {"a": LINEAR, "a.b": nn.Linear(2, 2)}}, "dots"),
 }
 
 
@@ -148,8 +150,3 @@ def test_a_gradient_of_no_parameter(store: tsck.Store) -> None:
     store.put_snapshot(state, ref="runs/job")
     with pytest.raises(tsck.MismatchError, match="a gradient of 'other'"):
         training.restore(store, "runs/job")
-
-
-def test_keys_with_dots_are_ambiguous_and_refused() -> None:
-    with pytest.raises(tsck.InvalidOptionError, match="dots"):
-        tsck.TrainingState(model={"a": torch.nn.Linear(2, 2), "a.b": torch.nn.Linear(2, 2)})

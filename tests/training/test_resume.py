@@ -45,42 +45,6 @@ def test_the_job_that_saved_is_rolled_back(store: tsck.Store) -> None:
     assert run(job, STEPS) == expected
 
 
-@pytest.mark.parametrize("part", ["scheduler", "scaler", "dataloader", "extra", "optimizer", "model"])
-def test_no_part_may_be_missing(store: tsck.Store, part: str) -> None:
-    """What is not captured is not as it was: so the test above would notice."""
-    left_out = ("optimizer", "model") if part == "model" else (part,)
-    seed(0)
-    job = Job(*left_out)
-    run(job, 7)
-    job.training.put(store, ref="runs/job")
-    expected = run(job, STEPS)
-    seed(99)
-    other = Job(*left_out)
-    other.training.restore(store, "runs/job")
-    assert run(other, STEPS) != expected
-
-
-GENERATORS: dict[str, Callable[[Job], object]] = {
-    "python": lambda _: random.random(),
-    "numpy": lambda _: np.random.rand(),
-    "torch": lambda _: torch.rand(()),
-    "torch.Generator": lambda job: torch.rand((), generator=job.extra["noise"]),
-    "numpy.Generator": lambda job: job.extra["drawn"].random(),
-}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_no_generator_may_be_elsewhere(store: tsck.Store, name: str) -> None:
-    job = make()
-    run(job, 7)
-    job.training.put(store, ref="runs/job")
-    expected = run(job, STEPS)
-    other = make(99)
-    other.training.restore(store, "runs/job")
-    GENERATORS[name](other)
-    assert run(other, STEPS) != expected
-
-
 def test_a_loader_that_draws_while_it_loads_moves_no_generator(store: tsck.Store) -> None:
     class Drawing(Loader):
         def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import TrainingState
-from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
+from tests.effort import effort
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
 pytestmark = pytest.mark.slow
 LAYERS, WIDTH, WORDS = 5, 8, 11
@@ -191,7 +192,10 @@ def test_any_layout_to_any_other(pool: Pool, folder: Path, name: str) -> None:
     expected = pool.run(put, str(folder), name, ref, ranks=layout.ranks)
     assert {each[3] for each in expected} == {""}
     shared, buffers = (united(each[at] for each in expected) for at in (0, 1))
-    for other, there in LAYOUTS.items():
+    names = [*LAYOUTS]
+    at = names.index(name)
+    for other in effort((name, names[at - 1], names[at - 3]), names):
+        there = LAYOUTS[other]
         for rank, found in enumerate(pool.run(restore, str(folder), other, ref, ranks=there.ranks)):
             assert found[0] == {key: shared[key] for key in found[0]}, (other, rank)
             assert found[0]
@@ -280,33 +284,3 @@ def test_other_groups_are_refused(pool: Pool, folder: Path) -> None:
     for error in pool.ask(restore_grouped, str(folder), "grouped", ranks=2):
         assert isinstance(error, tsck.MismatchError)
         assert "parameter groups of optimizer hold other parameters" in str(error)
-
-
-# --- elastic restarts ---------------------------------------------------------------------------------------------------
-
-
-def go_on(folder: str, ranks: int, number: int) -> Any:
-    """Restores what the job before saved, and saves what it has after a step."""
-    job = Job(Layout(width=ranks, sharded=ranks > 1), number)
-    store, group = opened(folder, ranks), GROUPS[ranks]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = job.training.restore(store, "elastic", group=group, timeout_seconds=TIMEOUT_SECONDS)
-    begun = job.shared() if found else None
-    drawn, expected = float(torch.rand(())), None
-    if found is not None:
-        seed = store.random_streams(found.root, group=group, timeout_seconds=TIMEOUT_SECONDS).seed("torch")
-        expected = float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
-    job.step(number)
-    job.training.put(store, ref="elastic", step=number, group=group, timeout_seconds=TIMEOUT_SECONDS)
-    return begun, job.shared(), drawn, expected
-
-
-def test_elastic_restarts(pool: Pool, folder: Path) -> None:
-    before: Any = None
-    for number, ranks in enumerate((4, 2, RANKS, 1)):
-        told = pool.run(go_on, str(folder), ranks, number, ranks=ranks)
-        for begun, _, drawn, expected in told:
-            assert begun == before
-            assert expected in (None, drawn)
-        before = told[0][1]

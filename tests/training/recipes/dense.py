@@ -8,23 +8,21 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.training.recipes.harness import Job, at, mesh_of, recipe, stepped
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 8, *, residual: bool = True) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self._residual = residual
         self.norm = nn.LayerNorm(width)
         self.up: nn.Module = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.down(self.up(self.norm(x)).relu())
-        return x + y if self._residual else y  # type: ignore[no-any-return]
+        return x + self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -32,10 +30,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01, foreach=False)
 
 
-TWO_D = [at(4, dp=4, tp=1), at(2, dp=1, tp=2), at(8, dp=2, tp=4)]
-
-
-@recipe(at(4, dp=2, tp=2), TWO_D)
+@recipe(at(4, dp=2, tp=2), [at(4, dp=4, tp=1), at(2, dp=1, tp=2), at(8, dp=2, tp=4)])
 def norm_outside_tp(dp: int, tp: int) -> Job:
     """The norms are DTensors on the dp dim alone, the others on both."""
     mesh = mesh_of(dp=dp, tp=tp)
@@ -45,21 +40,6 @@ def norm_outside_tp(dp: int, tp: int) -> Job:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return stepped(model, adamw(model))
-
-
-@recipe(at(4, dp=2, tp=2), TWO_D)
-def sequence_parallel(dp: int, tp: int) -> Job:
-    """The norm's activations are split along the sequence, its parameters replicated over tp."""
-    mesh = mesh_of(dp=dp, tp=tp)
-    model = Block(residual=False)
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    parallelize_module(model, mesh["tp"], plan)
-    fully_shard(model, mesh=mesh["dp"])
-    return stepped(model, adamw(model), batch=torch.randn(2, tp, 8))
 
 
 class Tied(nn.Module):
@@ -74,21 +54,15 @@ class Tied(nn.Module):
         return self.head(self.block(self.embed(tokens)))  # type: ignore[no-any-return]
 
 
-@recipe(at(4, shards=4), [at(2, shards=2), at(4, shards=2), at(4, shards=0)])
+@recipe(at(4, shards=0), [at(4, shards=4), at(2, shards=2), at(4, shards=2)])
 def tied_embeddings(shards: int) -> Job:
-    """Under FSDP2, HSDP and DDP: one tensor of two names."""
+    """Under DDP, FSDP2 and HSDP: one tensor of two names, which DDP's state dict has as a tensor and a view of all of it."""
     model: nn.Module = Tied()
     if shards == 0:
         model = nn.parallel.DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=hybrid(shards))
     return stepped(model, adamw(model), batch=torch.arange(11)[None])
-
-
-@recipe(at(4, shards=0), [at(4, shards=4), at(2, shards=2)])
-def tied_embeddings_of_ddp(shards: int) -> Job:
-    """Which are stored as a tensor and a view of all of it."""
-    return tied_embeddings(shards)
 
 
 @recipe(at(4, dp=2, tp=2), [at(2, dp=1, tp=2), at(4, dp=1, tp=4), at(8, dp=4, tp=2)])
@@ -118,31 +92,6 @@ def hsdp_with_frozen_parameters(shards: int) -> Job:
     return stepped(model, adamw(model))
 
 
-class Lora(nn.Module):
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))  # type: ignore[no-any-return]
-
-
-@recipe(at(4, dp=4, tp=1), [at(2, dp=2, tp=1), at(4, dp=2, tp=2), at(8, dp=8, tp=1)])
-def lora_on_some_modules(dp: int, tp: int) -> Job:
-    """Base weights are split over both dims, the adapters over dp."""
-    mesh = mesh_of(dp=dp, tp=tp)
-    model = nn.Sequential(Block(), Block())
-    model.requires_grad_(False)
-    parallelize_module(model, mesh["tp"], {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
-    adapted = model[1]
-    assert isinstance(adapted, Block)
-    adapted.up = Lora(adapted.up)  # type: ignore[arg-type]
-    fully_shard(model, mesh=mesh["dp"])
-    return stepped(model, adamw(model))
-
-
 @recipe(at(4, shards=4), [at(2, shards=2), at(4, shards=2), at(8, shards=8)])
 def bf16_with_fp32_masters(shards: int) -> Job:
     """The optimizer knows the masters alone; the model is their rounding."""
@@ -159,7 +108,7 @@ def bf16_with_fp32_masters(shards: int) -> Job:
         parameter.data.copy_(masters[name].data)
     moments = {name: optimizer.state[master] for name, master in masters.items()}
     state = {"model": get_model_state_dict(model), "masters": masters, "moments": moments}
-    return Job(state, model={"model": model, "masters": nn.ParameterList(masters.values())}, optimizers=(optimizer,))
+    return Job(state)
 
 
 @recipe(at(4, shards=4), [at(2, shards=2), at(8, shards=8), at(4, shards=2)])
@@ -186,40 +135,3 @@ def permuted_meshes(order: tuple[tuple[int, ...], ...]) -> Job:
 @functools.cache
 def permuted(order: tuple[tuple[int, ...], ...]) -> DeviceMesh:
     return DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("dp", "tp"))
-
-
-class Attention(nn.Module):
-    """Each rank has its part of the sequence, and gathers all keys and values: gradients go through its own."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.out = nn.Linear(8, 8)
-        self.positions: torch.Tensor
-        self.register_buffer("positions", torch.arange(8.0))
-        self._mesh = mesh
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (self.qkv(x) + self.positions.repeat(3)).chunk(3, -1)
-        key, value = self._gathered(key.contiguous()), self._gathered(value.contiguous())
-        return self.out(nn.functional.scaled_dot_product_attention(query, key, value))  # type: ignore[no-any-return]
-
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(own) for _ in range(self._mesh.size())]
-        dist.all_gather(parts, own.detach(), group=self._mesh.get_group())
-        parts[self._mesh.get_local_rank()] = own
-        return torch.cat(parts)
-
-
-@recipe(at(4, dp=2, cp=2), [at(4, dp=1, cp=4), at(2, dp=2, cp=1), at(8, dp=4, cp=2)])
-def context_parallel(dp: int, cp: int) -> Job:
-    """The parameters are split over dp and cp, flattened into one dim."""
-    mesh = mesh_of(dp=dp, cp=cp)
-    model = Attention(mesh["cp"])
-    fully_shard(model, mesh=flattened(dp, cp))
-    return stepped(model, adamw(model), batch=torch.randn(8, 8).chunk(cp)[mesh["cp"].get_local_rank()])
-
-
-@functools.cache
-def flattened(dp: int, cp: int) -> DeviceMesh:
-    return mesh_of(dp=dp, cp=cp)["dp", "cp"]._flatten("dp_cp")

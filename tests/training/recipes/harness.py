@@ -8,8 +8,8 @@ A recipe is a function that runs on every rank of a layout::
         model = ...
         return stepped(model, torch.optim.AdamW(model.parameters()))
 
-`run` saves it on the first layout, natively and as DCP's own files, restores both on the same and on the other layouts and natively by
-one process, and compares everything, bit by bit, with what torch gathered before. What differs by rank belongs into `Job.own`.
+`run` saves it on the first layout, restores it on the same and on the other layouts and by one process, and compares everything, bit by
+bit, with what torch gathered before. What differs by rank belongs into `Job.own`.
 """
 
 import functools
@@ -25,10 +25,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -60,9 +58,6 @@ class Job:
     """What is this rank's alone: for `rank_state=`."""
     ranks: tuple[int, ...] | None = None
     """Those that save, where not all do."""
-    model: nn.Module | dict[str, nn.Module] | None = None
-    """With its optimizers what a `TrainingState` takes."""
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,8 +65,6 @@ class Recipe:
     make: Callable[..., Job]
     saved: Layout
     restored: list[Layout]
-    dcp: str
-    """Why DCP's own files do not do it; empty: they do."""
     imports: tuple[str, ...]
     """The module that defines the classes of its tensors, which a restoring process imports."""
 
@@ -94,13 +87,11 @@ class Recipe:
 RECIPES: Final[dict[str, Recipe]] = {}
 
 
-def recipe(
-    saved: Layout, restored: list[Layout], *, dcp: str = "", imports: tuple[str, ...] = ()
-) -> Callable[[Callable[..., Job]], Callable[..., Job]]:
-    """Registers a recipe under its function's name; `restored`: the other layouts; `dcp`: why DCP's own files cannot do it."""
+def recipe(saved: Layout, restored: list[Layout], *, imports: tuple[str, ...] = ()) -> Callable[[Callable[..., Job]], Callable[..., Job]]:
+    """Registers a recipe under its function's name; `restored`: the other layouts."""
 
     def register(make: Callable[..., Job]) -> Callable[..., Job]:
-        RECIPES[make.__name__] = Recipe(make, saved, [saved, *restored], dcp, imports)
+        RECIPES[make.__name__] = Recipe(make, saved, [saved, *restored], imports)
         return make
 
     return register
@@ -138,7 +129,7 @@ def step(model: nn.Module, *optimizers: torch.optim.Optimizer, batch: torch.Tens
 def stepped(model: nn.Module, *optimizers: torch.optim.Optimizer, batch: torch.Tensor | None = None, **extra: Any) -> Job:
     for _ in range(_steps):
         step(model, *optimizers, batch=batch)
-    return Job(state_of(model, *optimizers, **extra), model=model, optimizers=optimizers)
+    return Job(state_of(model, *optimizers, **extra))
 
 
 _steps = 1
@@ -199,7 +190,6 @@ def _told(path: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> s
 
 # --- on a rank ----------------------------------------------------------------------------------------------------------
 
-_jobs: dict[str, Job] = {}
 """In a rank's process: what it saves last, which two calls save."""
 _stores: dict[str, tsck.Store] = {}
 """They stay open, see `tests.session.group.pool`."""
@@ -226,41 +216,28 @@ def _tried(action: Callable[[], object]) -> str:
     """What went wrong, with where it did."""
     try:
         action()
-    except (Exception, CheckpointException) as raised:  # noqa: BLE001 - the test reports it
-        exc = next(iter(raised.failures.values()))[0] if isinstance(raised, CheckpointException) else raised
+    except Exception as exc:  # noqa: BLE001 - the test reports it
         where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in traceback.extract_tb(exc.__traceback__)[-1:])
         return f"{type(exc).__name__}: {exc}{where}"
     return ""
 
 
 class Saved(NamedTuple):
+    problem: str
+    """What went wrong; empty: nothing."""
     leaves: dict[str, Any]
     """What this rank knows of what was saved."""
     own: Any
-    dcp: str
-    """What went wrong; empty: nothing."""
 
 
-def save_by_dcp(folder: str, this: Recipe) -> Saved:
-    """Makes it, and saves it once."""
-    job = _jobs[this.name] = this.job(this.saved, 1)
+def save(folder: str, this: Recipe) -> Saved:
+    job = this.job(this.saved, 1)
     group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return Saved({}, None, "")
-    leaves = gathered(job.state)
-    writer = dcp.FileSystemWriter(f"{folder}/dcp-{this.name}", sync_files=False)
-    own = None if job.own is None else gathered(job.own)
-    return Saved(leaves, own, _tried(lambda: dcp.save(job.state, storage_writer=writer, process_group=group)))
-
-
-def save(folder: str, this: Recipe) -> str:
-    """What was made; natively."""
-    job = _jobs.pop(this.name)
-    group = members_of(job)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return ""
+        return Saved("", {}, None)
+    leaves, own = gathered(job.state), None if job.own is None else gathered(job.own)
     options: dict[str, Any] = {"ref": this.name, "step": 1, "rank_state": job.own, "timeout_seconds": TIMEOUT_SECONDS}
-    return _tried(lambda: opened(folder).put_snapshot(job.state, group=group, **options))
+    return Saved(_tried(lambda: opened(folder).put_snapshot(job.state, group=group, **options)), leaves, own)
 
 
 class Restored(NamedTuple):
@@ -269,18 +246,8 @@ class Restored(NamedTuple):
     own: Any
 
 
-def restore_by_dcp(folder: str, this: Recipe, layout: Layout) -> Restored:
-    job = this.job(layout, 2)
-    group = members_of(job)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return Restored("", {}, None)
-    reader = dcp.FileSystemReader(f"{folder}/dcp-{this.name}")
-    problem = _tried(lambda: dcp.load(job.state, storage_reader=reader, process_group=group))
-    return Restored(problem, {} if problem else gathered(job.state), None)
-
-
 def restore(folder: str, this: Recipe, layout: Layout) -> Restored:
-    job = this.job(layout, 3)
+    job = this.job(layout, 2)
     group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return Restored("", {}, None)
@@ -334,20 +301,15 @@ class Worlds:
 
 
 def run(worlds: Worlds, folder: Path, this: Recipe) -> None:
-    """Saves and restores a recipe both ways.
+    """Saves and restores a recipe.
 
     Raises:
-        AssertionError: DCP cannot do what the recipe says it can (the recipe is wrong), or we cannot.
+        AssertionError: something differs, or was refused.
     """
-    saved: list[Saved] = worlds.run(this.saved.ranks, save_by_dcp, str(folder), this)
-    expected = united([each.leaves for each in saved])
-    problems = _distinct(each.dcp for each in saved)
-    if not problems:
-        for layout in this.restored:
-            problems += _judged(worlds.run(layout.ranks, restore_by_dcp, str(folder), this, layout), expected, layout)
-    assert bool(problems) <= bool(this.dcp), f"DCP's own files: {'; '.join(problems)}"
-    problems = _distinct(worlds.run(this.saved.ranks, save, str(folder), this))
+    saved: list[Saved] = worlds.run(this.saved.ranks, save, str(folder), this)
+    problems = _distinct(each.problem for each in saved)
     assert not problems, f"the put was refused: {'; '.join(problems)}"
+    expected = united([each.leaves for each in saved])
     for layout in this.restored:
         found = worlds.run(layout.ranks, restore, str(folder), this, layout)
         problems += _judged(found, expected, layout)

@@ -6,14 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.training.recipes.dense import Block, adamw, hybrid
-from tests.training.recipes.harness import Job, at, mesh_of, recipe, state_of, step, stepped
+from tests.training.recipes.dense import Block, hybrid
+from tests.training.recipes.harness import Job, at, mesh_of, recipe, stepped
 
 SAVED = at(4, shards=4)
 OTHERS = [at(2, shards=2), at(4, shards=2)]
@@ -32,34 +30,12 @@ def fused_adamw(shards: int) -> Job:
 
 
 @recipe(SAVED, OTHERS)
-def foreach_adamw(shards: int) -> Job:
-    """Of several groups."""
-    model = sharded(shards)
-    biases = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": [model.up.weight, model.down.weight]}, {"params": biases, "lr": 0.1}]
-    return stepped(model, torch.optim.AdamW(groups, foreach=True))
-
-
-@recipe(SAVED, OTHERS)
-def sgd_with_momentum(shards: int) -> Job:
-    model = sharded(shards)
-    return stepped(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True))
-
-
-@recipe(SAVED, OTHERS)
 def muon_beside_adamw(shards: int) -> Job:
     """Muon takes matrices alone."""
     model = sharded(shards)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     return stepped(model, torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others))
-
-
-@recipe(at(4), [at(2), at(8)])
-def adafactor() -> Job:
-    """Under DDP: torch's (2.13) steps no DTensor."""
-    model = nn.parallel.DistributedDataParallel(Block())
-    return stepped(model, torch.optim.Adafactor(model.parameters(), lr=0.01))
 
 
 class Factored(torch.optim.Optimizer):
@@ -91,30 +67,6 @@ def factored_by_hand(shards: int) -> Job:
     return stepped(model, Factored(model.parameters()))
 
 
-@recipe(SAVED, OTHERS)
-def grad_scaler(shards: int) -> Job:
-    model = sharded(shards)
-    optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return Job(state_of(model, optimizer, scaler=scaler.state_dict()), model=model, optimizers=(optimizer,))
-
-
-@recipe(SAVED, OTHERS)
-def ema(shards: int) -> Job:
-    model = Block()
-    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
-    fully_shard(model, mesh=hybrid(shards))
-    fully_shard(mean, mesh=hybrid(shards))
-    optimizer = adamw(model)
-    for _ in range(2):  # the first is a copy
-        step(model, optimizer)
-        mean.update_parameters(model)
-    return Job(state_of(model, optimizer, ema=get_model_state_dict(mean)), model={"model": model, "ema": mean}, optimizers=(optimizer,))
-
-
 # --- torchao ------------------------------------------------------------------------------------------------------------
 
 
@@ -141,11 +93,6 @@ def low_bits(shards: int, name: str) -> Job:
 @recipe(SAVED, [*OTHERS, at(2, shards=0)], imports=OPTIM)
 def adamw_8bit(shards: int) -> Job:
     return low_bits(shards, "AdamW8bit")
-
-
-@recipe(SAVED, OTHERS, imports=OPTIM)
-def adamw_4bit(shards: int) -> Job:
-    return low_bits(shards, "AdamW4bit")
 
 
 @recipe(at(4), [at(2), at(1)], imports=OPTIM)
@@ -176,15 +123,9 @@ def int8_weights_on_each_rank() -> Job:
     return quantised("Int8WeightOnlyConfig")
 
 
-@recipe(at(4), [at(2), at(1)], imports=QUANTISED)
-def float8_weights_on_each_rank() -> Job:
-    return quantised("Float8WeightOnlyConfig")
-
-
 @recipe(
     at(4),
     [at(2), at(1)],
-    dcp="it takes the wrapper for a plain tensor, of which one rank's shard is as good as another's",
     imports=QUANTISED,
 )
 def int8_weights_under_tp() -> Job:

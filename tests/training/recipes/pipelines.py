@@ -60,7 +60,7 @@ def staged(model: Stage, optimizer: torch.optim.Optimizer) -> Job:
     if model.tied and (model.is_first or model.is_last):
         share_gradients(model, generator)
     optimizer.step()
-    return Job(state_of(model, optimizer), model=model, optimizers=(optimizer,))
+    return Job(state_of(model, optimizer))
 
 
 def cut(stages: int, number: int) -> range:
@@ -84,11 +84,9 @@ def stage_of(sizes: tuple[int, ...]) -> tuple[int, DeviceMesh]:
     return found
 
 
-def of_stages(sizes: tuple[int, ...], layers: tuple[int, ...] | None = None, *, tied: bool) -> Job:
-    """`layers`: how many each stage has."""
+def of_stages(sizes: tuple[int, ...]) -> Job:
     number, mesh = stage_of(sizes)
-    borders = [0, *(sum(layers[: at + 1]) for at in range(len(layers)))] if layers else None
-    model = Stage(range(borders[number], borders[number + 1]) if borders else cut(len(sizes), number), tied=tied)
+    model = Stage(cut(len(sizes), number), tied=True)
     if mesh.size() > 1 or len(set(sizes)) > 1:
         fully_shard(model, mesh=mesh)
     return staged(model, adamw(model))
@@ -97,28 +95,13 @@ def of_stages(sizes: tuple[int, ...], layers: tuple[int, ...] | None = None, *, 
 @recipe(at(4, sizes=(1, 1, 1, 1)), [at(2, sizes=(1, 1)), at(4, sizes=(2, 2)), at(2, sizes=(2,))])
 def stages_that_share_an_embedding(sizes: tuple[int, ...]) -> Job:
     """The first and the last have it, under one name."""
-    return of_stages(sizes, tied=True)
+    return of_stages(sizes)
 
 
-@recipe(at(4, sizes=(2, 2)), [at(2, sizes=(1, 1)), at(4, sizes=(1, 1, 1, 1)), at(8, sizes=(2, 2, 2, 2))])
-def stages_with_embedding_and_head(sizes: tuple[int, ...]) -> Job:
-    """Two names for what is at the two ends."""
-    return of_stages(sizes, tied=False)
-
-
-@recipe(at(4, sizes=(2, 2), layers=(3, 1)), [at(2, sizes=(1, 1), layers=(1, 3)), at(4, sizes=(1, 1, 1, 1), layers=(1, 1, 1, 1))])
-def unequal_stages(sizes: tuple[int, ...], layers: tuple[int, ...]) -> Job:
-    return of_stages(sizes, layers, tied=False)
-
-
-@recipe(
-    at(4, sizes=(3, 1)),
-    [at(4, sizes=(1, 3)), at(4, sizes=(2, 2)), at(2, sizes=(2,))],
-    dcp="it takes only one way to cut a tensor",
-)
+@recipe(at(4, sizes=(3, 1)), [at(4, sizes=(1, 3)), at(4, sizes=(2, 2)), at(2, sizes=(2,))])
 def stages_of_unequal_numbers_of_ranks(sizes: tuple[int, ...]) -> Job:
     """They share an embedding, which the one cuts into three and the other has in full."""
-    return of_stages(sizes, tied=True)
+    return of_stages(sizes)
 
 
 @recipe(at(8, pp=2, dp=2, tp=2), [at(4, pp=1, dp=2, tp=2), at(4, pp=2, dp=2, tp=1), at(2, pp=2, dp=1, tp=1)])

@@ -1,8 +1,5 @@
-"""Runs that go on: on other numbers of ranks, after a kill, and with asynchronous saves while ranks are apart."""
+"""Runs that go on: on other numbers of ranks, and with asynchronous saves while ranks are apart."""
 
-import os
-import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -126,87 +123,3 @@ def test_asynchronous_saves_at_unequal_pace(worlds: Worlds, recipes_folder: Path
     for ranks in (2, 8):
         for found in worlds.run(ranks, restored_at, str(recipes_folder), "unequal-pace@2"):
             assert not difference(found, united([side[1] for side in sides])), ranks
-
-
-# --- elastic restart ----------------------------------------------------------------------------------------------------
-
-
-def put_and_die(folder: str, victim: int) -> None:
-    """With a save in progress."""
-    model, optimizer = built(3)
-    store = opened(folder)
-    put(store, "elastic", (model, optimizer), 1)
-    torch.save(gathered(state_of(model, optimizer, step=1)), f"{folder}/elastic-1-{dist.get_rank()}")
-    step(model, optimizer)
-    state = state_of(model, optimizer, step=2)
-    torch.save(gathered(state), f"{folder}/elastic-2-{dist.get_rank()}")
-    dist.barrier()
-    pending = store.put_snapshot_async(state, ref="elastic", step=2, **options())
-    if dist.get_rank() == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    pending.wait()
-
-
-def test_elastic_restart(worlds: Worlds, recipes_folder: Path) -> None:
-    """Whatever the save came to: fewer ranks go on from the newest snapshot, which is whole, then again as many as there were."""
-    with pytest.raises(AssertionError, match="crashed"):
-        worlds.run(4, put_and_die, str(recipes_folder), 0)
-    with tsck.open(recipes_folder / "store", cache_dir=recipes_folder / "cache") as store:
-        (newest, *_) = store.log("elastic")
-    assert newest.step in (1, 2)
-    expected = united([torch.load(recipes_folder / f"elastic-{newest.step}-{rank}", weights_only=False) for rank in range(4)])
-    for number, ranks in ((3, 2), (4, 4)):
-        answers = worlds.run(ranks, go_on, str(recipes_folder), "elastic", number)
-        for restored, _ in answers:
-            assert not difference(restored, expected), ranks
-        expected = united([said for _, said in answers])
-
-
-# --- TrainingState ------------------------------------------------------------------------------------------------------
-
-
-def with_statistics(kind: str, seed: int) -> Model:
-    """Batch norm's are each rank's own: it has seen other samples."""
-    torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
-    if kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    else:
-        fully_shard(model, mesh=mesh_of(dp=dist.get_world_size()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step(model, optimizer, batch=torch.randn(dist.get_world_size(), 4, 8)[dist.get_rank()])
-    return model, optimizer
-
-
-def put_training(folder: str, kind: str) -> dict[str, Any]:
-    """The leaves of this rank's side."""
-    model, optimizer = with_statistics(kind, 5)
-    store = opened(folder)
-    for number in (1, 2, 3):  # in full with the first, later in rotation
-        tsck.TrainingState(model=model, optimizer=optimizer).put(store, ref=f"statistics-{kind}", step=number, **options())
-    return gathered(state_of(model, optimizer))
-
-
-def restore_training(folder: str, kind: str) -> tuple[dict[str, Any], list[str]]:
-    """The leaves, and what was warned of."""
-    model, optimizer = with_statistics(kind, 6)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        restored = tsck.TrainingState(model=model, optimizer=optimizer).restore(opened(folder), f"statistics-{kind}", **options())
-    assert restored is not None
-    assert not restored.mark
-    said = [str(each.message) for each in caught if "tensorstore_ck" in (each.category.__module__ or "")]
-    return gathered(state_of(model, optimizer)), said
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_unsynced_statistics_in_a_training_state(worlds: Worlds, recipes_folder: Path, kind: str) -> None:
-    """On as many ranks each has its own again; on others all have rank 0's, and are warned once. Nothing is marked as drift."""
-    expected = worlds.run(4, put_training, str(recipes_folder), kind)
-    statistics = [path for path in expected[0] if "running" in path]
-    assert len(statistics) == 2
-    assert expected[0][statistics[0]] != expected[1][statistics[0]]
-    for ranks in (4, 2, 8):
-        for rank, (found, said) in enumerate(worlds.run(ranks, restore_training, str(recipes_folder), kind)):
-            assert not difference(found, expected[rank if ranks == 4 else 0]), (ranks, rank)
-            assert len(said) == (ranks != 4), (ranks, rank, said)

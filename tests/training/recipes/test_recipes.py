@@ -1,4 +1,4 @@
-"""Each recipe, natively and through DCP's own files, side by side: what DCP takes we take, and what it restores we restore bit by bit."""
+"""Each recipe, saved on one layout of ranks, comes back bit by bit on the same one, on others, and in one process."""
 
 from pathlib import Path
 
