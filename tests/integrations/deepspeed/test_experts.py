@@ -18,9 +18,9 @@ from tests.integrations.rank_runs import Said, run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 JOB = "tests.integrations.deepspeed.stages_job"
-SOME = ["0,fp32,ep_size=2", "1,fp32,ep_size=1", "2,fp32,ep_size=2", "0,bf16,ep_size=1", "1,bf16,ep_size=2", "2,bf16,ep_size=1"]
-SOME += ['1,bf16,ep_size=1,grad_accum_dtype="fp32"', '1,bf16,ep_size=2,grad_accum_dtype="fp32"']
-ALL = [f"{stage},{dtype},ep_size={size}" for dtype in ("fp32", "bf16") for stage in (0, 1, 2) for size in (1, 2)] + SOME[-2:]
+SOME = ["0,fp32,ep_size=2", "1,fp32,ep_size=1", "0,bf16,ep_size=1", "1,bf16,ep_size=2", "2,bf16,ep_size=1"]
+SOME += ['1,bf16,ep_size=2,grad_accum_dtype="fp32"']
+ALL = [f"{stage},{dtype},ep_size={size}" for dtype in ("fp32", "bf16") for stage in (0, 1, 2) for size in (1, 2)] + SOME[-1:]
 KINDS = effort(SOME, ALL)
 EXPERTS = 4
 LOSS_SHARE = 0.01
@@ -60,7 +60,7 @@ def test_each_spread_of_experts_resumes_all(saved: Any) -> None:
     assert exact == 2 * len(KINDS)
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "2,bf16,ep_size=1"), (4, "1,fp32,ep_size=2"), (4, "2,bf16,ep_size=4")])
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "1,fp32,ep_size=1"), (4, "2,bf16,ep_size=4")])
 def test_another_number_of_ranks(saved: Any, ranks: int, kind: str) -> None:
     folder, losses = saved
     for each in run_ranks(JOB, folder, "load", kind, ranks=ranks):
