@@ -22,7 +22,7 @@ from tests.integrations.rank_runs import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
-JOB = "tests.integrations.deepspeed.native_trainers_job"
+JOB = "tests.integrations.deepspeed.trainers_job"
 BELOW = {"transformers": ["2,bf16", *effort([], ["1,fp32"])], "accelerate": ["2,bf16,dummy=true", *effort([], ["2,bf16"])]}
 STAGE_3 = {"transformers": ["3,bf16"], "accelerate": effort([], ["3,bf16"])}
 SAVED_IN = {"transformers": "checkpoint-4", "accelerate": "checkpoint_1"}
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for trainer in SAVED_IN:
         for kinds in (BELOW[trainer], STAGE_3[trainer]):
             if kinds:
-                run_ranks(JOB, folder / trainer, trainer, "save", *kinds)
+                run_ranks(JOB, folder / trainer, trainer, "save-natively", *kinds)
     return folder
 
 
@@ -81,7 +81,7 @@ def test_a_folder_is_what_the_trainer_over_a_store_saves(saved: Path, trainer: s
                 assert differ == [".rank_values.custom_0.value"] * (trainer == "accelerate" and rank == 1)  # accelerate saves the first's
                 assert ".generators.torch" in here
     for kinds in (BELOW[trainer], STAGE_3[trainer]):
-        said = run_ranks(JOB, folder, trainer, "resume", *kinds) if kinds else []
+        said = run_ranks(JOB, folder, trainer, "resume-imported", *kinds) if kinds else []
         assert len(said) == 2 * len(kinds)
         for each in said:
             assert each["imported"] == each["natively"]
@@ -92,7 +92,7 @@ def test_a_folder_is_what_the_trainer_over_a_store_saves(saved: Path, trainer: s
 def test_another_number_of_ranks_resumes_from_the_import(saved: Path, tmp_path: Path) -> None:
     with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
         import_checkpoint(store, native_folder(saved, "transformers", "3,bf16"), ref="runs/bf16-3")
-    for each in run_ranks("tests.integrations.deepspeed.trainers_job", tmp_path, "transformers", "load", "1,bf16", ranks=1):
+    for each in run_ranks(JOB, tmp_path, "transformers", "load", "1,bf16", ranks=1):
         assert (each["differ"], each["step"]) == ([], 4)
         assert each["compared"] > 3
 
