@@ -53,11 +53,6 @@ def test_a_save_changes_nothing(tmp_path: Path) -> None:
     assert run(job, STEPS) == expected
 
 
-def test_what_is_no_such_state() -> None:
-    with pytest.raises(tsck.MismatchError, match="no state of a TrainingState"):
-        TrainingState(model=nn.Linear(1, 1)).load_state_dict({"model": {}})
-
-
 def test_another_number_of_ranks() -> None:
     """Generators start over, the same way each time."""
     state = TrainingState(extra={"n": 3, "g": torch.Generator()}).state_dict()
@@ -125,8 +120,11 @@ def test_what_a_fresh_object_has_no_names_for_comes_back(tmp_path: Path) -> None
     assert (extra["seen"], extra["best"], extra["ema"]["w"].tolist()) == ({"a": 1}, 0.5, [1, 1, 1])
 
 
-def test_an_optimizer_whose_state_is_not_known_before_it_steps() -> None:
+def test_states_that_do_not_fit() -> None:
+    """An optimizer's that is not known before it steps; and what is no such state."""
     model = nn.Linear(2, 2)
     training = TrainingState(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
     with pytest.raises(tsck.InvalidOptionError, match="LBFGS"):
         training.state_dict()
+    with pytest.raises(tsck.MismatchError, match="no state of a TrainingState"):
+        training.load_state_dict({"model": {}})
