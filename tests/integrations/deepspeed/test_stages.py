@@ -25,7 +25,7 @@ JOB = "tests.integrations.deepspeed.stages_job"
 OFFLOADED = 'bf16,offload_optimizer={"device":"cpu"}'
 OF_FP32 = 'grad_accum_dtype="fp32"'
 BELOW = effort(
-    ["0,bf16", "1,bf16", "2,bf16", "0,fp16", "2,fp16", "0,fp32", "1,fp32"],
+    ["1,bf16", "2,bf16", "0,fp16", "2,fp16", "0,fp32", "1,fp32"],
     [f"{stage},{dtype}" for dtype in ("bf16", "fp16", "fp32") for stage in (0, 1, 2)],
 )
 BELOW += ["2,bf16,round_robin_gradients=true", f"2,{OFFLOADED}", f"1,bf16,{OF_FP32}"]
