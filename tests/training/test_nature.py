@@ -16,7 +16,7 @@ from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, bu
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
 pytestmark = pytest.mark.slow
-KINDS = ("plain", "fsdp2", "ddp")
+KINDS = ("fsdp2", "ddp")
 BIG = buffers.BIG_BYTES // 4 + 1
 
 
@@ -169,8 +169,3 @@ def test_one_process_has_them_too(store: tsck.Store) -> None:
         warnings.simplefilter("error", EnvironmentChangedWarning)
         other.training.restore(store, "one")
     assert (other.told(), other.drawn()) == (job.told(), job.drawn())
-
-
-def test_they_are_a_dict() -> None:
-    with pytest.raises(tsck.InvalidOptionError, match="rank_values= must be a dict"):
-        TrainingState(rank_values=[1])  # type: ignore[arg-type]

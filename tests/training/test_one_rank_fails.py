@@ -15,7 +15,7 @@ from tensorstore_ck.training import TrainingState
 from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 Told = list[str]
 
 

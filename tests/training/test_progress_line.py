@@ -68,13 +68,20 @@ SAID = CLEAR + "dropped runs/gpt@7: no memory was free for it\n"
 
 
 def test_the_line() -> None:
-    line = drawn(Put("runs/gpt", 1000, progress("write", 300 * MIB, 1200 * MIB, 150.0 * MIB)))
-    assert line == CLEAR + "runs/gpt@1000  write    [##--------]  25%  300.0 MiB of 1.2 GiB, 150.0 MiB/s"
-
-
-def test_a_long_name_loses_its_beginning_and_what_does_not_fit_is_left_out() -> None:
-    line = drawn(Put("a-long-name" * 5, 12, progress("hash", 5, 10, 1.0)), Put("gpt", None, progress("queued")))
-    assert line == CLEAR + "…" + ("a-long-name" * 5 + "@12")[-39:] + "  hash     [#####-----]  50%"
+    """A long name loses its beginning, and what does not fit is left out; there is no bar where nothing is known."""
+    half, upload, queued, long_name = progress("hash", 5, 10, 1.0), progress("upload"), progress("queued"), "a-long-name" * 5
+    for puts, line in (
+        (
+            [Put("runs/gpt", 1000, progress("write", 300 * MIB, 1200 * MIB, 150.0 * MIB))],
+            "runs/gpt@1000  write    [##--------]  25%  300.0 MiB of 1.2 GiB, 150.0 MiB/s",
+        ),
+        ([Put(long_name, 12, half), Put("gpt", None, queued)], "…" + f"{long_name}@12"[-39:] + "  hash     [#####-----]  50%"),
+        ([Put("gpt", 1, progress("capture"))], "gpt@1  capture"),
+    ):
+        assert drawn(*puts) == CLEAR + line
+    assert "gpt@2  upload   3 in flight" in drawn(Put("gpt", 1, progress("commit")), Put("gpt", 2, upload), Put("gpt", 3, queued))
+    assert "gpt@2  queued   2 in flight" in drawn(Put("gpt", 1, queued), Put("gpt", 2, queued))
+    assert "\x1b" not in drawn(Put("a\x1b[2Jb", 1, progress("hash"))).removeprefix(CLEAR)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 100])
@@ -88,21 +95,6 @@ def test_on_a_real_terminal_it_fits_and_shows_the_percentage(columns: int) -> No
     assert line.startswith("…")
     assert "@123  write    [##--------]  25%" in line
     assert len(line) < columns
-
-
-def test_no_bar_where_nothing_is_known() -> None:
-    assert drawn(Put("gpt", 1, progress("capture"))) == CLEAR + "gpt@1  capture"
-
-
-def test_the_newest_that_is_being_worked_on_is_shown() -> None:
-    assert "gpt@2  upload   3 in flight" in drawn(
-        Put("gpt", 1, progress("commit")), Put("gpt", 2, progress("upload")), Put("gpt", 3, progress("queued"))
-    )
-    assert "gpt@2  queued   2 in flight" in drawn(Put("gpt", 1, progress("queued")), Put("gpt", 2, progress("queued")))
-
-
-def test_a_ref_cannot_command_the_terminal() -> None:
-    assert "\x1b" not in drawn(Put("a\x1b[2Jb", 1, progress("hash"))).removeprefix(CLEAR)
 
 
 def test_it_is_redrawn_when_something_changed_and_taken_away_at_the_end() -> None:
@@ -130,27 +122,19 @@ def test_its_thread_draws_and_says_what_ended_and_ends_with_it() -> None:
     with line:
         for _ in range(2):
             assert store.asked.acquire(timeout=PATIENCE_SECONDS)
+        store.observers.emit(Event("stalled", "", "r", 1, 0, 0, {"stall_seconds": 1.0, "queue_depth": 1}))
+        store.observers.emit(dropped("runs/gpt"))
         store.observers.emit(dropped("runs/gpt"))
     assert terminal.getvalue().startswith(CLEAR + "gpt@1  hash")
-    assert SAID in terminal.getvalue()
-    assert terminal.getvalue().endswith((CLEAR, SAID)), "nothing of the line stays behind"
+    assert terminal.getvalue().count(SAID.removeprefix(CLEAR)) == 2
+    assert "waited" not in terminal.getvalue()
+    assert terminal.getvalue().endswith((CLEAR, SAID.removeprefix(CLEAR))), "nothing of the line stays behind"
     assert not [thread for thread in threading.enumerate() if thread.name == "tsck-progress"]
     store.observers.emit(dropped("between"))
     with line:
         store.observers.emit(dropped("again"))
     assert "dropped again@7" in terminal.getvalue()
     assert "between" not in terminal.getvalue()
-
-
-@pytest.mark.usefixtures("patient")
-def test_every_save_that_ended_gets_a_line_and_nothing_else_does() -> None:
-    store, terminal = FakeStore(), Terminal()
-    with ProgressLine(store, terminal):
-        store.observers.emit(Event("stalled", "", "r", 1, 0, 0, {"stall_seconds": 1.0, "queue_depth": 1}))
-        store.observers.emit(dropped("runs/gpt"))
-        store.observers.emit(dropped("runs/gpt"))
-    assert terminal.getvalue().count("dropped") == 2
-    assert "waited" not in terminal.getvalue()
 
 
 def test_nothing_is_shown_where_that_is_no_terminal() -> None:

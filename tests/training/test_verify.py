@@ -64,10 +64,6 @@ def nudge(job: Job, run: int) -> None:
         job.model.get_parameter("3.weight")[0, :3] += 1e-3 * run
 
 
-def count(job: Job, run: int) -> None:
-    job.extra["seen"] += run
-
-
 @pytest.mark.usefixtures("put")
 def test_the_first_tensor_that_differs_is_named(store: tsck.Store) -> None:
     report = verify_resume(planted(nudge), store, "runs/job")
@@ -79,14 +75,13 @@ def test_the_first_tensor_that_differs_is_named(store: tsck.Store) -> None:
 
 
 @pytest.mark.usefixtures("put")
-def test_a_value_that_differs_is_named(store: tsck.Store) -> None:
+def test_values_count_and_what_the_step_returns(store: tsck.Store) -> None:
+    def count(job: Job, run: int) -> None:
+        job.extra["seen"] += run
+
     found = verify_resume(planted(count), store, "runs/job").difference
     assert found is not None
     assert (found.step, found.name) == (2, "extra.seen")
-
-
-@pytest.mark.usefixtures("put")
-def test_what_the_step_returns_counts(store: tsck.Store) -> None:
     numbers = itertools.count()
 
     def built() -> Made:
@@ -195,12 +190,12 @@ def invoke(*args: str) -> Any:
     return CliRunner().invoke(command, [*args, "--ref", "runs/job", "--store", "ck", "--cache-dir", "cache"])
 
 
-@pytest.mark.parametrize("module", ["job_of_mine", "job_of_mine.py", "./job_of_mine.py"])
 @pytest.mark.usefixtures("script")
-def test_the_command(module: str) -> None:
-    result = invoke(f"{module}:make", "--steps", "2")
-    assert result.exit_code == 0, result.output
-    assert "2 steps from" in result.output
+def test_the_command() -> None:
+    for module in ("job_of_mine", "./job_of_mine.py"):
+        result = invoke(f"{module}:make", "--steps", "2")
+        assert result.exit_code == 0, result.output
+        assert "2 steps from" in result.output
 
 
 @pytest.mark.usefixtures("script")
@@ -213,23 +208,16 @@ def test_the_command_says_what_differs() -> None:
 
 
 @pytest.mark.usefixtures("script")
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_wrong_names_and_errors_of_the_users_module(tmp_path: Path) -> None:
+    for text, message in (
         ("job_of_mine", "is not MODULE:FUNCTION"),
         ("job_of_mine:nothing", "has no function 'nothing'"),
         ("no_such_module:make", "there is no module 'no_such_module' here"),
         ("no_such_file.py:make", "there is no file 'no_such_file.py'"),
-    ],
-)
-def test_a_wrong_name(text: str, message: str) -> None:
-    result = invoke(text)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-@pytest.mark.usefixtures("script")
-def test_an_error_of_the_users_module_is_not_hidden(tmp_path: Path) -> None:
+    ):
+        result = invoke(text)
+        assert result.exit_code == 2
+        assert message in result.output
     (tmp_path / "broken_job.py").write_text("import not_installed_anywhere\n")
     result = invoke("broken_job:make")
     assert isinstance(result.exception, ModuleNotFoundError)

@@ -1,7 +1,7 @@
-"""An engine under torchrun: ``kills_job FOLDER KIND [RANK AT TORN]`` trains 6 steps, from the newest snapshot on, and saves after 2 and 4.
+"""An engine under torchrun: ``kills_job FOLDER [TRAINER:]KIND [RANK AT TORN]`` trains from the newest snapshot on.
 
-The process of RANK is killed with -9 at call AT of the backend in the save after step 4; with TORN=1 in the middle of that call. Each rank
-says its losses, and how many calls that save took.
+The process of RANK is killed with -9 at call AT of the backend in the second save; with TORN=1 in the middle of that call. Each rank says
+its losses, and how many calls that save took.
 """
 
 import sys
@@ -10,16 +10,21 @@ from pathlib import Path
 import tensorstore_ck as tsck
 from tests.integrations.deepspeed.engines import join, make, train
 from tests.integrations.deepspeed.stages_job import parse
+from tests.integrations.deepspeed.trainers_job import TRAINERS
 from tests.integrations.kill_at import KillAt, open_killable
 from tests.integrations.rank_runs import say
 
 SAVED_AFTER, STEPS = (2, 4), 6
 
 
-def main(folder: Path, kind: str, killed: int, at: int, torn: int) -> None:
+def main(folder: Path, option: str, killed: int, at: int, torn: int) -> None:
+    trainer, _, kind = option.rpartition(":")
     rank = join()
     faults = KillAt(at if rank == killed else 0, torn=bool(torn))
     with open_killable(folder / "store", faults) as store:
+        if trainer:
+            say(losses=TRAINERS[trainer].train_struck(parse(kind), folder / "out", store, faults), calls=faults.calls)
+            return
         engine = make(parse(kind))
         tsck.deepspeed.attach(engine, store, ref="runs/a", asynchronous=False)
         engine.load_checkpoint(folder / "out")
@@ -35,5 +40,5 @@ def main(folder: Path, kind: str, killed: int, at: int, torn: int) -> None:
 
 
 if __name__ == "__main__":
-    folder, kind, *kill = sys.argv[1:]
-    main(Path(folder), kind, *(int(each) for each in kill or ("-1", "0", "0")))
+    folder, option, *kill = sys.argv[1:]
+    main(Path(folder), option, *(int(each) for each in kill or ("-1", "0", "0")))

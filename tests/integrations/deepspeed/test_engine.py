@@ -145,8 +145,7 @@ def count(engine: Any) -> float:
     return float(loss.item())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("other", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "other"), [(0, 3), (2, 0), (3, 2)])
 def test_counters_of_one_element(store: Store, tmp_path: Path, stage: int, other: int) -> None:
     engine = counting(stage)
     tsck.deepspeed.attach(engine, store, ref="runs/a")

@@ -9,16 +9,15 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make t
 from tests.effort import effort
 from tests.integrations.rank_runs import check_kills
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.timeout(3600)]
 
-JOB, TRAINERS_JOB = "tests.integrations.deepspeed.kills_job", "tests.integrations.deepspeed.trainer_kills_job"
-
+JOB = "tests.integrations.deepspeed.kills_job"
 
 WITH_SCALE = ["2,fp16,ep_size=2", "1,fp16,stages=2"]
 """Experts, and a pipeline, with a loss scale that changes every other step."""
 
 
-@pytest.mark.parametrize("kind", effort(["2,bf16", *WITH_SCALE], ["2,bf16", "3,bf16", *WITH_SCALE]))
+@pytest.mark.parametrize("kind", effort(WITH_SCALE[:1], ["2,bf16", "3,bf16", *WITH_SCALE]))
 def test_a_rank_dies_in_a_save(tmp_path: Path, kind: str) -> None:
     check_kills(JOB, tmp_path, kind, "losses", {2, 4})
 
@@ -26,4 +25,4 @@ def test_a_rank_dies_in_a_save(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", effort(["2,bf16"], ["2,bf16", "3,bf16"]))
 @pytest.mark.parametrize(("trainer", "saved_after"), [("transformers", {5, 9}), ("accelerate", {4, 7})])
 def test_a_rank_dies_in_a_save_of_a_trainer(tmp_path: Path, trainer: str, saved_after: set[int], kind: str) -> None:
-    check_kills(TRAINERS_JOB, tmp_path, f"{trainer},{kind}", "losses", saved_after)
+    check_kills(JOB, tmp_path, f"{trainer}:{kind}", "losses", saved_after)

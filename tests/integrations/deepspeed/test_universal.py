@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwar
 JOB = "tests.integrations.deepspeed.folders_job"
 SAVED = ["2,bf16", "2,fp16"]
 PIPELINE = "1,bf16,stages=2"
-PIPELINES = [PIPELINE, "1,bf16,stages=1", '1,bf16,stages=2,grad_accum_dtype="fp32"']
+PIPELINES = ["1,bf16,stages=1", '1,bf16,stages=2,grad_accum_dtype="fp32"']
 TAG = f"global_step{SAVED_AFTER}_universal"
 LOADED = [
     (["1,bf16", '1,bf16,grad_accum_dtype="fp32"', "2,bf16"], "bf16-2", 2),

@@ -1,4 +1,4 @@
-"""A loop with an `Accelerator` and DeepSpeed on ranks; for trainers_job and trainer_kills_job.
+"""A loop with an `Accelerator` and DeepSpeed on ranks; for trainers_job and kills_job.
 
 With the option ``dummy=true`` DeepSpeed makes the optimizer and the schedule from its configuration.
 """

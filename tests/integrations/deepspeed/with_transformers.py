@@ -1,4 +1,4 @@
-"""transformers' Trainer with DeepSpeed on ranks; for trainers_job and trainer_kills_job."""
+"""transformers' Trainer with DeepSpeed on ranks; for trainers_job and kills_job."""
 
 import os
 from contextlib import suppress

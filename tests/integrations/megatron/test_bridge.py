@@ -9,12 +9,13 @@ pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron Bridge is not installed: `make test-apart` runs this with the newest Megatron-core", allow_module_level=True)
 
+from tests.effort import effort
 from tests.integrations.rank_runs import ends, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("saving", ["sync", "async"])
+@pytest.mark.parametrize("saving", effort(["async"], ["sync", "async"]))
 def test_the_manager_of_the_example(tmp_path: Path, saving: str) -> None:
     (said,) = ends(run_ranks("tests.integrations.megatron.bridge_job", tmp_path, saving, ranks=1), "found")
     assert "'examples.megatron_bridge.CheckpointManager' is not allowed" in said["refused"]

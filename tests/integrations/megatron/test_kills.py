@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run
 from tests.effort import effort
 from tests.integrations.rank_runs import check_kills
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.timeout(3600)]
 
 JOB = "tests.integrations.megatron.kills_job"
 

@@ -116,6 +116,7 @@ def test_a_save_while_another_process_frees(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.race
 def test_every_death_in_a_save_and_its_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def saved(folder: Path, at: int, torn: bool) -> int:
         faults = KillAt(at, torn=torn)

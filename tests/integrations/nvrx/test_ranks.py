@@ -67,6 +67,7 @@ def test_replicas(tmp_path: Path) -> None:
         assert each["bytes"] < 2.2 * said[0][0]["bytes"]
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("copies", effort([2], [1, 2]))
 def test_a_rank_dies_in_a_save(tmp_path: Path, copies: int) -> None:
     """Whatever the other rank has, both load an iteration that is whole, and go on."""

@@ -42,7 +42,8 @@ class Served:
     def __init__(self, exporter: Exporter) -> None:
         self.exporter = exporter
         self.endpoint = Endpoint(exporter.registry, "127.0.0.1", 0, on_error=exporter.note_scrape_error)
-        self._thread = threading.Thread(target=self.endpoint.serve, daemon=True)
+        serve = self.endpoint._server.serve_forever  # `Endpoint.serve` looks for its end every half second
+        self._thread = threading.Thread(target=serve, args=(0.01,), daemon=True)
         self._thread.start()
 
     @property

@@ -38,7 +38,7 @@ def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
             process.kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_answers_until_it_is_ended(make_store: MakeStore, tmp_path: Path, how: signal.Signals) -> None:
     make_store().put_snapshot({"step": 1}, ref="runs/a", step=1)
     run = tmp_path / "run"
@@ -66,7 +66,7 @@ sys.exit(main(["exporter", "-s", "nowhere"]))
 """
 
 
-@pytest.mark.parametrize("package", ["prometheus_client", "sqlalchemy"])
+@pytest.mark.parametrize("package", ["prometheus_client", pytest.param("sqlalchemy", marks=pytest.mark.slow)])
 def test_one_command_installs_all_that_is_missing(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, package], capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
     assert "run `pip install " + " ".join(f"'{each}'" for each in EXTRAS["exporter"]) + "`" in done.stderr

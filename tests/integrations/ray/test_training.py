@@ -15,6 +15,7 @@ def opened(folder: Path) -> tsck.Store:
     return tsck.open(folder / "store", cache_dir=folder / "cache-test")
 
 
+@pytest.mark.race
 @pytest.mark.parametrize(("workers", "killed"), [(1, 0), (2, 1)])
 def test_a_killed_worker(ray_here: Any, tmp_path: Path, workers: int, killed: int) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -9,7 +9,7 @@ pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with th
 from tests.effort import effort
 from tests.integrations.rank_runs import ends, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.race, pytest.mark.timeout(1800)]
 
 JOB = "tests.integrations.titan.rank_job"
 EVERY = [("fsdp", 1, 7), ("fsdp", 0, 9), ("replicas", 1, 4)]

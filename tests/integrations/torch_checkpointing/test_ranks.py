@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
+from tests.effort import effort
 from tests.integrations.rank_runs import ends, run_ranks
 from tests.integrations.torch_checkpointing.rank_job import REF
 
@@ -22,7 +23,7 @@ def assert_shared(items: dict[str, Any]) -> None:
     assert items["step"] == 1
 
 
-@pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.parametrize("kind", effort(["sync"], ["async", "sync"]))
 def test_each_rank_gets_its_own_and_what_is_common(tmp_path: Path, kind: str) -> None:
     run_ranks(JOB, tmp_path, "save", kind)
     loaded = ends(run_ranks(JOB, tmp_path, "load"), "items")
@@ -53,6 +54,7 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
         assert [snapshot.step for snapshot in store.log(REF)] == [2, 1]
 
 
+@pytest.mark.race
 def test_a_killed_rank(tmp_path: Path) -> None:
     """The last whole checkpoint is loaded, and the job goes on after it."""
     run_ranks(JOB, tmp_path, "loop", kill=(1, 3))

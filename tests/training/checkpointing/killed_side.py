@@ -5,7 +5,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import tensorstore_ck as tsck
 from tests.effort import PATIENCE_SECONDS
@@ -72,22 +73,19 @@ def connect(rank: Rank) -> None:
         sys.exit(NOT_CONNECTED)
 
 
-def run(rank: Rank) -> None:
-    """Of a job with a tiny model."""
-    connect(rank)
-    torch.manual_seed(0)
-    model = nn.Linear(200, 20)
-    train(rank, dist.group.WORLD, tsck.TrainingState(model=model), lambda: [model.weight])
+def run(rank: Rank, form: str) -> None:
+    """A job with a tiny model that is sharded over the ranks; `form`: ``training`` for a `TrainingState`, ``state`` for a state dict.
 
-
-def train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Goes on from where the run before got to; writes down which step it resumed, and what it knows to be safe. Ends the process.
-
-    `tensors`: of the state as it is now; each step fills them with its number.
+    Goes on from where the run before got to; writes down which step it resumed, and what it knows to be safe. Ends the process.
     """
+    connect(rank)
+    model: nn.Module = nn.Linear(200, 20)
+    fully_shard(model)
+    own = [each.detach().to_local() for each in model.parameters()]  # type: ignore[attr-defined]
+    state: object = tsck.TrainingState(model=model) if form == "training" else {"model": model.state_dict()}
     code = RAISED
     try:
-        _train(rank, group, state, tensors)
+        _train(rank, state, own)
         code = DONE
     except tsck.StoreError as exc:
         code = ENDED
@@ -98,7 +96,9 @@ def train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[
     os._exit(code)
 
 
-def _train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+def _train(rank: Rank, state: object, own: list[torch.Tensor]) -> None:
+    """Each step fills this rank's tensors with its number."""
+    group = dist.group.WORLD
     faults = Killing(rank.fault.mode, rank.fault.at, persistent=True)
     with tsck.open(f"{rank.folder}/store", cache_dir=f"{rank.folder}/cache-{rank.number}", codec="raw") as opened:
         opened.engine.backend = FaultyBackend(opened.engine.backend, faults, atomic_put=False)
@@ -115,15 +115,14 @@ def _train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable
         resumed = ckpt.resume()
         step = resumed.step if resumed is not None else 0
         assert step is not None
-        wrong = [] if resumed is None else [tensor for tensor in tensors() if not bool((tensor == step).all())]
+        wrong = [] if resumed is None else [tensor for tensor in own if not bool((tensor == step).all())]
         assert not wrong, f"{len(wrong)} tensors are not those of step {step}, such as {wrong[0]!r:.200}"
         _note(rank, "resumed", step)
         while step < STEPS:
             step += 1
             dist.barrier(group)
-            with torch.no_grad():
-                for tensor in tensors():
-                    tensor.fill_(step)
+            for tensor in own:
+                tensor.fill_(step)
             pending = ckpt.step(step)
             if isinstance(pending, tsck.PendingSnapshot):
                 pending.published.on_settled(lambda it: _note(rank, "safe", it.step) if it.snapshot is not None else None)

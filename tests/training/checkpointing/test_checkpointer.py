@@ -1,7 +1,5 @@
 """The loop's helper: when it saves, what it resumes from, and what it does not let end a training."""
 
-import re
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidOptionError
 from tensorstore_ck.format.pack import pack_name
-from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import Pool, make_store
 from tests.training.checkpointing import rank_side
 
@@ -79,22 +76,22 @@ def test_what_the_policy_drops_is_freed_while_the_job_runs(tmp_path: Path) -> No
     def packs(**options: Any) -> list[int]:
         """How many packs there are after each save."""
         state, found = {"w": torch.zeros(3000)}, []
-        with tsck.open(tmp_path / f"store-{len(options)}", create=True) as store:
+        with tsck.open(tmp_path / f"store-{len(options)}", create=True, no_sync=True) as store:
             with tsck.Checkpointer(
                 store, state, ref="run", when=tsck.every_steps(1), keep={"keep_last": 2}, asynchronous=False, **options
             ) as ckpt:
-                for step in range(1, 31):
+                for step in range(1, 15):
                     state["w"] += step
                     ckpt.step(step)
                     if ckpt._dropped is not None and ckpt._dropped._thread is not None:
                         ckpt._dropped._thread.join()  # one that is slow frees less often
                     found.append(len([*store.engine.backend.list("packs/")]))
             found.append(len([*store.engine.backend.list("packs/")]))
-            assert [snapshot.step for snapshot in store.log("run")] == [30, 29]
+            assert [snapshot.step for snapshot in store.log("run")] == [14, 13]
             assert store.fsck(read_data=True).ok
         return found
 
-    assert packs() == [*range(1, 31), 30]
+    assert packs() == [*range(1, 15), 14]
     bounded = packs(free_dropped=True)
     assert bounded[-1] == 3, "of two snapshots, and of the layout"
     assert max(bounded) < 9
@@ -135,14 +132,9 @@ def test_with_a_training_state(store: tsck.Store) -> None:
 
 
 def damage(folder: Path, store: tsck.Store, root: str) -> None:
-    """Flips a bit in the pack that this snapshot alone has."""
+    """Flips bits all over the pack that this snapshot alone has."""
     others = {name for snapshot in store.log("run") if snapshot.root != root for name in store.show(snapshot.root).packs}
     [ulid] = set(store.show(root).packs) - others
-    spoil(folder, ulid)
-
-
-def spoil(folder: Path, ulid: str) -> None:
-    """Flips bits all over a pack's blocks."""
     found = parse_ulid(ulid)
     assert found is not None
     path = folder / "store" / pack_name(found)
@@ -175,10 +167,11 @@ def test_damaged_and_marked_snapshots_are_passed_over(store: tsck.Store, tmp_pat
     assert store.log("run")[0].parent == found.root
 
 
-def test_it_does_not_start_over_if_no_snapshot_is_undamaged(store: tsck.Store, tmp_path: Path) -> None:
+def test_it_does_not_start_over_if_all_snapshots_are_damaged_or_marked(store: tsck.Store, tmp_path: Path) -> None:
     state = fresh()
     with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
-        train(ckpt, state, 1, 1)
+        train(ckpt, state, 1, 2)
+    store.mark("run@1", "bad")
     damage(tmp_path, store, store.resolve("run").root)
     with (
         tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as other,
@@ -187,36 +180,6 @@ def test_it_does_not_start_over_if_no_snapshot_is_undamaged(store: tsck.Store, t
         pytest.raises(DamageError, match="none of the snapshots of 'run' can be restored"),
     ):
         ckpt.resume()
-
-
-def test_it_does_not_start_over_if_all_snapshots_are_marked(store: tsck.Store) -> None:
-    state = fresh()
-    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
-        train(ckpt, state, 1, 2)
-        store.mark("run@1", "bad")
-        store.mark("run@2", "bad")
-        with pytest.warns(UserWarning, match="is marked bad"), pytest.raises(DamageError, match="none of the snapshots of 'run'"):
-            ckpt.resume()
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_fails_does_not_end_the_training(store: tsck.Store, asynchronous: bool) -> None:
-    faults = Faults()
-    engine = store.engine
-    engine.backend = FaultyBackend(engine.backend, faults, atomic_put=False)
-    state = fresh()
-    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(2), asynchronous=asynchronous) as ckpt:
-        train(ckpt, state, 1, 2)
-        ckpt.wait()
-        faults.mode, faults.at, faults.persistent = "unavailable", faults.calls + 1, True
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(ckpt, state, 3, 4)
-            ckpt.wait()
-        assert re.match("the snapshot of step 4 was not saved: .*the training continues", str(caught[0].message))
-        faults.mode, faults.at, faults.persistent = "", 0, False
-        train(ckpt, state, 5, 6)
-    assert [snapshot.step for snapshot in store.log("run")] == [6, 2]
 
 
 @pytest.mark.parametrize(
@@ -265,17 +228,3 @@ def test_all_ranks_save_at_the_same_steps(pool: Pool, tmp_path: Path, name: str,
     resumed = pool.run(rank_side.resume, str(tmp_path), 2, ranks=2)
     last = steps[-1]
     assert resumed == [(last, 2000.0 * last * (last + 1) / 2, [])] * 2
-
-
-def test_all_ranks_pass_over_what_one_finds_damaged(pool: Pool, tmp_path: Path) -> None:
-    make_store(tmp_path)
-    pool.run(rank_side.run, str(tmp_path), "steps", 2, ranks=2)
-    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
-        newest, older = store.log("job")
-        assert (newest.step, older.step) == (12, 8), "and the policy let step 4 go"
-        packs = set(store.show(newest.root).packs) - set(store.show(older.root).packs)
-    for ulid in packs:
-        spoil(tmp_path, ulid)
-    resumed = pool.run(rank_side.resume, str(tmp_path), 2, ranks=2)
-    assert [(step, total) for step, total, _ in resumed] == [(8, 2000.0 * 36)] * 2
-    assert all("job was skipped" in said[0] for _, _, said in resumed)

@@ -1,6 +1,5 @@
 """Triggers on random runs, and conditions on metrics."""
 
-import contextlib
 import math
 import signal
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 import tensorstore_ck as tsck
 from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.optimal_interval import SaveCosts
 from tensorstore_ck.training.checkpointing import TriggerContext
 from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
@@ -157,20 +155,11 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("text", "numbers", "holds"),
     [
-        ("loss < 2.1", {"loss": 2.0}, True),
         ("loss < 2.1 and step > 5000", {"loss": 2.0, "step": 5000}, False),
-        ("0 < x <= 1 or not (y == 2)", {"x": 3, "y": 2}, False),
-        ("a * 2 + 1 > b / 4 - -1", {"a": 1, "b": 8}, False),
-        ("a / 0 > 1", {"a": 1}, False),
         ("loss != 1", {}, False),
         ("not loss < 1", {"loss": math.nan}, True),
         ("x < inf", {"x": 1, "inf": math.inf}, True),
         ("(" * 300 + "x < 1" + ")" * 300, {"x": 0}, True),
-        ("x < " + "-" * 990 + "1", {"x": 0}, True),
-        ("x < 1" + "+1" * 490, {"x": 490}, True),
-        ("not " * 248 + "x < 1", {"x": 0}, True),
-        ("x < " + "(1+" * 198 + "1" + ")" * 198, {"x": 198}, True),
-        ("0" + " < x" * 240, {"x": 1}, False),
         ("\"val/acc\" >= .5 AND metric('val/acc') <> 1", {"val/acc": 0.5}, True),
         ("x in (1, -2) and x not in (3)", {"x": -2}, True),
         ("x in (1) or x not in (1)", {}, False),
@@ -178,46 +167,14 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
         ("x is null and y is not null and y is nan and x is not nan", {"y": math.nan}, True),
     ],
 )
-def test_conditions(text: str, numbers: dict[str, float], holds: bool) -> None:
+def test_conditions_on_metrics(text: str, numbers: dict[str, float], holds: bool) -> None:
+    """The language is tested in `tests.common.test_conditions`."""
     assert condition(text)(numbers) is holds
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "x",
-        "1",
-        "x < 'a'",
-        "x like 'a%'",
-        "x < 7d",
-        "x in (1, 'a')",
-        "x.y < 1",
-        "f(x) < 1",
-        "x < y if z else 1",
-        "[x] < 1",
-        "__import__('os').system('x') < 1",
-        "x in y",
-        "x < 1; y",
-        "x < 1 <",
-        "x < True",
-        "x ** 9 ** 9 < 1",
-        "x < " + "1" * 2000,
-        "lambda: 1",
-        "x := 1",
-        "a < b + (c < d)",
-    ],
-)
-def test_nothing_else_is_a_condition(text: str) -> None:
-    with pytest.raises(InvalidOptionError):
-        condition(text)
-
-
-@given(st.text(max_size=60))
-def test_any_text_is_a_condition_or_refused(text: str) -> None:
-    with contextlib.suppress(InvalidOptionError):
-        condition(text)({"x": 1.0})
-
-
-def test_costs_are_named() -> None:
-    assert SaveCosts(1.0)._fields == ("stall", "lag", "restart", "mtbf")
+def test_what_is_no_condition_on_metrics() -> None:
+    other_types = ["x < 'a'", "x like 'a%'", "x < 7d", "x in (1, 'a')"]
+    of_python = ["x.y < 1", "f(x) < 1", "__import__('os').system('x') < 1", "x ** 9 ** 9 < 1", "lambda: 1", "x := 1", "[x] < 1"]
+    for text in ["", "x", "1", "x in y", "x < 1 <", "x < " + "1" * 2000, *other_types, *of_python]:
+        with pytest.raises(InvalidOptionError):
+            condition(text)

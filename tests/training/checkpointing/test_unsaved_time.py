@@ -116,8 +116,7 @@ def test_a_quota_that_is_used_up_is_a_warning_until_somebody_raises_it(tmp_path:
         [job.save(50) for _ in range(5)]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("mode", ["unavailable", "no-space"])
+@pytest.mark.parametrize(("asynchronous", "mode"), [(True, "unavailable"), (False, "no-space")])
 def test_a_transient_failure_is_a_warning_until_it_has_lasted_too_long(tmp_path: Path, asynchronous: bool, mode: str) -> None:
     job = Job(tmp_path, asynchronous=asynchronous, max_unsaved_seconds=100)
     job.save()
@@ -202,10 +201,16 @@ def test_a_limit_that_is_no_time(tmp_path: Path, seconds: Any) -> None:
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
-    "trouble",
-    ["one rank's state is refused", "one rank's backend is away", "one rank's backend is away for long", "one rank is a step ahead once"],
+    ("trouble", "asynchronous"),
+    [
+        ("one rank's state is refused", True),
+        ("one rank's state is refused", False),
+        ("one rank's backend is away", True),
+        ("one rank's backend is away for long", True),
+        ("one rank's backend is away for long", False),
+        ("one rank is a step ahead once", False),
+    ],
 )
 def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, asynchronous: bool, trouble: str) -> None:
     """Each rank waits for the others at each step, as for their gradients: one that ends alone would leave them there."""
@@ -246,11 +251,8 @@ def test_a_board_that_is_away_ends_a_run_that_saves_by_it(pool: Pool, tmp_path: 
     assert "the ranks cannot agree on when to save: injected" in said
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("happened", [True, False])
-def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path, asynchronous: bool, happened: bool) -> None:
-    job = Job(tmp_path, asynchronous=asynchronous)
-    job.save()
+def lose_a_reply(job: Job, *, happened: bool) -> None:
+    """Of the log, to the next save."""
     log = job.store.engine.log
     append = log.append
 
@@ -261,8 +263,45 @@ def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path
         raise tsck.UndecidedError("injected: no reply")
 
     log.append = without_a_reply  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("asynchronous", "happened"), [(True, True), (False, False)])
+def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path, asynchronous: bool, happened: bool) -> None:
+    job = Job(tmp_path, asynchronous=asynchronous)
+    job.save()
+    lose_a_reply(job, happened=happened)
     job.save()
     job.save()
     job.save()
     job.ckpt.close()
     assert job.steps() == ([4, 3, 2, 1] if happened else [4, 3, 1])
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_last_save_that_may_have_happened_is_looked_for_at_the_end(tmp_path: Path, happened: bool) -> None:
+    job = Job(tmp_path, asynchronous=False)
+    lose_a_reply(job, happened=happened)
+    job.save()
+    if happened:
+        job.ckpt.close()
+        assert job.steps() == [1]
+    else:
+        with pytest.raises(tsck.UndecidedError, match="no snapshot of 'run' was published"):
+            job.ckpt.close()
+
+
+def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, asynchronous=False)
+    job.save()
+    lose_a_reply(job, happened=True)
+    job.save()
+    with monkeypatch.context() as patch:
+
+        def unknown(action: Any, **_: Any) -> Any:
+            return action()  # the log does not answer either
+
+        patch.setattr(job.store, "retrying", unknown)
+        assert any("the next save checks again" in each for each in job.save())
+    job.save()
+    job.ckpt.close()
+    assert job.steps() == [4, 2, 1]
