@@ -214,7 +214,7 @@ class _FileWriter:
             with contextlib.suppress(Exception):
                 self._file.discard()
             with contextlib.suppress(Exception):
-                self._file.closed = True  # else adlfs commits what was appended when the file is collected, over a later object of that name
+                self._file.closed = True  # else adlfs writes it when it is collected, over a later object of that name
             with contextlib.suppress(Exception):
                 self._backend.delete([self._name])
 

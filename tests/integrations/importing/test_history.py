@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.integrations.importing.same import require_same
 
 run = tsck_command
 SAVED_EVERY = 5
+KILLED_STEPS = 20
 
 
 def train(folder: Path, steps: int, **more: Any) -> dict[int, dict[str, Any]]:
@@ -69,6 +72,43 @@ def hint_in(message: str) -> list[str]:
     """The command in a message, without its first word."""
     (found,) = re.findall(r"`tsck (import --history [^`]*)`", message)
     return shlex.split(found)
+
+
+@pytest.mark.slow
+@pytest.mark.race
+def test_a_command_that_was_killed_runs_again(run: Tsck, tmp_path: Path) -> None:
+    saved = train(tmp_path / "old", KILLED_STEPS)
+    run("init", "ck")
+    refused = run("import", "old/", "--ref", "runs/gpt")
+    assert (refused.code, run("branch", "--json").json) == (26, {})
+    command = [*hint_in(refused.err), "--metric", "val_loss=key:val_loss"]
+    assert command[:6] == ["import", "--history", "old/*.pt", "--step-from", "name", "--ref"]
+
+    environment = {"TSCK_STORE": "ck", "TSCK_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(tsck.__file__).parents[1])}
+    arguments = [sys.executable, "-m", "tensorstore_ck.cli", *command]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(f"5/{KILLED_STEPS} "):
+                process.kill()
+                break
+    assert process.returncode == -9
+    before = run("log", "runs/gpt", "--json").json
+    assert 5 <= len(before) < KILLED_STEPS
+
+    again = run(*command)
+    assert again.code == 0, again
+    lines = again.out.splitlines()
+    assert len(lines) == KILLED_STEPS + 1
+    assert all(("is there already" in line) == (number < len(before)) for number, line in enumerate(lines[:-1]))
+    assert f"{KILLED_STEPS - len(before)} snapshots imported, {len(before)} snapshots were there already" in lines[-1]
+    log = run("log", "runs/gpt", "--json").json
+    assert log[-len(before) :] == before
+    assert [snapshot["metrics"] for snapshot in reversed(log)] == [{"val_loss": saved[step]["val_loss"]} for step in sorted(saved)]
+    assert len(run("log", "runs/gpt", "--plot", "val_loss").out.splitlines()) == KILLED_STEPS + 1
+    with tsck.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
+        require_history(store, "runs/gpt", saved)
+        assert store.fsck(read_data=True).ok
 
 
 def test_a_dry_run_says_what_would_be_imported(run: Tsck, tmp_path: Path) -> None:

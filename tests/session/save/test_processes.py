@@ -15,7 +15,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.common.threads import cpu_threads
 from tests.effort import PATIENCE_SECONDS
 from tests.session.save import worker
-from tests.session.save.places import MIB, check
+from tests.session.save.places import MIB, check, put_beside
 from tests.session.save.worker import Started, heard
 
 dist: Any = torch.distributed
@@ -74,6 +74,36 @@ def test_a_backend_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
     assert run(worker.in_flight, tmp_path, "hangs") == 0
     assert steps_of(tmp_path) == []
     assert "the process ends with saves in progress: nothing was published; given up: job@1, job@2, job@3" in stderr(tmp_path)
+
+
+# --- SIGKILL ------------------------------------------------------------------------------------------------------------
+
+POINTS = [
+    (prefix, after)
+    for prefix in ("open packs/", "append", "close", "put parts/", "put snapshots/", "create log/")
+    for after in (False, True)
+]
+
+
+@pytest.mark.race
+def test_killed_at_each_point_and_gone_on_with(tmp_path: Path) -> None:
+    """One job that is killed again and again: it never loses an acknowledged save, and always continues."""
+    acknowledged, head = 0, 0
+    for number, (prefix, after) in enumerate(POINTS):
+        calls = (3 if prefix != "append" else 9) + number % 2
+        assert run(worker.killed, tmp_path, prefix, calls, after) == -signal.SIGKILL, stderr(tmp_path)
+        acknowledged = max((line["published"] for line in heard(tmp_path) if "published" in line), default=0)
+        steps = steps_of(tmp_path)
+        assert steps == list(range(1, len(steps) + 1))
+        assert acknowledged <= len(steps) <= acknowledged + 1
+        assert len(steps) > head, f"it did not go on after {prefix}"
+        head = len(steps)
+    assert not any("lost" in line for line in heard(tmp_path))
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as store:
+        store.checkout("job")
+        put_beside(store, head + 1).wait()
+        assert store.fsck(read_data=True).ok
+    assert steps_of(tmp_path)[-1] == head + 1
 
 
 # --- preemption ---------------------------------------------------------------------------------------------------------

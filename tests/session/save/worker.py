@@ -82,20 +82,25 @@ def heard(folder: Path) -> list[dict[str, Any]]:
 
 
 class Trap(Faults):
-    """Does something before the n-th call of a kind."""
+    """Does something before or after the n-th call of a kind."""
 
-    def __init__(self, prefix: str, number: int, do: Callable[[], object]) -> None:
+    def __init__(self, prefix: str, number: int, do: Callable[[], object], *, after: bool = False) -> None:
         super().__init__()
         self._prefix = prefix
         self._left = number
         self._do = do
+        self._after = after
 
     def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
-        if what.startswith(self._prefix):
-            self._left -= 1
-            if self._left == 0:
-                self._do()
-        return effect()
+        is_here = what.startswith(self._prefix)
+        self._left -= is_here
+        strikes = is_here and self._left == 0
+        if strikes and not self._after:
+            self._do()
+        result = effect()
+        if strikes and self._after:
+            self._do()
+        return result
 
 
 def open_store(folder: str, trap: Faults | None = None, *, cache: str = "cache", **options: Any) -> tsck.Store:
@@ -139,6 +144,16 @@ def in_flight(folder: str, how: str) -> None:
 
 
 # --- scenes: preemption -------------------------------------------------------------------------------------------------
+
+
+def killed(folder: str, prefix: str, number: int, after: bool) -> None:
+    """Saves without end, until it is killed at a call of the backend."""
+    trap = Trap(prefix, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after)
+    store = open_store(folder, trap, host_memory_bytes=6 * MIB)
+    step = store.checkout("job")["step"] if "job" in store.branches() else 0
+    while True:
+        step += 1
+        tell_end(folder, put_beside(store, step))
 
 
 def preempted(folder: str, deadline_seconds: float) -> None:
