@@ -1,5 +1,7 @@
-"""A process in the gloo group that is not the rank that it claims to be: it costs a copy, and no wrong byte."""
+"""A process in the gloo group, or at its ports, that is not the rank that it claims to be: it costs a copy, and no wrong byte."""
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -191,3 +193,51 @@ def test_what_was_sent_before_is_not_taken_again(pool: Pool, tmp_path: Path) -> 
     _, (said, keys) = pool.run(_replayed, str(tmp_path), ranks=2)
     assert "a message of rank 0 was damaged on the way, or another process sent it" in said
     assert keys == [key_of(0)]
+
+
+def _listening_ports(pid: int) -> list[int]:
+    inodes = set()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{entry}").removeprefix("socket:[").rstrip("]"))
+        except OSError:
+            continue
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def _pelted(base: str) -> tuple[list[str], int]:
+    """Ranks 0 and 1 keep each other's files; the third process knows their ports only."""
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid(), GROUPS[3])
+    if dist.get_rank() < 2:
+        own = side(base, HOSTS, 1)
+        dist.barrier(GROUPS[3])
+        dist.barrier(GROUPS[3])
+        return own.exchange(1, own.stage()), 0
+    dist.barrier(GROUPS[3])
+    told = 0
+    for port in [port for pid in pids[:2] for port in _listening_ports(pid)]:
+        for data in (b"", b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n" * 50, os.urandom(4096), (1 << 62).to_bytes(8, "little") * 8):
+            with socket.socket() as connection:
+                connection.settimeout(5)
+                try:
+                    connection.connect(("127.0.0.1", port))
+                    connection.sendall(data)
+                    told += 1
+                except OSError:
+                    continue  # it listens elsewhere, or hung up
+    dist.barrier(GROUPS[3])
+    return [], told
+
+
+def test_what_strangers_send_to_the_ports_of_ranks_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    (first, _), (second, _), (_, told) = pool.run(_pelted, str(tmp_path), ranks=3)
+    assert told
+    assert first == [key_of(1)]
+    assert second == [key_of(0)]

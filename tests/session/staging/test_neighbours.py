@@ -3,6 +3,8 @@
 import os
 import shutil
 import stat
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,20 @@ def test_a_folder_above_that_is_a_link(url: Path, shared: Path, precious: Path, 
     users.give(shared / "stage")
     with pytest.raises(PermissionDeniedError, match=f"is a symbolic link that user {OTHER} made"):
         opened(url, shared / "stage")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")
+def test_another_user_reads_and_writes_nothing(url: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        shared = Path(scratch) / "shared"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        shared.parent.chmod(0o711)
+        stage(url, shared, "read")
+        (pack, *_) = shared.glob("*/unsent/packs/*/*")
+        assert pack.stat().st_size > 0
+        for command in (f"cat {pack}", f"ls {pack.parents[3]}", f"touch {pack.parents[3]}/x", f"mv {pack.parents[3]} {shared}/away"):
+            done = subprocess.run(["sh", "-c", command], user=OTHER, group=OTHER, extra_groups=[], capture_output=True, check=False)
+            assert done.returncode, command
+            assert done.stdout == b""
+            assert b"ermi" in done.stderr, done.stderr
