@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import select
 import socket
 import struct
 import threading
@@ -90,7 +91,7 @@ class ChaosProxy:
         self.answer: tuple[int, bytes] = (200, b"")
         self.silence_ends = threading.Event()
         self.hanging = threading.Event()
-        """Set while a request gets no answer."""
+        """Set while a client waits for an answer that does not come."""
 
     def hang_up(self) -> None:
         """Closes all connections that hang."""
@@ -98,10 +99,15 @@ class ChaosProxy:
         self.silence_ends.set()
         self.silence_ends = threading.Event()
 
-    def hang(self) -> None:
-        """Returns when the test ends."""
+    def hang(self, connection: socket.socket) -> None:
+        """Returns when the client has left, or the test ends."""
+        leaves = select.poll()
+        leaves.register(connection, select.POLLRDHUP)
         self.hanging.set()
-        self.silence_ends.wait()
+        ends = self.silence_ends
+        while not ends.wait(0.01) and not leaves.poll(0):
+            pass
+        self.hanging.clear()
 
 
 @contextlib.contextmanager
@@ -166,10 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._forward(body)
                 self._reply(412, {}, _ERROR % b"PreconditionFailed")
             case Fault.HANG:
-                self.chaos.hang()
+                self.chaos.hang(self.connection)
             case Fault.HANG_AFTER:
                 self._forward(body)
-                self.chaos.hang()
+                self.chaos.hang(self.connection)
             case Fault.CUT_HEADERS:
                 self._forward(body)
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
@@ -178,11 +184,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(status, headers, reply[: len(reply) // 2])
                 if fault is Fault.HANG_IN_BODY and reply:
                     self.wfile.flush()
-                    self.chaos.hang()
+                    self.chaos.hang(self.connection)
             case Fault.REPLY_THEN_HANG:
                 self._reply(*self._forward(body))
                 self.wfile.flush()
-                self.chaos.silence_ends.wait()
+                select.select([self.connection], [], [])  # the next request, or the end
+                self.chaos.hang(self.connection)
             case Fault.CUT_404:
                 self._cut_error(404, b"NoSuchKey")
             case Fault.CUT_503:

@@ -1,6 +1,7 @@
 """An S3 backend on moto behind a proxy that disturbs its requests, and the same bucket past the proxy. Making a client takes longer than
 most tests, so each is made once."""
 
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -39,8 +40,10 @@ class Hangs:
         return True
 
     def sleep(self, _: float) -> None:
-        """Before the next try."""
-        self._proxy.hanging.clear()
+        """Before the next try, which begins when the client has left the request that hangs."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._proxy.hanging.is_set() and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
 
     def timing(self, tries: int = TRIES) -> RetryTiming:
         return RetryTiming(tries, float("inf"), clock=self.clock, wait=self.wait, sleep=self.sleep)

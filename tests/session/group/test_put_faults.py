@@ -97,6 +97,39 @@ def test_a_rank_that_cannot_write(failing: int, error: StoreError, what: str) ->
 @pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
+def test_a_death_at_every_call_to_the_backend(rank: int) -> None:
+    """Nothing is visible, or what rank 0 has published: then the others say so. They go on as a new group, and gc frees the rest."""
+    struck: set[str] = set()
+    for at, mode in in_turns(range(1, MAX_CALLS), ["die-before", "tear", "die-after"]):
+        world = World(seed=at)
+        faults = world.group[rank].faults = SteppedFaults(mode, at)
+        world.run()
+        others = [other for other in world.group if other is not world.group[rank]]
+        if not faults.struck:
+            assert world.steps() == [1, 2, 3]
+            break
+        if not faults.dead:
+            continue  # the call itself failed: it asked for a log entry that is not there yet
+        struck.add(" ".join(faults.struck.split("/")[0].split()[:2]))
+        published = world.steps() == [1, 2]
+        if faults.struck.startswith("create log"):
+            assert published == (mode == "die-after")
+        assert rank == 0 or not published
+        assert all((other.endings[SECOND].info is not None) == published for other in others)
+        if rank:
+            assert all(f"rank {rank} of {RANKS} came to it but did not finish" in str(other.endings[SECOND].error) for other in others)
+        assert all(other.endings[0].info is not None for other in restart(world, RANKS - 1))
+        require_no_garbage(world.engine)
+        require_restorable(world.engine, [1, 2, AGAIN] if published else [1, AGAIN])
+    else:
+        pytest.fail("there are more calls than were tried")
+    assert {"open packs", "append", "close", "put parts"} <= struck
+    assert {"put snapshots", "create log"} <= struck or rank
+
+
+@pytest.mark.slow
+@pytest.mark.race
+@pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_a_fault_at_every_call_to_the_backend(rank: int) -> None:
     """A rank without a backend may be unable to find out; it says so, and a rank that can read the log reports what it says."""
     struck: set[str] = set()
