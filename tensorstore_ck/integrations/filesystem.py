@@ -15,7 +15,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -281,13 +281,9 @@ class SnapshotFile(io.BufferedIOBase):
             if 0 <= start < start + count <= self._stop - self._start:
                 self._position = self._read_up_to = self._position + count
                 return bytes(memoryview(self._window)[start : start + count])
-        data = _ReadBuffer()
-        if count:
-            data.seek(count - 1)
-            data.write(b"\0")
-            with data.getbuffer() as view:  # returned without a copy, which would take as long as the read
-                self.readinto(view)
-        return data.getvalue()
+        data = bytearray(count)  # not a BytesIO, which spares a copy: collected with views of it in an error, it is reported or crashes
+        self.readinto(data)
+        return bytes(data)
 
     def readinto(self, target: Any, /) -> int:
         """Fills `target`, except at the end of the file."""
@@ -345,14 +341,6 @@ def _resolve(view: RefTable, folder: str) -> SnapshotInfo:
 def _base(path: str) -> str:
     """The branch whose steps the folder lists."""
     return path.removesuffix("@").removesuffix("/")
-
-
-class _ReadBuffer(io.BytesIO):
-    """Ends without a report where an error holds views of it: Python 3.13 reports a BytesIO that is collected together with its views."""
-
-    def close(self) -> None:
-        with suppress(BufferError):
-            super().close()
 
 
 @contextmanager
