@@ -1,4 +1,4 @@
-# On a fresh clone: `make demo` shows what this is, `make test` says within 5 minutes whether it works. Needs Python 3.11 or newer; everything else
+# On a fresh clone: `make demo` shows what this is, `make test` installs, then says within 5 minutes whether it works. Needs Python 3.11 or newer; everything else
 # goes into .venv, or with `PYTHON=python3.13` into .venv-python3.13. pip's own settings and environment variables hold, for example for an index
 # with CPU-only builds of torch.
 
@@ -41,7 +41,7 @@ PYTEST = mkdir -p build; $(ON_TWO_CORES) $(BIN)/python $(RUN_TESTS)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" $(TESTS)
 
-# Kills, enumerations, real ranks and servers: half an hour. CONTRIBUTING.md has a table of the suites. TESTS="FILE ..." runs some of them.
+# Kills, enumerations, real ranks and servers: 13 minutes. CONTRIBUTING.md has a table of the suites. TESTS="FILE ..." runs some of them.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow $(TESTS)
 

@@ -110,8 +110,16 @@ def choose(
 
 
 def _git(*arguments: str) -> list[str]:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
-    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.split("\n")[:-1]
+
+
+def _changed_since(commit: str, tracked: list[str]) -> list[str]:
+    """The files; all of them where a shallow clone does not have the commit."""
+    try:
+        return _git("diff", "--name-only", commit, "HEAD")
+    except subprocess.CalledProcessError:
+        return tracked
 
 
 def _has_slow_tests(path: str) -> bool:
@@ -143,7 +151,7 @@ def main() -> None:
     """Chooses for HEAD."""
     recorded = json.loads(RECORD.read_text())
     tracked = _git("ls-files")
-    changed = _git("diff", "--name-only", recorded["commit"], "HEAD") or tracked  # unknown in a shallow clone
+    changed = _changed_since(recorded["commit"], tracked)
     python = [path for path in tracked if path.endswith(".py") and path.startswith(("tensorstore_ck/", "gc/", "chunker/", "tests/"))]
     slow = {path for path in python if path.split("/")[-1].startswith("test_") and _has_slow_tests(path)}
     known = {path: taken for path, taken in recorded["seconds"].items() if path in slow or not path.startswith("tests/")}

@@ -47,7 +47,9 @@ def run(arguments: Sequence[str], log: Path, flaky: Path | None) -> int:
         return code
     names = sorted({report["nodeid"] for report in failed})
     print(f"\n{len(names)} failed; they run again, one at a time", flush=True)
-    code = subprocess.run([*command, *arguments, "-n", "0", "--last-failed", "--exitfirst"], check=False).returncode
+    code = subprocess.run(
+        [*command, *arguments, "-n", "0", "--last-failed", "--last-failed-no-failures", "none", "--exitfirst"], check=False
+    ).returncode
     if code == 0:
         text = "\n".join(f"FLAKY {report['nodeid']}: failed beside others, passed alone\n{traceback_of(report)}" for report in failed)
         print(f"\n{text}", flush=True)
@@ -58,7 +60,7 @@ def run(arguments: Sequence[str], log: Path, flaky: Path | None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--log", type=Path, help="where the reports of the first run stay")
     parser.add_argument("--flaky", type=Path, help="where the names of flaky tests are added")
     given, arguments = parser.parse_known_args()
