@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def failures(log: Path) -> list[dict[str, Any]]:
     """The reports of what failed, from a file that `--report-log` wrote."""
     reports = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return [report for report in reports if report["$report_type"] in ("TestReport", "CollectReport") and report["outcome"] == "failed"]
+    return [report for report in reports if report["$report_type"] == "TestReport" and report["outcome"] == "failed"]
 
 
 def is_retried(report: dict[str, Any]) -> bool:
     """Not where the fault would be a race, nor where a worker died, whose report has no keywords."""
-    return report["$report_type"] == "TestReport" and bool(report["keywords"]) and "race" not in report["keywords"]
+    return bool(report["keywords"]) and "race" not in report["keywords"]
 
 
 def traceback_of(report: dict[str, Any]) -> str:
@@ -43,7 +45,7 @@ def run(arguments: Sequence[str], log: Path, flaky: Path | None) -> int:
     command = [sys.executable, "-m", "pytest"]
     code = subprocess.run([*command, *arguments, "--cache-clear", f"--report-log={log}"], check=False).returncode
     failed = failures(log)
-    if code != 1 or not failed or not all(map(is_retried, failed)):
+    if code != pytest.ExitCode.TESTS_FAILED or not failed or not all(map(is_retried, failed)):
         return code
     names = sorted({report["nodeid"] for report in failed})
     print(f"\n{len(names)} failed; they run again, one at a time", flush=True)
