@@ -141,6 +141,18 @@ def _ulid(name: str) -> bytes | None:
     return parse_ulid(name.rpartition("/")[2])
 
 
+def test_many_small_tensors_of_many_shapes(store: tsck.Store) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"p{number}": torch.randn(1 + number * 7 % 5000, generator=generator) for number in range(500)}
+    store.put_snapshot(state, ref="job")
+    assert equal(store.checkout("job"), state)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    pointers = [tensor.data_ptr() for tensor in target.values()]
+    assert equal(store.checkout("job", into=target), state)
+    assert equal(target, state)
+    assert pointers == [tensor.data_ptr() for tensor in target.values()]
+
+
 def test_long_rows_and_many_blocks(store: tsck.Store) -> None:
     state = {"wide": torch.randn(3, 2 << 20), "tall": torch.randn(5 << 20), "cube": torch.randn(2, 3, 1 << 20)}
     store.put_snapshot(state, ref="job")

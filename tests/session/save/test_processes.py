@@ -156,6 +156,13 @@ def test_a_child_that_is_forked_in_the_middle_of_a_save(tmp_path: Path, at: str)
         check(store, 10, ref="child")
 
 
+def test_data_loader_workers_that_are_forked_while_saves_are_in_flight(tmp_path: Path) -> None:
+    assert run(worker.loading, tmp_path) == 0, stderr(tmp_path)
+    (said,) = heard(tmp_path)
+    assert said["total"] == 3 * sum(range(24))
+    assert said["steps"] == steps_of(tmp_path) == [10 * epoch + number for epoch in range(3) for number in range(6)]
+
+
 # --- ranks --------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.utils.data import DataLoader, Dataset
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.protocol import Backend
@@ -244,6 +245,30 @@ def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None
     waited_for = store.put_snapshot(state_of(11), ref="child", step=11)
     store.close()
     say(folder, **said, put=[beside.step, waited_for.step])
+
+
+class Reading(Dataset[int]):
+    """Its workers are forked while saves are in flight; each looks at the store."""
+
+    def __init__(self, store: tsck.Store) -> None:
+        self._store = store
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return index if index % 6 else index + 0 * len(self._store.branches())
+
+
+def loading(folder: str) -> None:
+    store = open_store(folder, host_memory_bytes=8 * MIB)
+    pendings, total = [], 0
+    for epoch in range(3):
+        for number, batch in enumerate(DataLoader(Reading(store), batch_size=4, num_workers=2, multiprocessing_context="fork")):
+            pendings.append(put_beside(store, 10 * epoch + number))
+            total += int(batch.sum())
+    say(folder, steps=[pending.wait(PATIENCE_SECONDS).step for pending in pendings], total=total)
+    store.close()
 
 
 # --- scenes: ranks ------------------------------------------------------------------------------------------------------
