@@ -10,6 +10,7 @@ digits of a root; ``ref@`` lists the steps. An open file keeps its snapshot when
 use the root from `info` for calls that must agree. Read-only. Does not load torch.
 """
 
+import ctypes
 import errno
 import io
 import threading
@@ -42,6 +43,8 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 
 MAX_OPEN_SNAPSHOTS: Final = 8
+_NEW_BYTES: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(("PyBytes_FromStringAndSize", ctypes.pythonapi))
+_ADDRESS_OF_BYTES: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
 
 Info = dict[str, Any]
 
@@ -281,9 +284,8 @@ class SnapshotFile(io.BufferedIOBase):
             if 0 <= start < start + count <= self._stop - self._start:
                 self._position = self._read_up_to = self._position + count
                 return bytes(memoryview(self._window)[start : start + count])
-        data = bytearray(count)  # not a BytesIO, which spares a copy: collected with views of it in an error, it is reported or crashes
-        self.readinto(data)
-        return bytes(data)
+        data, memory = _unfilled_bytes(count)
+        return data[: self.readinto(memory)]  # all of it, which is no copy, unless another thread moved the position
 
     def readinto(self, target: Any, /) -> int:
         """Fills `target`, except at the end of the file."""
@@ -341,6 +343,17 @@ def _resolve(view: RefTable, folder: str) -> SnapshotInfo:
 def _base(path: str) -> str:
     """The branch whose steps the folder lists."""
     return path.removesuffix("@").removesuffix("/")
+
+
+def _unfilled_bytes(count: int) -> tuple[bytes, Any]:
+    """New bytes, and their memory, which may be filled until somebody else sees them (Python's C API, `PyBytes_FromStringAndSize`).
+
+    A copy would take as long as the read. A BytesIO, whose buffer also needs no copy, crashes Python 3.12 where an error holds views of it.
+    """
+    data: bytes = _NEW_BYTES(None, count)
+    memory = (ctypes.c_char * count).from_address(_ADDRESS_OF_BYTES(data))
+    memory.owner = data  # type: ignore[attr-defined]
+    return data, memory
 
 
 @contextmanager
