@@ -21,7 +21,7 @@ MODES = ("shared", "any", "own")
 
 
 class Saved(NamedTuple):
-    """What a worker was told of one save."""
+    """What a worker learned about one save."""
 
     worker: int
     mode: str

@@ -651,7 +651,7 @@ def test_a_pack_with_a_damaged_block_is_left_as_it_is() -> None:
 
 @pytest.mark.parametrize("tombstone_seconds", [0, DAY])
 def test_copies_that_another_gc_freed_are_not_used(tombstone_seconds: float) -> None:
-    """They were garbage to the other one. Where it also forgot their tombstones, only the age of the plan tells."""
+    """The other gc saw them as garbage. Where it also forgot their tombstones, only the age of the plan shows it."""
     backend = MemoryBackend()
     sparse_store(backend)
     other = replace(COLLECT_ONLY, tombstone_seconds=tombstone_seconds)
