@@ -16,7 +16,7 @@ EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wand
 # Where it is set, each of the hundreds of processes that tests start compiles the package, and each run of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow soak test-newest-torch test-trainers test-apart test-oldest-trainers lint package docs clean
+.PHONY: demo test test-slow test-gpu soak test-newest-torch test-trainers test-apart test-oldest-trainers lint package docs clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -39,11 +39,15 @@ RUN_TESTS = -m tests.run --flaky build/flaky.txt --log build/$@.jsonl -n 2 --dis
 PYTEST = mkdir -p build; $(ON_TWO_CORES) $(BIN)/python $(RUN_TESTS)
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow and not gpu" $(TESTS)
 
 # Kills, enumerations, real ranks and servers: 13 minutes. CONTRIBUTING.md has a table of the suites. TESTS="FILE ..." runs some of them.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow $(TESTS)
+
+# Every path of CUDA, on a machine with a GPU; `python -m benches.gpu --out FOLDER` has the figures.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu $(TESTS)/gpu
 
 # Every test as far as it goes, before a release: two hours or so.
 soak: $(INSTALLED)

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import botocore.session
-
 from tests.effort import PATIENCE_SECONDS
 
 BUCKET = "bucket"
@@ -61,6 +59,8 @@ class S3Server:
 
     def client(self) -> Any:
         """A plain botocore client, which shares nothing with what is tested."""
+        import botocore.session  # not on the machine with a GPU
+
         return botocore.session.Session().create_client(
             "s3", "us-east-1", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET
         )
