@@ -31,6 +31,34 @@ class ByteTarget(Protocol):
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
 
 
+class BlockRange(NamedTuple):
+    """The bytes of one block."""
+
+    tensor: int
+    start: int
+    """In the tensor's source, as `stop`."""
+    stop: int
+
+
+class SampledBytes(NamedTuple):
+    """Equal runs of bytes at equal distances."""
+
+    start: int
+    size_bytes: int
+    step_bytes: int
+    runs: int
+
+
+class DeviceBlocks(Protocol):
+    """What devices compute over the tensors in their memory."""
+
+    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
+        """The ids of these blocks as they are now; None for those that no device can hash."""
+
+    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
+        """Whether no sampled word of `item_bytes` has all bits of `mask` set; False also if that is unknown."""
+
+
 @dataclass(slots=True)
 class FrozenTensor:
     """A tensor of which its owner says that it does not change: its bytes are read each `verify_every`-th time only."""
@@ -60,6 +88,8 @@ class CapturedState(NamedTuple):
     """One for each tensor of the layout: what this rank holds of it, one region after another."""
     explicit: Sequence[ExplicitRegions] = ()
     frozen: Mapping[int, FrozenTensor] = MappingProxyType({})
+    device_blocks: DeviceBlocks | None = None
+    """None: no tensor is on a device."""
 
     @property
     def logical_bytes(self) -> int:

@@ -14,7 +14,7 @@ unsupported_types.py    advice for values that cannot be stored
 check.py                the dry run of a save
 arena.py                reused host memory for captures
 capture_copy.py         copies a captured state into host memory
-cuda_copy.py            copies from CUDA devices in the background
+device/                 tensors on CUDA devices: copies through pinned memory, ids of blocks
 boxes.py                `Box`, `Boxes` and torch's `CheckpointableTensor`
 sharded_tensors.py      `DTensor`, `ShardedTensor` and `FlatShard`
 sourced_tensor.py       a tensor whose bytes are put together while they are read

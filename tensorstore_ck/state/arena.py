@@ -16,7 +16,7 @@ import torch
 
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.state.byte_sources import Array, address_of
-from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopies, SideStreams
+from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, SideStreams
 
 GRAIN_BYTES: Final = 2 << 20
 """Memory is allocated in whole huge pages, so that a state that grew a little still fits."""

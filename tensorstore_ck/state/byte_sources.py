@@ -1,7 +1,8 @@
 """Reads the bytes of tensors and arrays (`ByteSource`), and fills them with bytes (`ByteTarget`).
 
 Contiguous CPU memory is read and written in place, by its address, which works for every dtype. Anything else is copied range by range,
-so that no large tensor exists twice. With `CopyTarget` a restore converts dtypes as the bytes arrive. Knows no states or trees.
+so that no large tensor exists twice; between devices and the host through pinned windows (`device/window_copies.py`).
+With `CopyTarget` a restore converts dtypes as the bytes arrive. Knows no states or trees.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import torch
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
+from tensorstore_ck.state.device.window_copies import PieceCopy, copies_of, follow
 from tensorstore_ck.state.plain_memory import require_reachable
 
 Array = npt.NDArray[Any]
@@ -87,6 +89,11 @@ class CopySource:
         """A copy of the bytes."""
         item_bytes = self._item_bytes
         first, last = start // item_bytes, -(-stop // item_bytes)
+        if isinstance(self.tensor, torch.Tensor) and self.tensor.is_cuda:
+            fetched = copies_of(self.tensor.device).fetch(
+                [PieceCopy(self.tensor[index], count * item_bytes) for index, count in pieces(tuple(self.tensor.shape), first, last)]
+            )
+            return fetched[start - first * item_bytes : stop - first * item_bytes]
         copy = bytearray((last - first) * item_bytes)
         position = 0
         for index, count in pieces(tuple(self.tensor.shape), first, last):
@@ -149,7 +156,10 @@ class CopyTarget:
             if isinstance(self._tensor, torch.Tensor):
                 with torch.inference_mode(self._tensor.is_inference()):
                     target = self._tensor[index]
-                    target.copy_(_frombuffer(piece, self._dtype).view(target.shape))
+                    if target.is_cuda:
+                        copies_of(target.device).fill(target, piece, self._dtype)
+                    else:
+                        target.copy_(_frombuffer(piece, self._dtype).view(target.shape))
             else:
                 self._tensor[index] = np.frombuffer(piece, self._tensor.dtype).reshape(np.shape(self._tensor[index]))
             position += count
@@ -168,6 +178,7 @@ def source_of(found: torch.Tensor | Array) -> MemorySource | CopySource:
         require_reachable(found)
         if _is_dense_on_host(found):
             return MemorySource(found.data_ptr(), found.untyped_storage(), found.nbytes)
+        follow(found)
     elif found.flags.c_contiguous:
         return MemorySource(address_of(found), found, found.nbytes)
     return CopySource(found)
@@ -183,6 +194,7 @@ def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -
         require_reachable(tensor)
         if _is_dense_on_host(tensor) and stored in (None, tensor.dtype):
             return MemoryTarget(tensor.data_ptr(), tensor.nbytes, tensor)
+        follow(tensor)
         return CopyTarget(tensor, stored)
     if tensor.flags.c_contiguous:
         return MemoryTarget(address_of(tensor), tensor.nbytes, tensor)

@@ -21,6 +21,8 @@ from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_t
 from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
+from tensorstore_ck.state.device.device_blocks import device_blocks
+from tensorstore_ck.state.device.window_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare, flags_of
@@ -107,7 +109,8 @@ class CaptureWalk:
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
         layout = Layout(TensorSpecs(names, forms), self._root[0], storages, list(self._meshes), spreads)
-        return CapturedState(layout, self._values, self._blobs, sources, explicit)
+        follow_all(table.areas.devices.values())
+        return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=device_blocks())
 
     def _node(self, leaf: int, number: int) -> Node:
         flags = self._table.flags.get(leaf)

@@ -19,7 +19,7 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
 from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopy, is_on_device
+from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, is_on_device
 from tensorstore_ck.state.rank_shares import ChainedSource
 from tensorstore_ck.state.tensor_table import ByteSources, LazySources
 

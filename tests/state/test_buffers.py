@@ -18,7 +18,7 @@ from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
 from tensorstore_ck.state.capture_copy import Arena, Slot, copy_captured, slot_bytes
-from tensorstore_ck.state.cuda_copy import DeviceCopy, SideStreams
+from tensorstore_ck.state.device.side_streams import DeviceCopy, SideStreams
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tests.state.fake import FakeContent, assert_same, bits
 from tests.state.samples import DTYPES, NUMPY_DTYPES, states, tensor

@@ -4,7 +4,8 @@ A location is final only once its pack is sealed, that is durable: until `close`
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -127,13 +128,20 @@ class PackWriter:
     def rely_on(self, ids: Sequence[Digest]) -> bool:
         """Whether all these blocks lie in the store already; then they count as added, unread."""
         with self._lock:
-            places = {block: self.found.get(block) or self._known(block) for block in ids}
-            there = {block: place for block, place in places.items() if place is not None}
-            if len(there) < len(places):
+            places = self._places_of(ids)
+            if len(places) < len(set(ids)):
                 return False
-            self.found |= there
-            self._claimed |= there.keys()
+            self._add_found(places)
         return True
+
+    def find(self, ids: Sequence[Digest], sizes_bytes: Sequence[int]) -> list[bool]:
+        """Which of these blocks lie in the store already; those count as hashed and added, unread."""
+        with self._lock:
+            places = self._places_of(ids)
+            self._add_found(places)
+        is_there = [block in places for block in ids]
+        self._meter.count("hash", sum(compress(sizes_bytes, is_there)))
+        return is_there
 
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
@@ -156,6 +164,14 @@ class PackWriter:
         """Gives up packs that are not sealed yet; sealed ones stay behind as orphans."""
         for pack in self._unsealed:
             pack.writer.abort()
+
+    def _places_of(self, ids: Sequence[Digest]) -> dict[Digest, Location]:
+        places = ((block, self.found.get(block) or self._known(block)) for block in ids)
+        return {block: place for block, place in places if place is not None}
+
+    def _add_found(self, places: Mapping[Digest, Location]) -> None:
+        self.found |= places
+        self._claimed |= places.keys()
 
     def _claim(self, block: Digest) -> bool:
         if block in self._claimed:

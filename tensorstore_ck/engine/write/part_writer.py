@@ -22,7 +22,8 @@ from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
+from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
@@ -226,6 +227,8 @@ def write_tensors(
             for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
                 ids[row] = block
 
+    computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
+
     def store(run: list[TensorBlock]) -> None:
         buffers: list[Buffer] = []
         for block in run:
@@ -250,6 +253,8 @@ def write_tensors(
 
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
+            if sampling.verify_share and computed.get(block.row, found) != found:
+                require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
     weights = masters.of if masters is not None else {}

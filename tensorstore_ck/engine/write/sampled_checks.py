@@ -6,13 +6,15 @@ have equal samples.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import BlockRange, CapturedState, SampledBytes
+from tensorstore_ck.engine.write.delta_bases import TensorBlock
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
@@ -126,6 +128,8 @@ class CaptureSample:
         self._elements = 0
         self.non_finite_rows: dict[int, int] = {}
         """Row of a block -> how many, where there are any."""
+        self._hashed: Mapping[TensorBlock, Digest] = {}
+        """Blocks on devices, and their ids as a device computed them first."""
         self.non_finite_inline: dict[int, int] = {}
         """Number of a small tensor -> how many, where there are any."""
 
@@ -134,7 +138,7 @@ class CaptureSample:
         if tensor in self._captured.frozen:
             return  # frozen tensors have their own check
         stop, turn = start + len(data), self._turn
-        if self._verify_share:
+        if self._verify_share and TensorBlock(row, tensor, start, stop) not in self._hashed:
             for first, last in pieces(tensor, start, stop, self._verify_share, turn):
                 self._pieces.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
         spec = self._captured.layout.tensors[tensor]
@@ -146,6 +150,26 @@ class CaptureSample:
                 self._elements += found.elements
                 if found.non_finite:
                     self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + found.non_finite
+
+    def note_hashed(self, hashed: Mapping[TensorBlock, Digest]) -> None:
+        """Blocks that devices hashed before anything was read: `verify` has them hashed again, instead of reading a sample."""
+        self._hashed = hashed
+
+    def note_unread(self, blocks: Iterable[TensorBlock]) -> None:
+        """Blocks on devices that are not read: counts what `note` would have counted."""
+        for tensor, several in groupby(blocks, key=lambda block: block.tensor):
+            spec = self._captured.layout.tensors[tensor]
+            if tensor in self._captured.frozen or _mask_of(spec.dtype, spec.item_bytes) is None:
+                continue
+            sampled = [
+                (block.row, piece) for block in several for piece in pieces(tensor, block.start, block.stop, self._share, self._turn)
+            ]
+            self._elements += sum(last - first for _, (first, last) in sampled) // elements_of(spec.dtype, spec.item_bytes).item_bytes
+            if self._is_finite(tensor):
+                continue
+            for row, (first, last) in sampled:
+                if count := self._count_non_finite(tensor, first, last):
+                    self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + count
 
     def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
         """All small tensors, as they were read one by one, and together."""
@@ -163,6 +187,26 @@ class CaptureSample:
                 if some.non_finite:
                     self.non_finite_inline[small.tensor] = self.non_finite_inline.get(small.tensor, 0) + some.non_finite
             first = last
+
+    def _is_finite(self, tensor: int) -> bool:
+        """Whether the whole sample of a tensor on a device is finite; False also if that is unknown."""
+        captured = self._captured
+        spec, source = captured.layout.tensors[tensor], captured.sources[tensor]
+        mask, word_bytes = _mask_of(spec.dtype, spec.item_bytes), elements_of(spec.dtype, spec.item_bytes).item_bytes
+        sampled = list(pieces(tensor, 0, source.size_bytes, self._share, self._turn))
+        if not sampled or mask is None or captured.device_blocks is None:
+            return False
+        longest = max(last - first for first, last in sampled)
+        equal = [first for first, last in sampled if last - first == longest]
+        others = [piece for piece in sampled if piece[1] - piece[0] < longest]  # at the ends of the tensor
+        runs = SampledBytes(equal[0], longest, STRIDE_BYTES, len(equal))
+        return captured.device_blocks.is_finite(source, runs, mask, word_bytes) and not any(
+            self._count_non_finite(tensor, first, last) for first, last in others
+        )
+
+    def _count_non_finite(self, tensor: int, start: int, stop: int) -> int:
+        spec = self._captured.layout.tensors[tensor]
+        return count_non_finite(self._captured.sources[tensor].read(start, stop), spec.dtype, spec.item_bytes).non_finite
 
     @property
     def finiteness(self) -> Finiteness:
@@ -183,6 +227,11 @@ class CaptureSample:
             read if read.obj is None else sources[each.tensor].read(each.start, each.start + each.size_bytes)
             for each, read in zip(inlined, self._reads, strict=True)
         ]  # what has no object is a view of the tensor's own memory
+        if self._hashed and self._captured.device_blocks is not None:
+            ranges = [BlockRange(block.tensor, block.start, block.stop) for block in self._hashed]
+            computed = self._captured.device_blocks.ids(sources, ranges)
+            pairs = zip(self._hashed.items(), computed, strict=True)
+            changed |= {block.tensor for (block, before), after in pairs if after is not None and after != before}
         if b"".join(again) != data:
             for each, now in zip(inlined, again, strict=True):
                 if now != data[each.offset : each.offset + each.size_bytes]:

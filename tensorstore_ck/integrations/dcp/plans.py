@@ -20,6 +20,7 @@ from tensorstore_ck.state.allocate import dtype_of
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
+from tensorstore_ck.state.device.device_blocks import device_blocks
 from tensorstore_ck.state.rank_shares import concatenate_sources
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
@@ -140,7 +141,7 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
     sources = [concatenate_sources([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
     explicit = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
-    return RankItems(CapturedState(layout, (), (), sources, explicit if layout.spreads else ()), results)
+    return RankItems(CapturedState(layout, (), (), sources, explicit if layout.spreads else (), device_blocks=device_blocks()), results)
 
 
 def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:

@@ -4,12 +4,17 @@ Stream order makes the copies safe: the side stream waits for the work that the 
 that the caller queues next waits for the side stream, so that it does not overwrite them. Only readers of the copies wait on the CPU.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from tensorstore_ck.format.block_assignment import row_boxes
+
+PIECE_BYTES: Final = 32 << 20
+"""How much of a tensor that is not dense is gathered at a time."""
 
 
 def is_on_device(found: torch.Tensor | npt.NDArray[Any]) -> TypeGuard[torch.Tensor]:
@@ -62,13 +67,27 @@ class SideStreams:
         current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for tensor, target in copies:
-                # A lazy conjugate or negative would be resolved on the CPU, before its bytes have arrived.
-                target.copy_(tensor.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
-                tensor.record_stream(stream)
+            for copy in copies:
+                for tensor, target in _pieces(copy):
+                    # A lazy conjugate or negative would be resolved on the CPU, before its bytes have arrived.
+                    target.copy_(tensor.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
+                copy.tensor.record_stream(stream)
         event: torch.cuda.Event = stream.record_event()
         current.wait_event(event)
         return event
+
+
+def _pieces(copy: DeviceCopy) -> Iterator[DeviceCopy]:
+    """The whole of a dense tensor; another one in pieces, since each becomes dense on the device first."""
+    tensor, target = copy
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield copy
+        return
+    count = max(PIECE_BYTES // tensor.itemsize, 1)
+    for first in range(0, tensor.numel(), count):
+        for offsets, sizes in row_boxes(tuple(tensor.shape), first, min(first + count, tensor.numel())):
+            index = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            yield DeviceCopy(tensor[index], target[index])
 
 
 class _Events:

@@ -1,0 +1,34 @@
+"""Blocks on devices that the store has already: found by ids that the device computes, and never read by the host.
+
+A block that is written is always hashed by the host, from the bytes that are written.
+"""
+
+from collections.abc import Mapping, MutableSequence, Sequence
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.interfaces import BlockRange, CapturedState
+from tensorstore_ck.engine.write.delta_bases import TensorBlock
+from tensorstore_ck.engine.write.pack_writer import PackWriter
+from tensorstore_ck.engine.write.sampled_checks import CaptureSample
+
+
+def skip_unchanged(
+    captured: CapturedState, blocks: Sequence[TensorBlock], ids: MutableSequence[Digest], packs: PackWriter, sample: CaptureSample
+) -> Mapping[int, Digest]:
+    """Sets the `ids` of those `blocks` that need not be read, and returns those that devices computed of others, by row."""
+    if captured.device_blocks is None:
+        return {}
+    ranges = [BlockRange(block.tensor, block.start, block.stop) for block in blocks]
+    computed = captured.device_blocks.ids(captured.sources, ranges)
+    hashed = {block: digest for block, digest in zip(blocks, computed, strict=True) if digest is not None}
+    found = packs.find(list(hashed.values()), [block.stop - block.start for block in hashed])
+    others, skipped = {}, []
+    for (block, digest), is_there in zip(hashed.items(), found, strict=True):
+        if is_there:
+            ids[block.row] = digest
+            skipped.append(block)
+        else:
+            others[block.row] = digest
+    sample.note_hashed(hashed)
+    sample.note_unread(skipped)
+    return others

@@ -1,0 +1,126 @@
+"""`BlockHasher`: the ids of blocks in a device's memory, by the kernel in `block_ids.cu`, which torch's NVRTC compiles for the device.
+
+Nothing that it returns is taken on trust: ids are poisoned before a launch, each launch is checked, and blocks with known ids are hashed
+once per process. If that fails, the host hashes.
+"""
+
+import warnings
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
+
+GROUP_BYTES: Final = 128 << 10
+"""What one CTA of the kernel hashes."""
+THREADS: Final = 128
+_POISON: Final = 0xFF
+_KNOWN_SIZES: Final = (1, 64, 1023, 1024, 1025, 5000, GROUP_BYTES, GROUP_BYTES + 1, 3 * GROUP_BYTES + 77)
+"""Of the blocks with known ids: partial steps, chunks and groups."""
+_KNOWN_OFFSETS: Final = (0, 1, 4)
+_KNOWN_ALIGN: Final = 16
+
+Numbers = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.uint8]
+"""A row of `DIGEST_BYTES` for each block."""
+
+
+class BlockHasher(Protocol):
+    """Hashes blocks of one device's memory."""
+
+    def hash(self, addresses: Numbers, sizes_bytes: Numbers) -> Ids:
+        """The ids of blocks, each of at least one byte, on the current stream.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory left.
+        """
+
+
+class BlockTable(NamedTuple):
+    """The arguments of the kernel."""
+
+    addresses: Numbers
+    sizes: Numbers
+    first_group: npt.NDArray[np.int32]
+    """Of each block, and the number of all groups."""
+    block_of_group: npt.NDArray[np.int32]
+
+
+def table_of(addresses: Numbers, sizes_bytes: Numbers) -> BlockTable:
+    """The arguments for blocks at these addresses."""
+    groups = -(-sizes_bytes // GROUP_BYTES)
+    first_group = np.concatenate(([0], np.cumsum(groups)))
+    block_of_group = np.repeat(np.arange(len(sizes_bytes), dtype=np.int32), groups)
+    return BlockTable(addresses.astype(np.int64), sizes_bytes.astype(np.int64), first_group.astype(np.int32), block_of_group)
+
+
+class CudaHasher:
+    """`BlockHasher` of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Compiles the kernel, which takes about a second.
+
+        Raises:
+            RuntimeError: it cannot be compiled, or returns wrong ids.
+        """
+        self._device = device
+        source = files(__package__).joinpath("block_ids.cu").read_text()
+        compiled: Any = torch.cuda._compile_kernel
+        with torch.cuda.device(device):
+            self._hash_groups = compiled(source, "hash_groups")
+            self._merge_groups = compiled(source, "merge_groups")
+
+    def hash(self, addresses: Numbers, sizes_bytes: Numbers) -> Ids:
+        """See `BlockHasher`."""
+        table = [torch.from_numpy(column).to(self._device) for column in table_of(addresses, sizes_bytes)]
+        blocks, groups = len(table[1]), len(table[3])
+        nodes, spare = torch.empty((2, groups, DIGEST_BYTES), dtype=torch.uint8, device=self._device)
+        ids = torch.full((blocks, DIGEST_BYTES), _POISON, dtype=torch.uint8, device=self._device)
+        stream = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            launch = {"block": (THREADS, 1, 1), "stream": stream}
+            self._hash_groups(grid=(groups, 1, 1), args=[*table, nodes], **launch)
+            self._merge_groups(grid=(blocks, 1, 1), args=[table[2], nodes, spare, ids], **launch)
+        found: Ids = ids.cpu().numpy()  # waits: the errors of the launches are raised here
+        if (found == _POISON).all(axis=1).any():
+            raise RuntimeError(f"the kernel that hashes blocks did not write all ids on {self._device}")
+        return found
+
+
+def require_known_ids(hasher: BlockHasher, device: torch.device) -> None:
+    """Hashes blocks whose ids the host computes, at aligned and other addresses.
+
+    Raises:
+        RuntimeError: an id is wrong.
+    """
+    ranges, at = list[tuple[int, int]](), 0
+    for size in _KNOWN_SIZES:
+        for offset in _KNOWN_OFFSETS:
+            start = -(-at // _KNOWN_ALIGN) * _KNOWN_ALIGN + offset
+            at = start + size
+            ranges.append((start, size))
+    data = (np.arange(at, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8).tobytes()
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    starts, sizes = np.array(ranges, np.int64).T
+    found = hasher.hash(starts + memory.data_ptr(), sizes)
+    for (start, size), digest in zip(ranges, found, strict=True):
+        if digest.tobytes() != block_id(data[start : start + size]):
+            raise RuntimeError(f"the kernel that hashes blocks returned a wrong id for {size} bytes at {start} on {device}")
+
+
+@cache
+def hasher_of(device: torch.device) -> BlockHasher | None:
+    """The hasher of a device, which is made and checked at the first call; None, with a warning, if it cannot be used."""
+    if device.type != "cuda":
+        return None
+    try:
+        hasher = CudaHasher(device)
+        require_known_ids(hasher, device)
+    except (RuntimeError, OSError, AttributeError, ImportError) as exc:
+        warnings.warn(f"blocks on {device} are hashed by the host: {exc}", stacklevel=2)
+        return None
+    return hasher

@@ -1,0 +1,110 @@
+"""Copies from and to CUDA devices through pinned windows, on one stream a direction. Each copy is complete when its function returns.
+
+The streams are not those that the caller computes on, so `follow` orders them after the work that the caller has queued.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from tensorstore_ck.state.device.windows import WINDOW_BYTES, Windows, view_of
+
+SMALL_BYTES: Final = 64 << 10
+"""Less than this is copied without a window: many small tensors would take them all."""
+
+
+class PieceCopy(NamedTuple):
+    """Elements of a tensor on a device, and how many bytes they take."""
+
+    elements: torch.Tensor
+    size_bytes: int
+
+
+class WindowCopies:
+    """Copies from and to one device. Thread-safe."""
+
+    def __init__(self, device: torch.device, windows: Windows) -> None:
+        self._device = device
+        self._windows = windows
+        self._out: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def out_stream(self) -> torch.cuda.Stream:
+        """The stream of what reads tensors."""
+        return self._out
+
+    def follow(self) -> None:
+        """Later copies come after the work that is queued on the current stream of this thread. Does not wait."""
+        current = torch.cuda.current_stream(self._device)
+        if not current.query():
+            event = current.record_event()
+            self._out.wait_event(event)
+            self._in.wait_event(event)
+
+    def fetch(self, pieces: Sequence[PieceCopy]) -> memoryview:
+        """The bytes of the pieces, one after another; a window, if they fit into one."""
+        size_bytes = sum(piece.size_bytes for piece in pieces)
+        window = self._windows.take() if SMALL_BYTES <= size_bytes <= WINDOW_BYTES else None
+        if window is None:
+            copy = memoryview(bytearray(size_bytes))
+            self._fetch_into(pieces, torch.frombuffer(copy, dtype=torch.uint8) if size_bytes else torch.empty(0, dtype=torch.uint8))
+            return copy
+        self._fetch_into(pieces, torch.from_numpy(window))
+        return view_of(window, size_bytes)
+
+    def fill(self, target: torch.Tensor, data: memoryview, dtype: torch.dtype) -> None:
+        """Copies `data`, elements of `dtype`, to a tensor on the device; it is converted there."""
+        window = self._windows.take() if SMALL_BYTES <= len(data) <= WINDOW_BYTES else None
+        if window is None:
+            window = np.empty(len(data), np.uint8)
+        np.copyto(window[: len(data)], np.frombuffer(data, np.uint8))
+        source = torch.from_numpy(window)[: len(data)].view(dtype).view(target.shape)
+        with torch.cuda.stream(self._in):
+            target.copy_(source, non_blocking=True)
+            _wait_for(self._in.record_event())
+
+    def _fetch_into(self, pieces: Sequence[PieceCopy], memory: torch.Tensor) -> None:
+        at = 0
+        with torch.cuda.stream(self._out):
+            for elements, size_bytes in pieces:
+                # A lazy conjugate or negative would be resolved on the CPU, or lost, in a copy from a device.
+                elements = elements.resolve_conj().resolve_neg()
+                memory[at : at + size_bytes].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=True)
+                at += size_bytes
+            _wait_for(self._out.record_event())
+
+
+def _wait_for(event: torch.cuda.Event) -> None:
+    try:
+        event.synchronize()
+    except BaseException:
+        event.synchronize()  # the window will be reused, so no copy may still use it
+        raise
+
+
+@cache
+def _windows() -> Windows:
+    return Windows()
+
+
+@cache
+def copies_of(device: torch.device) -> WindowCopies:
+    """The copies of a device. Pinned memory belongs to the process, so all stores that it has open share the windows."""
+    return WindowCopies(device, _windows())
+
+
+def follow(tensor: Any) -> None:
+    """If it is on a CUDA device: `WindowCopies.follow` for that device."""
+    if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+        copies_of(tensor.device).follow()
+
+
+def follow_all(devices: Iterable[object]) -> None:
+    """`WindowCopies.follow` for each CUDA device among these."""
+    for device in set(devices):
+        if isinstance(device, torch.device) and device.type == "cuda":
+            copies_of(device).follow()

@@ -1,0 +1,65 @@
+"""Pinned host memory for copies from and to devices, cut into windows that are reused.
+
+Devices copy from and to pinned memory at the speed of the bus. Pinning 1 GiB takes a third of a second, so a process pins a little, once.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Window = npt.NDArray[np.uint8]
+
+WINDOW_BYTES: Final = 4 << 20
+"""A block, by default: each thread that reads or writes has one or two."""
+SLAB_BYTES: Final = 64 << 20
+"""Pinned together."""
+MAX_SLABS: Final = 4
+
+
+def _pinned(size_bytes: int) -> Window:
+    memory: Window = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
+
+
+class Windows:
+    """Windows of `WINDOW_BYTES`, in up to `MAX_SLABS` pieces of memory that are allocated when they are needed. Thread-safe."""
+
+    def __init__(self, allocate: Callable[[int], Window] = _pinned) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._slabs = 0
+        self._free: deque[Window] = deque()  # without a lock: windows also come back from within the garbage collector
+
+    def take(self) -> Window | None:
+        """A window, in use until nothing refers to it any more, nor to a view of its memory; None if all are. Never waits."""
+        window = self._pop()
+        if window is None:
+            with self._lock:
+                window = self._pop()
+                if window is None and self._slabs < MAX_SLABS:
+                    slab = self._allocate(SLAB_BYTES)
+                    self._slabs += 1
+                    self._free.extend(slab[start : start + WINDOW_BYTES] for start in range(0, SLAB_BYTES, WINDOW_BYTES))
+                    window = self._pop()
+        if window is None:
+            return None
+        lent: Window = np.frombuffer(window.data, np.uint8)
+        weakref.finalize(lent, self._free.append, window).atexit = False
+        return lent
+
+    def _pop(self) -> Window | None:
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return None
+
+
+def view_of(window: Window, size_bytes: int) -> memoryview:
+    """The beginning of a window. The window is in use as long as this view, or a view of it, is there."""
+    return window.data[:size_bytes]
