@@ -13,16 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 import tensorstore_ck as tsck
 from benches._gpu_loop import run_loop
 from benches._peers import LOADERS, SAVERS
 from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.state.device.kernel import hasher_of
 
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 TENSORS: Final = 64
 TENSOR_ELEMENTS: Final = (16 << 20) if DEVICE == "cuda" else (1 << 18)
+BLOCK_BYTES: Final = 4 << 20
 STATE_BYTES: Final = TENSORS * TENSOR_ELEMENTS * 4
 REF: Final = "bench"
 State = dict[str, torch.Tensor]
@@ -109,6 +112,36 @@ def _pin(size_bytes: int) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     cudart.cudaHostRegister(memory.data_ptr(), size_bytes, 1)
     cudart.cudaHostUnregister(memory.data_ptr())
+
+
+def ids(folder: Path) -> None:
+    """Ids that the device computes."""
+    device = torch.empty(1, device=DEVICE).device
+    begin = time.perf_counter()
+    hasher = hasher_of(device)
+    report(seconds_to_compile=round(time.perf_counter() - begin, 2), is_there=hasher is not None)
+    if hasher is None:
+        return
+    state = make_state()
+    starts = [tensor.data_ptr() + start for tensor in state.values() for start in range(0, tensor.nbytes, BLOCK_BYTES)]
+    for times in (1, 24):
+        addresses = np.array(starts * times, np.int64)
+        sizes = np.full(len(addresses), BLOCK_BYTES, np.int64)
+        name = f"ids of {sizes.sum() / 1e9:.1f} GB in blocks of 4 MiB, table and result included"
+        rate(name, lambda addresses=addresses, sizes=sizes: hasher.hash(addresses, sizes), size_bytes=int(sizes.sum()))  # type: ignore[misc]
+    rows = {"a": state["layers.0.weight"].view(4096, -1).t()}
+    with opened(folder, codec="raw") as store:
+        saves = Saves(store)
+        saves.put(rows)
+        rate("unchanged, one transposed tensor", lambda: saves.put(rows), size_bytes=rows["a"].nbytes)
+        shutil.rmtree(folder / "store", ignore_errors=True)
+    same = state["layers.0.weight"]
+    large = {f"layers.{number}.weight": torch.cat([same] * 16) for number in range(40)}
+    size_bytes = sum(tensor.nbytes for tensor in large.values())
+    with opened(folder, codec="raw") as store:
+        saves = Saves(store)
+        saves.put(large)
+        rate(f"unchanged put of {size_bytes / 1e9:.0f} GB", lambda: saves.put(large), size_bytes=size_bytes)
 
 
 def save(folder: Path) -> None:
@@ -220,7 +253,7 @@ def main() -> None:
     if args.step == "loop":
         loop(args.folder, args.saver)
     else:
-        {each.__name__: each for each in (limits, save, unchanged, restore, stall, peers)}[args.step](args.folder)
+        {each.__name__: each for each in (limits, ids, save, unchanged, restore, stall, peers)}[args.step](args.folder)
 
 
 if __name__ == "__main__":

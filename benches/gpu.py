@@ -15,6 +15,7 @@ from typing import Any
 
 STEPS = {
     "limits": 40,
+    "ids": 60,
     "save": 70,
     "unchanged": 50,
     "restore": 40,

@@ -47,13 +47,13 @@ def graph_of_change(state: State) -> Callable[[], None]:
 
 @pytest.mark.parametrize("how", ["in place", "on another stream", "by a graph"])
 def test_changes_right_after_an_asynchronous_put(cuda: torch.device, store: tsck.Store, how: str) -> None:
-    state = {f"w{number}": random_tensor(cuda, 1 << 20, seed=number) for number in range(32)}
+    state = {f"w{number}": random_tensor(cuda, 1 << 20, seed=number) for number in range(12)}
     state["strided"] = random_tensor(cuda, 1500, 900).t()
     changed: Callable[[], None] = partial(change_on_other_stream if how == "on another stream" else change, state)
     if how == "by a graph":
         changed = graph_of_change(state)
     expected, pending = [], []
-    for step in range(10):
+    for step in range(8):
         expected.append({name: tensor.clone() for name, tensor in state.items()})
         pending.append(store.put_snapshot_async(state, ref=REF, step=step))
         changed()
@@ -78,8 +78,8 @@ def test_changes_between_synchronous_puts(cuda: torch.device, store: tsck.Store)
 
 def test_memory_that_is_freed_and_reused_after_an_asynchronous_put(cuda: torch.device, store: tsck.Store) -> None:
     expected, pending = [], []
-    for step in range(20):
-        state = {f"w{number}": random_tensor(cuda, 1 << 18, seed=step * 20 + number) for number in range(20)}
+    for step in range(12):
+        state = {f"w{number}": random_tensor(cuda, 1 << 18, seed=step * 20 + number) for number in range(8)}
         expected.append(clones(state))
         pending.append(store.put_snapshot_async(state, ref=REF, step=step))
         del state
