@@ -167,6 +167,7 @@ class Store:
                 the step did. ``warn`` with a `SuspiciousSaveWarning`; raise an ``error``; or ``ok``: nothing.
             verify_capture: Tensors must not change while they are captured. At the end, small tensors (up to 4 KiB) are read again and
                 compared, and this share of the bytes of the others, from 0.0 to 1.0, at offsets that change with each save. 0: none.
+                Larger tensors on CUDA devices are compared in full, by ids that the device computes.
             timeout_seconds: With `group`: how long to wait for the other ranks.
 
         Raises:
