@@ -1,6 +1,7 @@
 """The steps of `benches.gpu`, each run in a process of its own; each prints its figures as JSON, one object a line."""
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -62,9 +63,13 @@ def make_state() -> State:
     return {f"layers.{number}.weight": torch.randn(TENSOR_ELEMENTS, device=DEVICE, generator=generator) * 0.02 for number in range(TENSORS)}
 
 
-def change(state: State, share: float = 1.0) -> None:
-    for tensor in list(state.values())[: max(1, round(len(state) * share))]:
-        tensor.add_(1e-3)
+CHANGES: Final = itertools.count(1)
+
+
+def change(state: State, tensors: int = TENSORS) -> None:
+    """Gives some tensors values that no tensor had before."""
+    for tensor in list(state.values())[:tensors]:
+        tensor.add_(next(CHANGES) * 1e-5)
 
 
 @contextmanager
@@ -182,7 +187,7 @@ def unchanged(folder: Path) -> None:
         rate("unchanged, device tensors, asynchronous and wait", lambda: saves.put_async(state).wait())
         saves.put(state, frozen=("layers.*",))
         rate("unchanged, device tensors, frozen", lambda: saves.put(state, frozen=("layers.*",)))
-        rate("one tensor of 64 changed, device tensors", lambda: saves.put(state), lambda: change(state, 0))
+        rate("one tensor of 64 changed, device tensors", lambda: saves.put(state), lambda: change(state, 1))
 
 
 def restore(folder: Path) -> None:

@@ -3,16 +3,17 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from tensorstore_ck.common.batches import batches
-from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledBytes
 from tensorstore_ck.state.byte_sources import CopySource, pieces
-from tensorstore_ck.state.device.kernel import BlockHasher, Ids, hasher_of
+from tensorstore_ck.state.device.kernel import BlockHasher, Ids, Numbers, hasher_of
 from tensorstore_ck.state.device.window_copies import copies_of
 from tensorstore_ck.state.rank_shares import ChainedSource
 
@@ -24,10 +25,21 @@ _ALIGN: Final = 16
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Located(NamedTuple):
-    position: int
-    """Among the ranges."""
+class _Run(NamedTuple):
+    """Blocks of one tensor."""
+
     tensor: torch.Tensor
+    positions: Sequence[int]
+    """Among the ranges."""
+    starts: Numbers
+    sizes: Numbers
+
+
+class _Gathered(NamedTuple):
+    """A block of a tensor that is not dense."""
+
+    tensor: torch.Tensor
+    position: int
     start: int
     stop: int
 
@@ -41,32 +53,31 @@ class DeviceBlocks:
     def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> list[Digest | None]:
         """See `engine.interfaces.DeviceBlocks`."""
         found: list[Digest | None] = [None] * len(ranges)
-        on_devices: dict[torch.device, list[_Located]] = {}
-        for position, (number, start, stop) in enumerate(ranges):
-            located = _locate(sources[number], start, stop)
-            if located is not None and located[0].nbytes >= MIN_SOURCE_BYTES:
-                on_devices.setdefault(located[0].device, []).append(_Located(position, *located))
-        for device, blocks in on_devices.items():
+        on_devices: dict[torch.device, list[_Run]] = {}
+        for number, several in groupby(enumerate(ranges), key=lambda each: each[1].tensor):
+            for run in _runs(sources[number], [(position, block.start, block.stop) for position, block in several]):
+                on_devices.setdefault(run.tensor.device, []).append(run)
+        for device, runs in on_devices.items():
             hasher = self._hasher_of(device)
             if hasher is None:
                 continue
             try:
                 with _on_stream_of(device):
-                    hashed = list(_hash(hasher, blocks))
+                    hashed = list(_hash(hasher, runs))
             except RuntimeError as exc:
                 warnings.warn(f"blocks on {device} are hashed by the host this time: {exc}", stacklevel=2)
                 continue
-            for run, ids in hashed:
-                for each, digest in zip(run, ids, strict=True):
-                    found[each.position] = Digest(digest.tobytes())
+            for positions, ids in hashed:
+                data = ids.tobytes()
+                for number, position in enumerate(positions):
+                    found[position] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
         return found
 
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
-        located = _locate(source, 0, source.size_bytes)
-        if located is None or not _is_dense(located[0]):
+        if not isinstance(source, CopySource) or not isinstance(source.tensor, torch.Tensor) or not _is_dense(source.tensor):
             return False
-        tensor = located[0]
+        tensor = source.tensor
         with _on_stream_of(tensor.device):
             words = tensor.view(-1).view(_WORDS[item_bytes])
             start, size, step = sampled.start // item_bytes, sampled.size_bytes // item_bytes, sampled.step_bytes // item_bytes
@@ -79,35 +90,44 @@ def device_blocks() -> DeviceBlocks | None:
     return DeviceBlocks() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
-def _locate(source: ByteSource, start: int, stop: int) -> tuple[torch.Tensor, int, int] | None:
-    """The tensor that has a range of a source, and where."""
+def _runs(source: ByteSource, blocks: Sequence[tuple[int, int, int]]) -> Iterator[_Run]:
+    """Blocks, given by position, start and stop, of the tensors that a source consists of."""
     if isinstance(source, ChainedSource):
+        at = 0
         for part in source.sources:
-            if start < part.size_bytes:
-                return _locate(part, start, stop) if stop <= part.size_bytes else None
-            start, stop = start - part.size_bytes, stop - part.size_bytes
-        return None
-    if isinstance(source, CopySource) and isinstance(source.tensor, torch.Tensor):
-        return source.tensor, start, stop
-    return None
+            yield from _runs(
+                part, [(number, start - at, stop - at) for number, start, stop in blocks if at <= start < at + part.size_bytes]
+            )
+            at += part.size_bytes
+    elif blocks and isinstance(source, CopySource) and isinstance(source.tensor, torch.Tensor) and source.size_bytes >= MIN_SOURCE_BYTES:
+        positions, starts, stops = zip(*blocks, strict=True)
+        yield _Run(source.tensor, positions, np.array(starts, np.int64), np.array(stops, np.int64) - np.array(starts, np.int64))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _hash(hasher: BlockHasher, blocks: Sequence[_Located]) -> Iterator[tuple[Sequence[_Located], Ids]]:
-    """Blocks of one device, and their ids: of dense tensors all at once, of others a few at a time."""
-    dense = [each for each in blocks if _is_dense(each.tensor)]
+def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[int], Ids]]:
+    """Positions of one device's blocks, and their ids: of dense tensors all at once, of others a few at a time."""
+    dense = [run for run in runs if _is_dense(run.tensor)]
     if dense:
-        addresses = np.array([each.tensor.data_ptr() + each.start for each in dense], np.int64)
-        yield dense, hasher.hash(addresses, np.array([each.stop - each.start for each in dense], np.int64))
-    strided = [each for each in blocks if not _is_dense(each.tensor)]
-    for run in batches(strided, lambda each: each.stop - each.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):
-        yield run, _hash_gathered(hasher, run)
+        addresses = np.concatenate([run.tensor.data_ptr() + run.starts for run in dense])
+        yield (
+            [position for run in dense for position in run.positions],
+            hasher.hash(addresses, np.concatenate([run.sizes for run in dense])),
+        )
+    strided = [
+        _Gathered(run.tensor, position, start, start + size)
+        for run in runs
+        if not _is_dense(run.tensor)
+        for position, start, size in zip(run.positions, run.starts.tolist(), run.sizes.tolist(), strict=True)
+    ]
+    for several in batches(strided, lambda each: each.stop - each.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):
+        yield [each.position for each in several], _hash_gathered(hasher, several)
 
 
-def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Located]) -> Ids:
+def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> Ids:
     sizes = np.array([each.stop - each.start for each in blocks], np.int64)
     starts = np.concatenate(([0], np.cumsum(-(-sizes // _ALIGN) * _ALIGN)))
     memory = torch.empty(int(starts[-1]), dtype=torch.uint8, device=blocks[0].tensor.device)

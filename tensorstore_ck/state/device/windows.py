@@ -55,7 +55,7 @@ class Windows:
 
     def _pop(self) -> Window | None:
         try:
-            return self._free.popleft()
+            return self._free.pop()  # the one that was used last is most likely in a cache
         except IndexError:
             return None
 
