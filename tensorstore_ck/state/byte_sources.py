@@ -146,6 +146,11 @@ class CopyTarget:
     def memory(self) -> None:
         """None: bytes must come through `write`."""
 
+    def lend(self, size_bytes: int) -> memoryview | None:
+        """See `LendingTarget`: a pinned window, for a tensor on a device."""
+        on_device = isinstance(self._tensor, torch.Tensor) and self._tensor.is_cuda
+        return copies_of(self._tensor.device).lend(size_bytes) if on_device else None
+
     def write(self, start: int, data: memoryview) -> None:
         """Copies, converts and moves `data`, which begins and ends with an element."""
         item_bytes = self._item_bytes

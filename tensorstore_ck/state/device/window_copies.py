@@ -51,21 +51,27 @@ class WindowCopies:
     def fetch(self, pieces: Sequence[PieceCopy]) -> memoryview:
         """The bytes of the pieces, one after another; a window, if they fit into one."""
         size_bytes = sum(piece.size_bytes for piece in pieces)
+        found = self.lend(size_bytes)
+        if found is None:
+            found = memoryview(bytearray(size_bytes))
+        if size_bytes:
+            self._fetch_into(pieces, torch.frombuffer(found, dtype=torch.uint8))
+        return found
+
+    def lend(self, size_bytes: int) -> memoryview | None:
+        """A window for data that `fill` then copies; None if there is none, or it would not be worth it."""
         window = self._windows.take() if SMALL_BYTES <= size_bytes <= WINDOW_BYTES else None
-        if window is None:
-            copy = memoryview(bytearray(size_bytes))
-            self._fetch_into(pieces, torch.frombuffer(copy, dtype=torch.uint8) if size_bytes else torch.empty(0, dtype=torch.uint8))
-            return copy
-        self._fetch_into(pieces, torch.from_numpy(window))
-        return view_of(window, size_bytes)
+        return None if window is None else view_of(window, size_bytes)
 
     def fill(self, target: torch.Tensor, data: memoryview, dtype: torch.dtype) -> None:
-        """Copies `data`, elements of `dtype`, to a tensor on the device; it is converted there."""
-        window = self._windows.take() if SMALL_BYTES <= len(data) <= WINDOW_BYTES else None
-        if window is None:
-            window = np.empty(len(data), np.uint8)
-        np.copyto(window[: len(data)], np.frombuffer(data, np.uint8))
-        source = torch.from_numpy(window)[: len(data)].view(dtype).view(target.shape)
+        """Copies `data`, elements of `dtype`, to a tensor on the device; it is converted there. Fastest from a window."""
+        memory = np.frombuffer(data, np.uint8)
+        if not self._windows.contain(memory):
+            lent = self.lend(len(data))
+            copy = np.empty(len(data), np.uint8) if lent is None else np.frombuffer(lent, np.uint8)
+            np.copyto(copy, memory)
+            memory = copy
+        source = torch.from_numpy(memory).view(dtype).view(target.shape)
         with self._in_turn, torch.cuda.stream(self._in):
             target.copy_(source, non_blocking=True)
             _wait_for(self._in.record_event())

@@ -137,6 +137,22 @@ def test_what_is_filled_is_complete_and_converted(streams: Streams, count: int) 
     assert torch.equal(target, values.double())
 
 
+def test_what_is_read_into_a_window_is_filled_from_there(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = WindowCopies(CPU, Windows(Slabs()))
+    monkeypatch.delattr(np, "copyto")
+    lent = copies.lend(SMALL_BYTES)
+    assert lent is not None
+    lent[:] = bytes(range(256)) * (SMALL_BYTES // 256)
+    taken = [copies.lend(SMALL_BYTES) for _ in range(COUNT - 1)]
+    target = torch.zeros(SMALL_BYTES // 4 - 4, dtype=torch.int32)
+    copies.fill(target, lent[8:-8], torch.int32)
+    assert target.view(torch.uint8).numpy().tobytes() == bytes(lent[8:-8])
+    assert None not in taken
+    assert copies.lend(SMALL_BYTES) is None
+    assert copies.lend(SMALL_BYTES - 1) is None
+    assert copies.lend(WINDOW_BYTES + 1) is None
+
+
 def test_copies_follow_work_that_is_queued(streams: Streams) -> None:
     copies = WindowCopies(CPU, Windows(Slabs()))
     copies.follow()
