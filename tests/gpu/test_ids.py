@@ -58,6 +58,15 @@ def test_ids_of_every_shape_of_the_tree(cuda: torch.device, hasher: BlockHasher)
     assert wrong == []
 
 
+def test_a_launch_that_writes_nothing_is_noticed(cuda: torch.device, hasher: BlockHasher, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(MIB, dtype=torch.uint8, device=cuda)
+    addresses, sizes = np.array([memory.data_ptr()], np.int64), np.array([MIB], np.int64)
+    hasher.hash(addresses, sizes)
+    monkeypatch.setattr(hasher, "_merge_groups", lambda **_: None)
+    with pytest.raises(RuntimeError, match="did not write all ids"):
+        hasher.hash(addresses, sizes)
+
+
 def test_roots_are_those_of_the_host(cuda: torch.device, hasher: BlockHasher, store: tsck.Store) -> None:
     state = {name: value for name, value in kinds(cuda).items() if isinstance(value, torch.Tensor) and name not in ("base", "alias")}
     draw = random.Random(2)
