@@ -4,7 +4,8 @@ The streams are not those that the caller computes on, so `follow` orders them a
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -72,27 +73,27 @@ class WindowCopies:
             np.copyto(copy, memory)
             memory = copy
         source = torch.from_numpy(memory).view(dtype).view(target.shape)
-        with self._in_turn, torch.cuda.stream(self._in):
+        with self._in_turn, _complete(self._in):
             target.copy_(source, non_blocking=True)
-            _wait_for(self._in.record_event())
 
     def _fetch_into(self, pieces: Sequence[PieceCopy], memory: torch.Tensor) -> None:
         at = 0
-        with self._out_turn, torch.cuda.stream(self._out):
+        with self._out_turn, _complete(self._out):
             for elements, size_bytes in pieces:
                 # A lazy conjugate or negative would be resolved on the CPU, or lost, in a copy from a device.
                 elements = elements.resolve_conj().resolve_neg()
                 memory[at : at + size_bytes].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=True)
                 at += size_bytes
-            _wait_for(self._out.record_event())
 
 
-def _wait_for(event: torch.cuda.Event) -> None:
-    try:
-        event.synchronize()
-    except BaseException:
-        event.synchronize()  # the window will be reused, so no copy may still use it
-        raise
+@contextmanager
+def _complete(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Queues work on a stream, and waits for it, also after an error: the window will be reused, so no copy may still use it."""
+    with torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            stream.synchronize()
 
 
 @cache

@@ -162,19 +162,19 @@ def test_copies_follow_work_that_is_queued(streams: Streams) -> None:
     assert streams.log == ["follows"] * 2
 
 
-def test_an_interrupted_wait_still_waits(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that comes back while a device still writes to it would get wrong bytes later."""
-    wait, waits = Streams.synchronize, []
+def test_an_interrupted_copy_is_waited_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that came back while a device still writes to it would get wrong bytes later."""
+    copy = torch.Tensor.copy_
 
-    def interrupted(self: Streams) -> None:
-        waits.append(1)
-        if len(waits) == 1:
+    def interrupted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if streams.queued:
             raise KeyboardInterrupt
-        wait(self)
+        return copy(target, source, non_blocking)
 
-    monkeypatch.setattr(Streams, "synchronize", interrupted)
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+    source = torch.ones(SMALL_BYTES, dtype=torch.uint8)
     with pytest.raises(KeyboardInterrupt):
-        WindowCopies(CPU, Windows(Slabs())).fetch([PieceCopy(torch.ones(SMALL_BYTES, dtype=torch.uint8), SMALL_BYTES)])
+        WindowCopies(CPU, Windows(Slabs())).fetch([PieceCopy(source, SMALL_BYTES)] * 2)
     assert streams.queued == []
 
 
