@@ -35,6 +35,12 @@ class FaultyTable(MemoryTable):
         super().__init__()
         self._faults = faults
 
+    def view(self, prefix: bytes) -> "FaultyTable":
+        self._faults.call(is_batch=False)
+        view = FaultyTable(self._faults)
+        self.share_rows(view)
+        return view
+
     def get(self, key: bytes) -> bytes | None:
         self._faults.call(is_batch=False)
         return super().get(key)

@@ -244,7 +244,7 @@ def test_an_environment_that_failed_is_not_used_again(tmp_path: Path, monkeypatc
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(environment_module, "_get", broken)
+        patched.setattr(environment_module, "get_row", broken)
         with pytest.raises(TableDamagedError):
             table.get(b"k000000")
     with pytest.raises(TableDamagedError):
