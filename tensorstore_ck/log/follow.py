@@ -142,9 +142,7 @@ class Follower:
         head, met = self._fold_all(apart, start, behind, known)
         return head, apart, met
 
-    def _fold_all(
-        self, table: Table, head: Head, behind: Iterator[list[Entry]], known: Head | None
-    ) -> tuple[Head, dict[int, Digest]]:
+    def _fold_all(self, table: Table, head: Head, behind: Iterator[list[Entry]], known: Head | None) -> tuple[Head, dict[int, Digest]]:
         """Folds what is behind the table's head; returns the new head, and the hashes of both heads and of entry `known`, if it is met."""
         met = {head.n: head.hash}
         for entries in behind:
