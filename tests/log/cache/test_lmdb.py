@@ -1,5 +1,6 @@
 """The table on disk: sharing, growth, forks and damage."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -169,13 +170,14 @@ def test_a_view_in_a_forked_child_is_an_error_and_stays_the_parents(tmp_path: Pa
             view.get(b"k000000")
         except TableDamagedError:
             del view
+            gc.collect()
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    for _ in range(5):  # which would use the pages of the view again, if its slot were free
-        with table.batch() as batch:
-            batch.clear(b"k")
-        fill(table, 50, b"m")
+    with table.batch() as batch:
+        batch.clear(b"k")
+    for number in range(5):  # which would use the pages of the view again, if its slot were free
+        fill(table, 100, b"m%d" % number)
     assert len(list(view.scan(b"k"))) == 100
     table.close()
 
