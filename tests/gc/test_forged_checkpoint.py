@@ -8,11 +8,12 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BrokenLogError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.gc import plan
-from tensorstore_ck.gc.listing import list_objects
-from tensorstore_ck.log import Entry, Op, RefTable, fold
+from tensorstore_ck.gc.listing import ListedObject, list_objects
+from tensorstore_ck.log import Entry, ObjectKey, Op, RefTable, fold
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import checkpoint_name, decode_checkpoint, dump, load
 from tensorstore_ck.log.follow import empty
@@ -58,7 +59,12 @@ def test_gc_frees_nothing_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             call(store)
     assert sorted((tmp_path / "ck" / "packs").rglob("*")) == packs
     with open_on(tmp_path / "warm") as store, monkeypatch.context() as patched:
-        patched.setattr(plan, "list_objects", lambda backend: (fill_again(store), list_objects(backend))[1])
+
+        def list_later(backend: Backend) -> dict[ObjectKey, ListedObject]:
+            fill_again(store)
+            return list_objects(backend)
+
+        patched.setattr(plan, "list_objects", list_later)
         with pytest.raises(BrokenLogError, match="does not match the log"):  # its cache was compared with the log before
             store.gc(AT_ONCE)
     assert sorted((tmp_path / "ck" / "packs").rglob("*")) == packs
