@@ -16,7 +16,7 @@ from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
-from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
+from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.follow import EmptiedError, Follower
@@ -122,7 +122,7 @@ class Log:
                 return view
             self.sync()
         with self._lock:
-            self.table.use_memory()
+            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
             self._sync()
             return self._take_view()
 
@@ -141,7 +141,7 @@ class Log:
                         return self._sync()
                     except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                         self._follower.fill(self.table)
-            self.table.use_memory()
+            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
             return self._sync()
 
     def newest_view(self) -> RefTable:
@@ -225,7 +225,11 @@ class Log:
         return None
 
     def _take_view(self) -> RefTable:
-        return RefTable(HeadView(self.table.view(PREFIX), self._follower.fold_until))
+        return RefTable(HeadView(self.table.view(PREFIX), self._fold_until))
+
+    def _fold_until(self, head: Head | None, cause: TableError) -> Reader:
+        self.table.leave_disk(cause)
+        return self._follower.fold_until(head)
 
     @property
     def _genesis(self) -> Head:

@@ -100,9 +100,9 @@ class FailoverTable(FailoverReader):
             self._leave(table, exc)
             raise
 
-    def use_memory(self) -> None:
-        """Stops using the disk permanently: its contents are invalid."""
-        self._leave(self._disk, TableError("its contents are invalid", object_id="cache"))
+    def leave_disk(self, cause: TableError) -> None:
+        """Uses memory from now on: a view of the table failed, or its contents are invalid."""
+        self._leave(self._disk, cause)
 
     def return_to_disk(self) -> None:
         """Returns to the table on disk if its lock was held before and is free now. Never waits for it."""
