@@ -56,7 +56,6 @@ from tensorstore_ck.maintenance.fsck.repairable import (
 )
 from tensorstore_ck.maintenance.fsck.unfinished_uploads import stale_uploads
 
-CONFIRM_ROUNDS: Final = 5
 _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
 
 
@@ -231,9 +230,7 @@ class Fsck:
         if unread := self.packs.unread(met):  # damage in a layout: reading the whole pack tells which of its blocks are damaged
             self._data.read_also(unread)
             suspects = self._check_all(infos.values())
-        for _ in range(CONFIRM_ROUNDS):
-            if not suspects or not self.log.follow(self.engine.log.chain):
-                break
+        while suspects and self.log.follow(self.engine.log.chain):
             before = {(ulid, damage.object) for ulid, found in suspects.items() for damage in found.damages}
             suspects = self._check_all(infos[ulid] for ulid in suspects if self.log.view.is_live(ulid))
             if all((ulid, damage.object) in before for ulid, found in suspects.items() for damage in found.damages):

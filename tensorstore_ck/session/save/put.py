@@ -18,7 +18,7 @@ from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.gc.plan import plan_gc
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.group.rank_put import RankStates
 from tensorstore_ck.session.ref_fence import PutOptions
 from tensorstore_ck.session.save.context import SaveContext
@@ -82,10 +82,14 @@ class SinglePut:
             QuotaExceededError: the quota of the ref is used up.
         """
         assert self._options is not None
-        engine, fence, view = self._context.engine, self._context.fence, self._context.engine.log.view()
-        fence.check_step(engine, view, self._options)
-        check_expected(engine, view, self.ref, fence.expected(view, self.ref, self._options.expect))
-        check_quotas(view, self.ref)
+        engine, fence, options = self._context.engine, self._context.fence, self._options
+
+        def check(view: RefTable) -> None:
+            fence.check_step(engine, view, options)
+            check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
+            check_quotas(view, self.ref)
+
+        engine.log.look(check)
 
     def decide(self, admit: Callable[[], Admission]) -> Admission:
         """This process decides."""
