@@ -14,6 +14,8 @@ from tensorstore_ck.engine.read.block_reader import deliver
 from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.format.sealed import pack_body, unpack_body
 from tensorstore_ck.state import capture, restore
+from tensorstore_ck.state.memory_order import order_of
+from tensorstore_ck.state.plain_memory import is_plain
 
 
 class FakeContent:
@@ -80,16 +82,18 @@ def bits(found: Any) -> bytes:
 
 
 def assert_same(a: Any, b: Any, path: str = "state") -> None:
-    """Same types, same order, same bits; strides and object identity aside."""
+    """Same types, same order, same bits, same memory order; object identity aside."""
     assert type(a) is type(b), (path, type(a), type(b))
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype, path
         assert a.shape == b.shape, path
         assert a.requires_grad == b.requires_grad, path
+        assert not is_plain(a) or order_of(a) == order_of(b), path
         assert bits(a) == bits(b), path
     elif isinstance(a, np.ndarray):
         assert a.dtype == b.dtype, path
         assert a.dtype.str == b.dtype.str, path
+        assert order_of(a) == order_of(b), path
         assert a.shape == b.shape, path
         assert bits(a) == bits(b), path
     elif isinstance(a, dict):
