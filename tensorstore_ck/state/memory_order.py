@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tensorstore_ck.format.layout import TensorSpec
-from tensorstore_ck.state.byte_sources import Array
+from tensorstore_ck.state.byte_sources import Array, bits_of, new_tensor, strided
 
 
 def order_of(found: torch.Tensor | Array) -> tuple[int, ...]:
@@ -37,12 +37,14 @@ def in_order(found: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor: ...
 @overload
 def in_order(found: Array, order: tuple[int, ...]) -> Array: ...
 def in_order(found: torch.Tensor | Array, order: tuple[int, ...]) -> torch.Tensor | Array:
-    """`found`, or a copy of it that lies in memory in this order."""
-    order = order or tuple(range(found.ndim))
-    back = np.argsort(order).tolist()
+    """A copy of `found` that lies in memory in this order."""
+    shape = tuple(found.shape)
     if isinstance(found, torch.Tensor):
-        return found.permute(order).contiguous().permute(back)
-    return np.ascontiguousarray(found.transpose(order)).transpose(back)
+        plain = new_tensor(shape, found.dtype, found.device)
+        copy = strided(plain, found.dtype, shape, _strides(shape, order), 0)
+        bits_of(copy).copy_(bits_of(found))
+        return copy
+    return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order))
 
 
 def in_order_of(model: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

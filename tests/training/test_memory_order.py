@@ -22,7 +22,8 @@ class Model(torch.nn.Module):
     def __init__(self, memory_format: torch.memory_format) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Tanh(), torch.nn.Conv2d(8, 4, 1)).to(memory_format=memory_format)
+        self.body = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Tanh(), torch.nn.Conv2d(8, 4, 1))
+        self.body.to(memory_format=memory_format)  # type: ignore[call-overload]
         self.head = torch.nn.Parameter(torch.randn(6, 4).t())
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ class Job:
 
     def backward(self, step: int, part: int) -> torch.Tensor:
         batch = torch.randn(2, 3, 7, 7, generator=torch.Generator().manual_seed(2 * step + part)).to(memory_format=self.memory_format)
-        loss = self.model(batch).square().mean()
+        loss: torch.Tensor = self.model(batch).square().mean()
         loss.backward()
         return loss
 
