@@ -42,7 +42,7 @@ class Job:
     def backward(self, step: int, part: int) -> torch.Tensor:
         batch = torch.randn(2, 3, 7, 7, generator=torch.Generator().manual_seed(2 * step + part)).to(memory_format=self.memory_format)
         loss: torch.Tensor = self.model(batch).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     def run(self, first: int, last: int) -> None:
