@@ -53,8 +53,8 @@ class ByteRouter:
         size = spec.size_bytes
         if size and spec.order:
             strides = contiguous_strides(spec.shape)
-            in_memory = [tuple(values[dim] for dim in spec.order) for values in (spec.shape, strides)]
-            self._strided[number].append((LeafForm(dtype_of(spec.dtype, spec.item_bytes), *in_memory, 0), file, offset))
+            shape, steps = (tuple(values[dim] for dim in spec.order) for values in (spec.shape, strides))
+            self._strided[number].append((LeafForm(dtype_of(spec.dtype, spec.item_bytes), shape, steps, 0), file, offset))
         elif size:
             self._ranges[number].append(FileRange(0, size, file, offset))
 
