@@ -1,7 +1,7 @@
 """Verifies ranges of a pack, part or record by the hashes inside it, while they are copied.
 
-These hashes cover every byte of an object (`format.pack`, `format.sealed`). A range is verified together with the rest of the blocks that it cuts,
-which is read for that. So each range is verified on its own: in any order, by any thread or process, before it is sent.
+These hashes cover every byte of an object (`format.pack`, `format.sealed`). A range is verified together with the rest of the blocks that
+it cuts, which is read for that. So each range is verified on its own: in any order, by any thread or process, before it is sent.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,8 @@ class _SealedVerifier:
 
     def __call__(self, offset: int, data: memoryview) -> None:
         whole = memoryview(_whole(self._read, range(self._size_bytes), offset, data))
-        if whole[:HEADER_BYTES] != MAGIC + KINDS[self._kind] or seal_of(self._kind, whole[:-DIGEST_BYTES]) != whole[-DIGEST_BYTES:]:
+        magic, seal = bytes(whole[:HEADER_BYTES]), bytes(whole[-DIGEST_BYTES:])
+        if magic != MAGIC + KINDS[self._kind] or seal_of(self._kind, whole[:-DIGEST_BYTES]) != seal:
             raise _damaged(self._name, 0, self._size_bytes)
 
 

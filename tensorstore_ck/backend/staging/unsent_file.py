@@ -76,7 +76,9 @@ class UnsentFile:
             self._verifier()(offset, target)
         except CorruptObjectError as exc:
             raise StagedDamageError(
-                f"the staging disk damaged {self.name} in {self._folder} after it was written: {exc}", object_id=self.name
+                f"the staging disk damaged {self.name} in {self._folder} after it was written ({exc}), and there is no other copy: save "
+                "again, and check that disk",
+                object_id=self.name,
             ) from exc
 
     def close(self) -> None:

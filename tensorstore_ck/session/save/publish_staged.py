@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
+from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import (
     ConflictError,
@@ -139,6 +140,9 @@ class PublishStaged:
             if status.dropped != "abandoned":
                 self._give_up(status)
             raise
+        except StagedDamageError as exc:
+            self._give_up(status)
+            raise StagedDamageError(f"the save of {status} is lost: {exc}", object_id=exc.object_id) from exc
         except _FINAL:
             self._give_up(status)
             raise
