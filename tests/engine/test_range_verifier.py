@@ -35,8 +35,8 @@ def pack() -> bytes:
     random = np.random.default_rng(0)
     for number in range(4):
         raw = random.bytes(50 * (number + 1))
-        encoded = Encoded(Codec.ZSTD, (raw[:40],)) if number % 2 else Encoded(Codec.RAW, (raw,))
-        writer.add([raw], lambda _, encoded=encoded: BlockEncoding(encoded))
+        encoding = BlockEncoding(Encoded(Codec.ZSTD, (raw[:40],)) if number % 2 else Encoded(Codec.RAW, (raw,)))
+        writer.add([raw], {0: encoding}.__getitem__)
     writer.close()
     return bytes(made)
 

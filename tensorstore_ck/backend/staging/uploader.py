@@ -51,6 +51,8 @@ class Uploader:
         self._limit = limit
         self._sleep = sleep
         self._jitter = jitter
+        self._damaged: dict[str, StagedDamageError] = {}
+        """Objects that cannot be sent from here: another process may have sent its copy, which must not be taken for a leftover."""
 
     def upload(
         self,
@@ -82,29 +84,20 @@ class Uploader:
             reported_bytes += count
             on_bytes(count)
 
+        for name in left:
+            if name in self._damaged:
+                self._replace_damaged(self._damaged[name], stop, on_retry)
         while left:
             policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
             try:
                 left = UploadPass(self._folder, self._store, policy, self._limit, report).run(left, self._threads)
             except StagedDamageError as exc:
-                if not self._is_sound_in_store(exc.object_id, RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)):
-                    raise
-                self.drop([exc.object_id])
+                self._replace_damaged(exc, stop, on_retry)
                 report(-reported_bytes)
                 continue
             if left:
                 policy.pause(policy.delay(attempt))
                 attempt += 1
-
-    def _is_sound_in_store(self, name: str, policy: RetryPolicy) -> bool:
-        """Whether an earlier process, or one with another copy, uploaded the object: its name is unique, and its bytes are verified."""
-        read = partial(self._store.read_into, name)
-        try:
-            size_bytes = policy.call(lambda: self._store.size(name))
-            policy.call(lambda: verify_all(self._folder.open_verifier(name, size_bytes, read), size_bytes, read))
-        except DamageError:
-            return False
-        return True
 
     def drop(self, names: Iterable[str]) -> None:
         """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
@@ -120,3 +113,20 @@ class Uploader:
                     pass
             self._folder.unsent.delete([name])
             self._folder.journal.delete([name])
+            self._damaged.pop(name, None)
+
+    def _replace_damaged(self, error: StagedDamageError, stop: Callable[[], object], on_retry: OnRetry) -> None:
+        """Drops a damaged object that the store has, whole: uploaded by an earlier process, or by one with another copy.
+
+        Raises:
+            StagedDamageError: `error`; the store does not have it.
+        """
+        name, policy = error.object_id, RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        self._damaged[name] = error
+        read = partial(self._store.read_into, name)
+        try:
+            size_bytes = policy.call(lambda: self._store.size(name))
+            policy.call(lambda: verify_all(self._folder.open_verifier(name, size_bytes, read), size_bytes, read))
+        except DamageError:
+            raise error from None
+        self.drop([name])

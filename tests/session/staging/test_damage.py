@@ -141,7 +141,8 @@ def test_uploaded_and_then_damaged(server: PieceStore, path: Path, connection: S
 
 def test_a_save_that_is_waited_for_is_staged_again(server: PieceStore, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state is still there."""
-    upload, damaged = Uploader.upload, []
+    upload = Uploader.upload
+    damaged: list[Path] = []
 
     def damage_and_upload(self: Uploader, names: Iterable[str], **options: Any) -> None:
         if not damaged:
