@@ -16,6 +16,7 @@ from tensorstore_ck.backend.resumable_upload import resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError, verify_all
 from tensorstore_ck.backend.staging.upload_pass import UploadPass
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.retry import JITTER, OnRetry, RetryPolicy
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidOptionError, StoreError
@@ -98,6 +99,11 @@ class Uploader:
             if left:
                 policy.pause(policy.delay(attempt))
                 attempt += 1
+
+    def replace(self, name: str, data: Buffer) -> None:
+        """Writes an unsent object again, which the disk damaged."""
+        self._folder.unsent.replace(name, data)
+        self._damaged.pop(name, None)
 
     def drop(self, names: Iterable[str]) -> None:
         """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
