@@ -58,7 +58,7 @@ how_damaged = pytest.mark.parametrize("how", [damage, cut])
 @how_damaged
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_the_upload(server: PieceStore, path: Path, connection: Server, kind: str, how: Callable[[Path], None]) -> None:
-    """The save is lost by name, and so is the next one if it relies on the damaged pack; others are published. A manifest has the record."""
+    """The save is lost by name, and so is the next one if it relies on the damaged pack; others are published."""
     connection.refuse(*UPLOADS)
     with process(server, path, store_faults=connection) as job:
         first = job.stage(0)
