@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
@@ -54,6 +55,8 @@ class SinglePut:
         self._options: PutOptions | None = None
         self._states: RankStates | None = None
         self._staged: PublishStaged | None = None
+        self._is_copied = False
+        """Whether the state is in memory that is reused once it is staged."""
 
     def prepare(self) -> None:
         """Takes the state apart.
@@ -109,6 +112,7 @@ class SinglePut:
         for each in self._captured():
             copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
             start += slot_bytes(each, each.frozen)
+        self._is_copied = True
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
     def run(self, status: PutStatus) -> SnapshotInfo | None:
@@ -127,9 +131,17 @@ class SinglePut:
         """There are no other hosts."""
 
     def publish(self, status: PutStatus) -> SnapshotInfo:
-        """Uploads the staged objects and publishes the snapshot."""
+        """Uploads the staged objects and publishes the snapshot; stages a state that is still there again if the disk damaged them."""
+        tier = self._context.engine.tier
+        assert tier is not None
         assert self._staged is not None
-        return self._staged.publish(status)
+        try:
+            return self._staged.publish(status)
+        except StagedDamageError:
+            if self._is_copied:
+                raise
+            _, self._staged = self._stage(tier, status)
+            return self._staged.publish(status)
 
     # --- what ranks do differently -----------------------------------------------------------------------------------
 
