@@ -14,11 +14,12 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.range_verifier import read_pack_ends
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
-from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
+from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.live_set import LiveSet
@@ -92,14 +93,7 @@ def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
         DamageError: missing or damaged.
     """
     name = pack_name(pack)
-    if size_bytes < HEADER.size + TRAILER.size:
-        raise CorruptObjectError(f"{name} is truncated", object_id=name)
-    header, trailer = bytearray(HEADER.size), bytearray(TRAILER.size)
-    backend.read_into(name, 0, memoryview(header))
-    backend.read_into(name, size_bytes - TRAILER.size, memoryview(trailer))
-    footer = bytearray(footer_bytes(memoryview(trailer), size_bytes, name))
-    backend.read_into(name, size_bytes - len(footer), memoryview(footer))
-    return decode_footer(memoryview(header), bytes(footer), size_bytes, name)
+    return read_pack_ends(partial(backend.read_into, name), size_bytes, name).decoded
 
 
 def compact(

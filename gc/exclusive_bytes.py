@@ -7,15 +7,15 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.gc.byte_sums import distinct_blocks
 from tensorstore_ck.gc.mark import PackArray, read_parts
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class ExclusiveBytes:
     """Called for one snapshot after the other: what each adds to those before it. One part at a time is in memory."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, view: RefTable) -> None:
         self._engine = engine
-        self._view = engine.log.view()
+        self._view = view
         self._seen = PackArray(np.bool_)
         self._counted: set[Ulid] = set()
 

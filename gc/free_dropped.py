@@ -14,10 +14,11 @@ import numpy as np
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
-from tensorstore_ck.gc.live_set import LiveSet, at_newest, require_total_order
+from tensorstore_ck.gc.live_set import LiveSet, require_total_order
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.repack import repack_packs
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
@@ -62,7 +63,7 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
         raise changed_log(engine.backend.url)
     engine.placed.require_owner()
     _end_undo_windows(engine, ref)
-    dropped = at_newest(engine, partial(_look, engine, ref))
+    dropped = at_newest(engine.log, partial(_look, engine, ref))
     if dropped is None:
         return FreedSnapshots(0, 0, 0)
     condemn(engine, dropped.live, [key for key in dropped.closure.objects() if not dropped.live.needs(key)])

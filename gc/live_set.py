@@ -6,7 +6,6 @@ so some objects are freed by the next run only.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
@@ -17,22 +16,6 @@ from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.roots import release_commands, roots
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
-
-TRIES: Final = 3
-
-T = TypeVar("T")
-
-
-def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
-    """Calls `look` with the newest entry's number and view, and again if others freed what it reads."""
-    for attempt in range(TRIES):
-        anchor = engine.log.sync().n  # before any row is read: rows are of this entry or later
-        try:
-            return look(anchor, engine.log.view())
-        except DamageError:
-            if attempt + 1 == TRIES or engine.log.sync().n == anchor:
-                raise
-    raise AssertionError
 
 
 def require_total_order(engine: Engine, what: str) -> None:
@@ -149,8 +132,6 @@ class LiveSet(RootNeeds):
             if info is not None:
                 self._add_snapshot(view, info)
         except DamageError as exc:
-            if not view.is_live(ulid):
-                return  # released meanwhile
             labels = roots(view).get(ulid, [])
             assert info is not None
             raise UnreadableError(

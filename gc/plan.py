@@ -13,13 +13,14 @@ import numpy as np
 from tensorstore_ck.common.ids import ZERO_DIGEST
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
-from tensorstore_ck.gc.live_set import LiveSet, RootNeeds, at_newest
+from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, gc_command, ignore_progress, iso_time, unpin_command
@@ -104,7 +105,7 @@ class Planner:
         """
         self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
-        at_newest(self._engine, self._mark)
+        at_newest(self._engine.log, self._mark)
         return self._plan()
 
     def ending(self, view: RefTable) -> list[Op]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from tensorstore_ck.common.units import human_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.format.codec import Mode, check_recode_mode
 from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
-from tensorstore_ck.gc.live_set import LiveSet, at_newest, require_total_order
+from tensorstore_ck.gc.live_set import LiveSet, require_total_order
 from tensorstore_ck.gc.repack import plan_repack, repack_packs, scan_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
@@ -97,7 +98,7 @@ def run_recode(
         here = needed - {ObjectKey("pack", pack) for pack in view.locations()}
         return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
 
-    chosen, candidates = at_newest(engine, look)
+    chosen, candidates = at_newest(engine.log, look)
     found = scan_packs(engine, live, candidates, progress)
     plan = plan_repack(engine, found, mode, progress)
     rewritten, after, notes = plan.packs, plan.after_bytes, found.notes

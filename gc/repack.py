@@ -14,12 +14,13 @@ from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes, read_blocks, read_footer
 from tensorstore_ck.gc.listing import ListedObject
-from tensorstore_ck.gc.live_set import LiveSet, at_newest
+from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.gc.report import Progress, ProgressSum
 from tensorstore_ck.gc.runs import span_bytes
 from tensorstore_ck.log import ObjectKey, RefTable
@@ -118,7 +119,7 @@ def repack_packs(
     if url is not None:
         engine.placed.claim_new(url)
     for batch in batches(packs, live_bytes, BATCH_BYTES):
-        anchor, left = at_newest(engine, partial(_still_needed, live, batch))
+        anchor, left = at_newest(engine.log, partial(_still_needed, live, batch))
         compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), url)
         moved = commit_relocations(engine, compacted.moves, live, anchor)
         done.packs.extend(pack for pack in left if pack.pack in moved)

@@ -14,10 +14,11 @@ from tensorstore_ck.backend.cold.locations import store_location
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import SparsePack, live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
-from tensorstore_ck.gc.live_set import LiveSet, at_newest, require_total_order
+from tensorstore_ck.gc.live_set import LiveSet, require_total_order
 from tensorstore_ck.gc.repack import RepackScan, plan_repack, repack_packs, scan_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
@@ -95,7 +96,7 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
         engine.placed.require_owner()
     listed = list_objects(engine.backend)
     live = LiveSet(engine, part_sizes(listed), lambda done, total: progress("marking snapshots", done, total))
-    plan = at_newest(engine, lambda _, view: _plan(engine, live, listed, view))
+    plan = at_newest(engine.log, lambda _, view: _plan(engine, live, listed, view))
     locations = engine.placed.locations()
     moving = {key for key, (url, _) in plan.targets.items() if url != locations.get(key.ulid)}
     judged = _incompressible(engine.table)

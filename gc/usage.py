@@ -17,6 +17,7 @@ from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.format.codec import codec_name
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
@@ -28,7 +29,7 @@ from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.gc.report import Freeable, Progress, ProgressSum, ignore_progress
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import FOLDERS, ObjectKey
+from tensorstore_ck.log import FOLDERS, ObjectKey, RefTable
 
 _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
@@ -176,14 +177,14 @@ def measure_usage(engine: Engine, *, per_snapshot: bool = False, progress: Progr
     Raises:
         DamageError: a record or part cannot be read; see `tsck fsck`.
     """
-    return _Measurement(engine, per_snapshot=per_snapshot, progress=progress).run()
+    return at_newest(engine.log, lambda _, view: _Measurement(engine, view, per_snapshot=per_snapshot, progress=progress).run())
 
 
 class _Measurement:
-    def __init__(self, engine: Engine, *, per_snapshot: bool, progress: Progress) -> None:
+    def __init__(self, engine: Engine, view: RefTable, *, per_snapshot: bool, progress: Progress) -> None:
         self._engine = engine
         self._progress = progress
-        self._view = engine.log.newest_view()
+        self._view = view
         self._held = roots(self._view)
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
         self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}

@@ -15,15 +15,14 @@ from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.query import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import jobs, metrics, quotas, snapshots, stores
-from tensorstore_ck.catalog.sync import CacheMovedError, SyncBatch, sync_batch
+from tensorstore_ck.catalog.sync import SyncBatch, sync_batch
 from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.common.ids import Clock
-from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.store import ReadOnlyStore, open_store
 
 BATCH_ENTRIES: Final = 2000
-_TRIES: Final = 4
 
 Progress = Callable[[int, int], None]
 """Called with the number of entries read so far, and of all."""
@@ -144,18 +143,9 @@ class Catalog:
                 return SyncReport(store.engine.config.uuid, store.url, entries, found, batch.head_n, reason)
 
     def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
-        for _ in range(_TRIES):
-            try:
-                with self._database.writing() as connection:
-                    options = {"size": self._batch_entries, "now_ns": self._clock()}
-                    return sync_batch(connection, store.engine, store.url, **options, from_start=from_start)
-            except CacheMovedError:
-                continue
-        raise BackendUnavailableError(
-            f"another process on this host, maybe of another version, keeps emptying the cache of {store.url}: "
-            "give this process its own cache (cache_dir, TSCK_CACHE_DIR)",
-            object_id=store.url,
-        )
+        with self._database.writing() as connection:
+            options = {"size": self._batch_entries, "now_ns": self._clock()}
+            return sync_batch(connection, store.engine, store.url, **options, from_start=from_start)
 
     # --- ask ----------------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,6 @@ REPLACED: Final = "the store's log is not the one that was read before: the stor
 REBUILT: Final = "as requested"
 
 
-class CacheMovedError(Exception):
-    """Another process on this host emptied the cache of the fold while it was read."""
-
-
 class SyncBatch(NamedTuple):
     """The result of one transaction."""
 
@@ -36,31 +32,30 @@ def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, n
     """Writes up to `size` entries, and the position in the log.
 
     Raises:
-        CacheMovedError: try again in another transaction.
         BrokenLogError: the log is damaged.
     """
     uuid, log = engine.config.uuid, engine.log
     at = _lock_store(connection, uuid)
-    head = log.sync()
-    reason = ""
+    view = log.newest_view()
+    head = view.head()
+    newest_n, reason = head.n if head is not None else 0, ""
     if at.head_n:
         before = log.chain.read(at.head_n)
         if from_start or at.log != engine.config.log or before is None or before.hash.hex() != at.head_hash:
             reason = REBUILT if from_start else REPLACED
             delete_rows(connection, at.store_id)
             at = at._replace(head_n=0, head_hash=log.chain.genesis.hex())
-    view, last_n, last_hash = log.view(), at.head_n, at.head_hash
+    last_n, last_hash = at.head_n, at.head_hash
     events = EntryEvents(at.store_id, lambda n, txn: _is_outcome(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
     first_hash = Digest(bytes.fromhex(at.head_hash)) if at.head_n else log.chain.genesis
-    batches = log.chain.entries(at.head_n, first_hash, at_least=head.n)
-    for entry in islice((entry for batch in batches for entry in batch), min(size, max(0, head.n - at.head_n))):
+    batches = log.chain.entries(at.head_n, first_hash, at_least=newest_n)
+    for entry in islice((entry for batch in batches for entry in batch), min(size, max(0, newest_n - at.head_n))):
         events.add(entry)
         last_n, last_hash = entry.n, entry.hash.hex()
     count = RowWriter(connection, at.store_id).write(events, view)
-    _require_folded(view, head.n)
     values = {"url": url, "log": engine.config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
     connection.execute(update(stores).where(stores.c.store_id == at.store_id).values(values))
-    return SyncBatch(last_n - at.head_n, count, last_n, reason, last_n >= head.n)
+    return SyncBatch(last_n - at.head_n, count, last_n, reason, last_n >= newest_n)
 
 
 class _Position(NamedTuple):
@@ -87,12 +82,4 @@ def _lock_store(connection: Connection, uuid: str) -> _Position:
 
 def _is_outcome(view: RefTable, n: int, txn: bytes) -> bool:
     outcome = view.outcome(Ulid(txn))
-    if outcome is None:
-        raise CacheMovedError  # the fold had its entry
-    return outcome.put and outcome.n == n
-
-
-def _require_folded(view: RefTable, n: int) -> None:
-    head = view.head()
-    if (head.n if head is not None else 0) < n:
-        raise CacheMovedError
+    return outcome is not None and outcome.put and outcome.n == n

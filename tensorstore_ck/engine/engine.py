@@ -21,8 +21,9 @@ from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.object_ids import ObjectIds
-from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, UnsafeBackendError
 from tensorstore_ck.events import Observers, logged_observers
 from tensorstore_ck.format.codec import CodecPolicy
 from tensorstore_ck.format.part import Part, decode_part, part_name
@@ -105,9 +106,18 @@ class Engine:
             self.put_ids.published()
 
     def read_record(self, info: SnapshotInfo) -> Record:
-        """The record of a snapshot, checked against the root in the log."""
+        """The record of a snapshot, checked against the root in the log.
+
+        Raises:
+            DamageError: it is damaged, or missing though the snapshot is held.
+            SnapshotExpiredError: nothing holds the snapshot any more.
+        """
         name = record_name(info.ulid)
-        record = self._read(name, decode_record)
+        try:
+            record = self._read(name, decode_record)
+        except DamageError as exc:
+            raise_if_expired(self.log, info, exc)
+            raise
         if record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the snapshot that the log names", object_id=name)
         return record

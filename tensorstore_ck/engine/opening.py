@@ -23,6 +23,7 @@ from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.object_ids import ObjectIds
+from tensorstore_ck.engine.range_verifier import open_verifier
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     BackendUnavailableError,
@@ -84,7 +85,7 @@ def open_engine(
         if not read_only:
             require_free_space(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
-        folder = options.open(config.uuid) if options is not None else None
+        folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)

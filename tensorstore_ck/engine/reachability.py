@@ -221,28 +221,3 @@ def rescue_if_expired(engine: Engine, view: RefTable, info: SnapshotInfo) -> lis
         return rescue(view, snapshot_closure(engine, view, info), expired_at, what)
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"{what} was forgotten, and gc freed {exc.object_id}", object_id=info.root.hex()) from exc
-
-
-def raise_if_expired(engine: Engine, info: SnapshotInfo, trouble: Exception) -> RefTable:
-    """The newest view, if the snapshot is still held: then missing objects were relocated, or are damaged.
-
-    Raises:
-        SnapshotExpiredError: nothing holds the snapshot any more.
-    """
-    engine.log.sync()
-    view = engine.log.view()
-    if view.staged(info.ulid) is not None:
-        if not isinstance(trouble, MissingObjectError):
-            return view
-        raise MissingObjectError(
-            f"snapshot {info.root.hex()[:16]} (step {info.step}) is staged, and not completely on this host: {trouble}. Restore on "
-            "the hosts that staged it, or wait until it is published",
-            object_id=info.root.hex(),
-        ) from trouble
-    if not view.is_live(info.ulid):
-        raise SnapshotExpiredError(
-            f"snapshot {info.root.hex()[:16]} (step {info.step}) was forgotten, "
-            "and gc freed some of it while it was read: use another snapshot",
-            object_id=info.root.hex(),
-        ) from trouble
-    return view

@@ -65,6 +65,18 @@ class TensorSpec(NamedTuple):
     """A torch dtype's name without ``torch.``, or ``np:`` and a numpy dtype string."""
     item_bytes: int
     shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    """Its dims in memory, outermost first, as a restore makes it; empty: row-major. Stored bytes are row-major in any case."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the tensor in memory, in elements."""
+        strides = [1] * len(self.shape)
+        step = 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            strides[dim] = step
+            step *= self.shape[dim]
+        return tuple(strides)
 
     @property
     def size_bytes(self) -> int:
@@ -150,8 +162,18 @@ class Layout:
                 "tree": self.tree,
                 "mesh": [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes()] for mesh in self.meshes] or None,
                 "placements": _encode_spreads(self.spreads) if self.spreads else None,
+                **_encode_orders(self.tensors),
             },
         )
+
+
+def _encode_orders(tensors: Sequence[TensorSpec]) -> Body:
+    """No key where every tensor is row-major: such layouts keep the id that builds without this key give them."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for number, spec in enumerate(tensors):
+        if spec.order:
+            members.setdefault(spec.order, []).append(number)
+    return {"orders": [[bytes(order), np.array(numbers, "<u4").tobytes()] for order, numbers in members.items()]} if members else {}
 
 
 def _encode_spreads(spreads: Sequence[Spread]) -> Body:
@@ -189,13 +211,14 @@ def _checked(body: Body) -> Layout:
         raise ValueError("its tables differ in length")
     if max(dims_of, default=0) > MAX_DIMS or min(extents, default=0) < 0 or len(set(names)) != len(names):
         raise ValueError("a shape is impossible, or two tensors have one name")
+    orders = _orders(take(body, "orders", list), dims_of) if "orders" in body else {}
     tensors = []
     position = 0
-    for tensor_name, dtype_number, dims in zip(names, dtype_of, dims_of, strict=True):
+    for number, (tensor_name, dtype_number, dims) in enumerate(zip(names, dtype_of, dims_of, strict=True)):
         if type(tensor_name) is not str or len(tensor_name) > MAX_NAME_BYTES:
             raise ValueError("a tensor's name is malformed")
         dtype, item_bytes = dtypes[dtype_number]
-        spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]))
+        spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]), orders.get(number, ()))
         # Zero extents are left out: the strides of an empty tensor must be computable, too.
         size = item_bytes * prod([extent or 1 for extent in spec.shape])
         if size > (MAX_TENSOR_BYTES if 0 not in spec.shape else (1 << 63) - 1):
@@ -208,6 +231,20 @@ def _checked(body: Body) -> Layout:
         raise ValueError("not every tensor has a placement")
     _check_spreads(spreads, meshes, tensors)
     return Layout(tensors, body["tree"], _storages(take(body, "storages", list), tensors), meshes, spreads)
+
+
+def _orders(items: list[Any], dims_of: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Tensor number -> order of its dims."""
+    orders: dict[int, tuple[int, ...]] = {}
+    for packed, numbers in items:
+        order = tuple(packed)
+        if type(packed) is not bytes or type(numbers) is not bytes or sorted(order) != list(range(len(order))) or len(order) < 2:
+            raise ValueError("a memory order is malformed")
+        for number in np.frombuffer(numbers, "<u4").tolist():
+            if number in orders or dims_of[number] != len(order):
+                raise ValueError("a memory order does not fit its tensor")
+            orders[number] = order
+    return orders
 
 
 def _meshes(items: list[Any]) -> Iterator[Mesh]:

@@ -101,7 +101,12 @@ def pack_body(value: object) -> bytes:
 def seal(kind: str, body: Mapping[str, object]) -> bytes:
     """``magic | kind | msgpack body | BLAKE3 of all before it, in the kind's derive-key context``."""
     head = MAGIC + KINDS[kind] + pack_body({"v": FORMAT_VERSION, **body})
-    return head + derived_hash(f"{kind} object", head)
+    return head + seal_of(kind, head)
+
+
+def seal_of(kind: str, head: bytes | memoryview) -> Digest:
+    """The hash at the end of a sealed object, of everything before it."""
+    return derived_hash(f"{kind} object", head)
 
 
 def object_hash(sealed: bytes) -> Digest:
@@ -118,7 +123,7 @@ def unseal(kind: str, data: bytes, name: str, budget: ParseBudget | None = None)
     """
     if len(data) < HEADER_BYTES + DIGEST_BYTES or data[:HEADER_BYTES] != MAGIC + KINDS[kind]:
         raise CorruptObjectError(f"{name} is not a {kind} object; run `tsck fsck`", object_id=name)
-    if derived_hash(f"{kind} object", memoryview(data)[:-DIGEST_BYTES]) != data[-DIGEST_BYTES:]:
+    if seal_of(kind, memoryview(data)[:-DIGEST_BYTES]) != data[-DIGEST_BYTES:]:
         raise CorruptObjectError(f"{name} does not match its hash: it was damaged; run `tsck fsck`", object_id=name)
     body = unpack_body(memoryview(data)[HEADER_BYTES:-DIGEST_BYTES], name, budget)
     if type(body) is not dict or type(body.get("v")) is not int:

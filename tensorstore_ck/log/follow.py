@@ -1,6 +1,7 @@
 """Brings a table to the head of the log, from its own head or from the newest checkpoint; and writes checkpoints.
 
-The table is a cache of the fold: one that does not continue this log is emptied and filled again.
+The table is a cache of the fold: one that does not continue this log, or is empty, is filled again in one batch, so that every reader
+sees the fold at some head.
 """
 
 import itertools
@@ -65,24 +66,48 @@ class Follower:
         """
         known, head = self._watermark.last_seen(), RefTable(table).head()
         seen = [] if known is None else [known]
-        while head is None or (behind := self._behind(head)) is None:
+        while True:
+            behind = None if head is None else self._behind(head)
+            if head is not None and behind is not None:
+                head, met = self._fold_all(table, head, behind, known)
+                break
             if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
                 seen.append(head)
-            if _forget(table, head):
-                head = self._start_from_checkpoint(table)
-                behind = self._chain.entries(head.n, head.hash, at_least=self._chain.last_listed(head.n))
+            filled, apart, met = self._fold_apart(known)
+            if _replace(table, head, apart):
+                head = filled
                 break
             head = RefTable(table).head()  # another process of this host was faster
-        met = {head.n: head.hash}
-        for entries in behind:
-            self.fold(table, entries)
-            head = Head(entries[-1].n, entries[-1].hash)
-            met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
-        met[head.n] = head.hash
         if head.n == 0:
             self._require_only_log()
         self._watermark.check(seen, head, lambda n: met[n] if n in met else self._hash_of(n, head), self._chain.name)
         return head
+
+    def fill(self, table: Table) -> None:
+        """Fills a table again whose rows are damaged.
+
+        Raises:
+            BrokenLogError: an entry is missing, damaged or off the hash chain.
+            TableError: try again.
+        """
+        _, filled, _ = self._fold_apart(None)
+        with table.batch() as batch:
+            _write_all(batch, filled)
+
+    def fold_until(self, head: Head | None) -> MemoryTable:
+        """The fold of the log's entries up to `head`, without checkpoints.
+
+        Raises:
+            BrokenLogError: an entry is missing, damaged or off the hash chain.
+        """
+        apart = MemoryTable()
+        if head is None:
+            return apart
+        for entries in self._chain.entries(0, self._chain.genesis, at_least=head.n):
+            self.fold(apart, [entry for entry in entries if entry.n <= head.n])
+            if entries[-1].n >= head.n:
+                break
+        return apart
 
     def fold(self, table: Table, entries: Sequence[Entry]) -> None:
         """Folds entries that follow the table's head, skipping those that it has.
@@ -108,6 +133,23 @@ class Follower:
     def fold_own(self, table: Table, entry: Entry) -> None:
         """Folds an entry that this process appended, without reading it again."""
         self.fold(table, [entry])
+
+    def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
+        """The log's head, its fold, and hashes as of `_fold_all`: nobody sees a table before it is filled."""
+        apart = MemoryTable()
+        start = self._start_from_checkpoint(apart)
+        behind = self._chain.entries(start.n, start.hash, at_least=self._chain.last_listed(start.n))
+        head, met = self._fold_all(apart, start, behind, known)
+        return head, apart, met
+
+    def _fold_all(self, table: Table, head: Head, behind: Iterator[list[Entry]], known: Head | None) -> tuple[Head, dict[int, Digest]]:
+        """Folds what is behind the table's head; returns the new head, and the hashes of both heads and of entry `known`, if it is met."""
+        met = {head.n: head.hash}
+        for entries in behind:
+            self.fold(table, entries)
+            head = Head(entries[-1].n, entries[-1].hash)
+            met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
+        return head, {**met, head.n: head.hash}
 
     def _behind(self, head: Head) -> Iterator[list[Entry]] | None:
         """The entries after the table's head; None if that is not an entry of this log."""
@@ -141,16 +183,15 @@ class Follower:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _start_from_checkpoint(self, table: Table) -> Head:
-        """Fills the empty table from the newest checkpoint that matches the log."""
+        """Fills an empty table from the newest checkpoint that matches the log."""
         for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
             found = self._read_checkpoint(n)
             if found is not None:
                 self._require_first()
                 with table.batch() as batch:
-                    if RefTable(batch).head() is None:  # else another process of this host was faster
-                        checkpoint.load(batch, found)
-                        batch.put(_ORIGIN_KEY, b"%d" % n)
-                        Tail(n, size_bytes, 0, 0).write(batch)
+                    checkpoint.load(batch, found)
+                    batch.put(_ORIGIN_KEY, b"%d" % n)
+                    Tail(n, size_bytes, 0, 0).write(batch)
                 return Head(n, found.entry_hash)
         return Head(0, self._chain.genesis)
 
@@ -178,17 +219,16 @@ class Follower:
             origin, head, found = batch.get(_ORIGIN_KEY), RefTable(batch).head(), list(RefTable(batch).items())
         if origin is None or head is None:
             return
-        apart = MemoryTable()
-        for entries in self._chain.entries(0, self._chain.genesis, at_least=head.n):
-            self.fold(apart, [entry for entry in entries if entry.n <= head.n])
-            if entries[-1].n >= head.n:
-                break
-        if list(RefTable(apart).items()) != found:
+        if list(RefTable(self.fold_until(head)).items()) != found:
             name = checkpoint.checkpoint_name(self._prefix, int(origin))
             raise BrokenLogError(f"{name} does not match the log: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
         with table.batch() as batch:
             if batch.get(_ORIGIN_KEY) == origin:
                 batch.delete(_ORIGIN_KEY)
+
+    def is_unverified(self, table: Table) -> bool:
+        """Whether the table was filled from a checkpoint that `verify` has not compared with the log."""
+        return table.get(_ORIGIN_KEY) is not None
 
     def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
         """Writes one if reading the entries since the last one costs more. `make_durable` is called with its entry's number."""
@@ -230,16 +270,23 @@ class Follower:
         yield from sorted(((n, size) for n, size in numbered if n), reverse=True)
 
 
-def _forget(table: Table, head: Head | None) -> bool:
-    """Empties the whole table, with the block index, which depends on the fold; returns whether it did.
+def _replace(table: Table, head: Head | None, filled: MemoryTable) -> bool:
+    """Replaces the whole table, with the block index, which depends on the fold; returns whether it did.
 
-    Does nothing if its head is no longer the unusable `head`: then another process has emptied it already.
+    Does nothing if its head is no longer the unusable `head`: then another process has filled it already.
     """
     with table.batch() as batch:
         if RefTable(batch).head() != head:
             return False
-        empty(batch)
+        _write_all(batch, filled)
     return True
+
+
+def _write_all(batch: Batch, filled: MemoryTable) -> None:
+    """Replaces every row in one batch: no reader meets an empty table."""
+    empty(batch)
+    for key, value in filled.scan(b""):
+        batch.put(key, value)
 
 
 def empty(batch: Batch) -> None:

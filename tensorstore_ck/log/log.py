@@ -9,21 +9,25 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
-from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
+from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
-from tensorstore_ck.log.follow import EmptiedError, Follower, empty
+from tensorstore_ck.log.follow import EmptiedError, Follower
+from tensorstore_ck.log.head_view import HeadView
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
+from tensorstore_ck.log.row_kind import PREFIX
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
+
+T = TypeVar("T")
 
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
@@ -86,7 +90,10 @@ class Log:
         self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
-        self._view = RefTable(self.table)
+        self._followed_n = 0
+        """The head of the last `sync` or `append`: what this object has seen of the log it does not take for unwritten later."""
+        self._is_strict = False
+        """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
         self._clock = clock
         self._actor = actor
@@ -102,8 +109,22 @@ class Log:
     # --- read ---------------------------------------------------------------------------------------------------------
 
     def view(self) -> RefTable:
-        """The ref table as of the last `sync` or `append`; later entries show up when another process of this host folds them."""
-        return self._view
+        """A view of the ref table at one entry, that of the last `sync` or `append` or a later one, which does not change.
+
+        Reads the log only if another process of this host has emptied the table.
+
+        Raises:
+            StoreError: the table was emptied, and the log cannot be read.
+        """
+        for _ in range(_CACHE_TRIES):
+            view = self._usable_view()
+            if view is not None:
+                return view
+            self.sync()
+        with self._lock:
+            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
+            self._sync()
+            return self._take_view()
 
     def sync(self) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
@@ -119,15 +140,32 @@ class Log:
                     try:
                         return self._sync()
                     except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
-                        with self.table.batch() as batch:
-                            empty(batch)
-            self.table.use_memory()
+                        self._follower.fill(self.table)
+            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
             return self._sync()
 
     def newest_view(self) -> RefTable:
-        """The fold of the log after a `sync`."""
+        """A view at the newest entry that was acknowledged before this call, or a later one."""
         self.sync()
         return self.view()
+
+    def look(self, decide: Callable[[RefTable], T]) -> T:
+        """What `decide` says of what this host knows of the log; what it refuses is looked at again at the newest entry.
+
+        Raises:
+            StoreError: what `decide` raises; if the log cannot be read, by what this host knows.
+        """
+        known = self.view()
+        try:
+            return decide(known)
+        except StoreError:
+            try:
+                newest = self.newest_view()
+            except StoreError:
+                newest = known
+            if newest.head() == known.head():
+                raise
+        return decide(newest)
 
     def accept(self) -> tuple[Head, Head | None]:
         """Accepts a log that went back or was forked, on a user's request. Returns its head, and the entry that it had lost, if any.
@@ -150,6 +188,7 @@ class Log:
             BrokenLogError: the log is damaged, or this host's first checkpoint was not made from it.
         """
         with self._lock:
+            self._is_strict = True
             for _ in range(_CACHE_TRIES):
                 with suppress(EmptiedError, TableError):
                     self.sync()
@@ -173,8 +212,32 @@ class Log:
         except CorruptObjectError as exc:  # of the cache: see `sync`
             raise TableDamagedError(str(exc), object_id="cache") from exc
 
+    def _usable_view(self) -> RefTable | None:
+        """A view; None if the table is behind what this object has seen of the log, or not verified though it must be."""
+        with suppress(CorruptObjectError):  # of the cache: `sync` fills it again
+            view = self._take_view()
+            if (view.head() or self._genesis).n < self._followed_n:
+                return None
+            if self._is_strict and self._follower.is_unverified(self.table):
+                self.verify()
+                return None
+            return view
+        return None
+
+    def _take_view(self) -> RefTable:
+        return RefTable(HeadView(self.table.view(PREFIX), self._fold_until))
+
+    def _fold_until(self, head: Head | None, cause: TableError) -> Reader:
+        self.table.leave_disk(cause)
+        return self._follower.fold_until(head)
+
+    @property
+    def _genesis(self) -> Head:
+        return Head(0, self.chain.genesis)
+
     def _sync(self) -> Head:
         head = self._follower.follow(self.table)
+        self._followed_n = head.n
         self._write_checkpoint_if_due(head.n)
         return head
 
@@ -237,11 +300,15 @@ class Log:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""
         if self._undecided is not None and not self._shared:
             raise self._undecided  # arriving late, it would overwrite a later entry
-        head = self.sync()
-        self._refuse_unknown_operations()
-        ops = self._build_at(head, build)
-        if ops is None:
-            return None
+        view = self.newest_view()
+        self._refuse_unknown_operations(view)
+        head = view.head() or self._genesis
+        try:
+            ops = build(view)
+        except DamageError:
+            if self.sync() == head:
+                raise
+            return None  # gc may have freed meanwhile what it read
         if not ops:
             return Appended(head.n, ())
         sealed, entry = seal_entry(
@@ -251,16 +318,6 @@ class Log:
             return None
         self._remember(entry)
         return Appended(entry.n, entry.ops, entry.time_ns)
-
-    def _build_at(self, head: Head, build: Build) -> Sequence[Op] | None:
-        """The operations at `head`; None if other processes of this host changed the table while `build` read it."""
-        try:
-            ops = build(self.view())
-        except StoreError:
-            if self._is_at(head):
-                raise
-            return None
-        return ops if self._is_at(head) else None
 
     def _create(self, sealed: bytes, entry: Entry) -> bool:
         """Creates the entry; whether it is ours that has the number. Sends the same bytes until the number is taken.
@@ -316,18 +373,16 @@ class Log:
             self._watermark.appended(Head(entry.n, entry.hash))
             try:
                 self._follower.fold_own(self.table, entry)
+                self._followed_n = entry.n
             except (EmptiedError, TableError):
                 self.sync()
             self._write_checkpoint_if_due(entry.n)
 
-    def _refuse_unknown_operations(self) -> None:
-        stop = self.view().stop()
+    def _refuse_unknown_operations(self, view: RefTable) -> None:
+        stop = view.stop()
         if stop is not None:
             raise FormatVersionError(
                 f"log entry {self.chain.name(stop.n)} has the operation {stop.op!r}, which this build does not know: "
                 "it may read this store, not write to it; upgrade tensorstore_ck",
                 object_id=self.chain.name(stop.n),
             )
-
-    def _is_at(self, head: Head) -> bool:
-        return (self.view().head() or Head(0, self.chain.genesis)) == head

@@ -9,6 +9,7 @@ from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
@@ -166,8 +167,30 @@ def retain(
     """
     if rules is not None and not dry_run:
         raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
-    view = engine.log.newest_view()
     instead = None if rules is None else Policy.of_rules(rules)
+    planned: dict[str, set[Ulid]] = {}
+
+    def plan(_: int, view: RefTable) -> RetentionReport:
+        of_branch = _policies_of(view, refs, instead, glob)
+        now_ns = engine.clock()
+        found = {
+            ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view) if _has_limit(own) else None)
+            for ref, own in of_branch.items()
+            if own
+        }
+        planned.clear()
+        planned.update({ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()})
+        return _report(engine, view, of_branch, found, dry_run=dry_run)
+
+    report = at_newest(engine.log, plan)
+    if not dry_run:
+        engine.require_writable()
+        engine.log.append(lambda head: [op for ref, going in planned.items() for op in expire(head, ref, going)])
+    return report
+
+
+def _policies_of(view: RefTable, refs: Sequence[str], instead: Policy | None, glob: str | None) -> dict[str, Mapping[str, Policy]]:
+    """Branch -> the policies to apply; the parameters are those of `retain`."""
     if glob is not None:
         refs = [ref for ref in view.branches() if fnmatchcase(ref, glob)]
         if not refs:
@@ -175,29 +198,13 @@ def retain(
     for ref in refs:
         if view.branch(ref) is None:
             raise NotFoundError(f"there is no branch {ref!r}", object_id=ref)
-    now_ns = engine.clock()
 
     def policies_for(ref: str) -> dict[str, Policy]:
         if instead is None:
             return policies_of(view, ref)
         return {"(given)": instead} if glob is None else {**policies_of(view, ref), glob: instead}
 
-    of_branch = {ref: policies_for(ref) for ref in refs or view.branches()}
-    found = {
-        ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine) if _has_limit(own) else None)
-        for ref, own in of_branch.items()
-        if own
-    }
-    report = _report(engine, view, of_branch, found, dry_run=dry_run)
-    if not dry_run:
-        engine.require_writable()
-        planned = {ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()}
-
-        def build(head: RefTable) -> list[Op]:
-            return [op for ref, going in planned.items() for op in expire(head, ref, going)]
-
-        engine.log.append(build)
-    return report
+    return {ref: policies_for(ref) for ref in refs or view.branches()}
 
 
 def _has_limit(own: Mapping[str, Policy]) -> bool:
@@ -234,7 +241,7 @@ def _report(
 
 def _freed(engine: Engine, view: RefTable, going: set[tuple[str, Ulid]]) -> dict[Ulid, int]:
     """Bytes that each removed snapshot adds to the remaining ones, and to those removed before it."""
-    added = ExclusiveBytes(engine)
+    added = ExclusiveBytes(engine, view)
     gone: list[Ulid] = []
     for ulid, labels in sorted(roots(view).items()):
         left = [label for label in labels if label != UNDO and (label, ulid) not in going]

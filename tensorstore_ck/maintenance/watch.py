@@ -55,10 +55,10 @@ def watch(
     new = [info for info in new if info.step is not None and since_step is not None and info.step >= since_step]
     while not until():
         with suppress(BackendUnavailableError):
-            engine.log.sync()
-        head = engine.log.view().head()
-        new += _put_after(engine.log.view(), ref, seen_n)
-        seen_n = head.n if head is not None else seen_n
+            view = engine.log.newest_view()
+            head = view.head()
+            new += _put_after(view, ref, seen_n)
+            seen_n = head.n if head is not None else seen_n
         for info in new[-1:] if newest_only else new:
             if seconds is None:
                 yield info

@@ -289,6 +289,8 @@ class Tensor(NamedTuple):
     item_bytes: int
     shape: tuple
     size_bytes: int
+    order: list
+    """Dims in memory, outermost first; empty: row-major."""
 
 
 class Region(NamedTuple):
@@ -623,9 +625,11 @@ class Side:
         with well_formed(f"the layout of {part.name}"):
             of, extents = np.frombuffer(body["dtype_of"], "<u2").tolist(), np.frombuffer(body["shapes"], "<i8").tolist()
             ends = np.cumsum(list(body["dims_of"]), dtype=int).tolist()
+            orders = {n: [*order] for order, numbers in body.get("orders", ()) for n in np.frombuffer(numbers, "<u4").tolist()}
             for path, number, dims, end in zip(body["names"], of, body["dims_of"], ends, strict=True):
                 (dtype, item_bytes), shape = body["dtypes"][number], tuple(extents[end - dims : end])
-                tensor = Tensor(f"{prefix}.{path}" if prefix else path, dtype, item_bytes, shape, math.prod(shape) * item_bytes)
+                order = orders.get(len(self.tensors), ())
+                tensor = Tensor(f"{prefix}.{path}" if prefix else path, dtype, item_bytes, shape, math.prod(shape) * item_bytes, order)
                 self.tensors.append(tensor)
                 if min(shape, default=0) < 0 or tensor.size_bytes > 1 << 48:
                     raise ValueError("impossible shapes")
@@ -745,6 +749,8 @@ class Output:
             details = {} if code else {"dtype": leaf.dtype}
             if leaf.flags:
                 details |= {"requires_grad": bool(leaf.flags & 1), "parameter": bool(leaf.flags & 2)}
+            if leaf.strides is None and leaf.tensor.order:
+                details["memory order"] = leaf.tensor.order
             if leaf.strides is not None or self.bases.setdefault(leaf.tensor.name, end) != end:
                 details["shares memory with"] = leaf.tensor.name
             self.details |= {leaf.name: details} if details else {}

@@ -7,6 +7,7 @@ capture.py              takes a state apart: tree, tensors, values
 tensor_table.py         the tensors of a captured state, as columns
 aliasing.py             plans how tensors that share memory are stored
 memory_extents.py       addresses of tensors and arrays
+memory_order.py         the order of dims in memory: channels_last, transposed
 plain_memory.py         checks that a tensor has memory of its own
 byte_sources.py         reads and fills the bytes of tensors; converts dtypes at a restore
 opaque_item.py          captures a value that is not part of a layout

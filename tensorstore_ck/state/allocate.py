@@ -18,7 +18,7 @@ from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, Leaf
 from tensorstore_ck.format.values import numpy_dtype
 from tensorstore_ck.state.aliasing import ALIGNMENT_BYTES, MAX_GAP_BYTES
-from tensorstore_ck.state.byte_sources import Array, ByteSink, new_array, new_tensor, strided, target_of
+from tensorstore_ck.state.byte_sources import Array, ByteSink, address_of, new_array, new_tensor, strided, target_of
 from tensorstore_ck.state.registered_types import torch_dtype
 
 CONVERTIBLE: Final = frozenset(
@@ -86,7 +86,8 @@ def form_of(layout: Layout, leaf: Leaf) -> LeafForm:
     form = LeafForm(dtype_of(name, None), tuple(shape), tuple(strides), offset)
     start, stop = byte_range(form)
     is_negative = isinstance(form.dtype, torch.dtype) and any(step < 0 for step in strides)
-    if is_negative or 0 in shape or start < 0 or stop > spec.size_bytes:
+    is_permuted = [dim for dim in spec.order if spec.shape[dim] > 1] != [dim for dim in sorted(spec.order) if spec.shape[dim] > 1]
+    if is_permuted or is_negative or 0 in shape or start < 0 or stop > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
     return form
 
@@ -186,7 +187,7 @@ class TensorAllocator:
             return False
         assert isinstance(stored, torch.dtype)
         dtype = self._converted[wants[0][0].path]
-        self._add(number, new_tensor(spec.shape, dtype, self._device), stored)
+        self._add(number, _new(spec, dtype, self._device), stored)
         for leaf, _ in wants:
             form = self._forms[leaf.path]
             self._forms[leaf.path] = form._replace(dtype=dtype, offset_bytes=form.offset_bytes // stored.itemsize * dtype.itemsize)
@@ -218,9 +219,10 @@ class TensorAllocator:
             self._add(number, _whole(spec, new_tensor((spec.size_bytes,), torch.uint8, _CPU), 0))
         elif isinstance(dtype, torch.dtype):
             is_converted = bool(self._converted) and any(leaf.path in self._converted for leaf, _ in wants)
-            self._add(number, new_tensor(spec.shape, dtype, _CPU if is_converted else self._device))
+            self._add(number, _new(spec, dtype, _CPU if is_converted else self._device))
         else:
-            self._add(number, new_array(spec.shape, dtype))
+            array = new_array(spec.shape, dtype)
+            self._add(number, array if not spec.order else view_of(array, LeafForm(dtype, spec.shape, spec.strides, 0)))
 
     def _has_array(self, number: int, wants: Sequence[WantedLeaf]) -> bool:
         dtypes = [self._forms[leaf.path].dtype for leaf, _ in wants]
@@ -230,6 +232,11 @@ class TensorAllocator:
         self._bases[number] = base
         if base.nbytes:
             self.targets[number] = target_of(base, stored)
+
+    def addresses(self) -> dict[int, int]:
+        """Where the bytes of each tensor that `targets` has begin, on the host."""
+        bases = {number: self._bases[number] for number in self.targets}
+        return {number: base.data_ptr() if isinstance(base, torch.Tensor) else address_of(base) for number, base in bases.items()}
 
     def get(self, leaf: Leaf) -> TensorOrArray:
         """The tensor or array of a wanted leaf; valid once the targets are filled. One stored tensor is one object."""
@@ -263,11 +270,17 @@ def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     return tensor.requires_grad_() if flags else tensor
 
 
+def _new(spec: TensorSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor in the stored memory order."""
+    tensor = new_tensor(spec.shape, dtype, device)
+    return strided(tensor, dtype, spec.shape, spec.strides, 0) if spec.order else tensor
+
+
 def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> TensorOrArray:
     dtype = dtype_of(spec.dtype, spec.item_bytes)
     if isinstance(dtype, torch.dtype) and offset % dtype.itemsize:
         raise CorruptObjectError(f"tensor {spec.name!r} is misaligned in its storage; run `tsck fsck`", object_id=spec.name)
-    return view_of(memory, LeafForm(dtype, spec.shape, contiguous_strides(spec.shape), offset))
+    return view_of(memory, LeafForm(dtype, spec.shape, spec.strides, offset))
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

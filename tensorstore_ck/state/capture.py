@@ -24,6 +24,7 @@ from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, s
 from tensorstore_ck.state.device.device_blocks import device_blocks
 from tensorstore_ck.state.device.window_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
+from tensorstore_ck.state.memory_order import order_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare, flags_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, NamedState, encode_torch, namedtuple_name, registered_class
@@ -289,7 +290,7 @@ class CaptureWalk:
         number = self._table.number_of.get(id(tensor))
         if number is None:
             try:
-                spec = TensorSpec(name, require_dense(tensor, name), tensor.itemsize, tuple(tensor.shape))
+                spec = TensorSpec(name, require_dense(tensor, name), tensor.itemsize, tuple(tensor.shape), order_of(tensor))
                 number = self._table.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
             except UnsupportedValueError as exc:
                 self._refused(exc)
@@ -324,7 +325,7 @@ class CaptureWalk:
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
-            spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape)
+            spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape, share.order)
             number = self._table.add(value, spec, share.source(), None, share.flags)
             if share.mesh is not None:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
@@ -350,7 +351,7 @@ class CaptureWalk:
                 advice = "split it into plain arrays, or convert it with .tolist()"
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
-            spec = TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape)
+            spec = TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape, order_of(array))
             number = self._table.add(array, spec, source_of(array), area_of(array))
         self._place(number, nodes, position)
 

@@ -15,6 +15,7 @@ from tensorstore_ck.format.tree import Leaf, leaves, parse
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.state.allocate import LeafForm, byte_range, form_of, view_of
 from tensorstore_ck.state.byte_sources import new_tensor
+from tensorstore_ck.state.memory_order import in_order
 from tensorstore_ck.state.registered_types import decode_torch
 
 Index = int | slice | EllipsisType | None | torch.Tensor | tuple[Any, ...]
@@ -117,7 +118,10 @@ class LazyTensor:
             return new_tensor(form.shape, dtype, cpu) if isinstance(dtype, torch.dtype) else np.empty(form.shape, dtype)
         start, stop = byte_range(form)
         data = self._content.read_range(self._leaf.index, start, stop)
-        return view_of(torch.frombuffer(data, dtype=torch.uint8), form._replace(offset_bytes=form.offset_bytes - start))
+        found = view_of(torch.frombuffer(data, dtype=torch.uint8), form._replace(offset_bytes=form.offset_bytes - start))
+        order = self._content.layout.tensors[self._leaf.index].order if self._leaf.kind == "tensor" else ()
+        gone = len(order) - len(form.shape)  # leading dims, by an integer each
+        return in_order(found, tuple(dim - gone for dim in order if dim >= gone)) if order else found
 
 
 class LazySnapshot(Mapping[str, LazyTensor]):

@@ -11,6 +11,7 @@ from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.byte_sources import source_of, target_of
+from tensorstore_ck.state.memory_order import order_of
 
 
 class LocalPiece(NamedTuple):
@@ -38,6 +39,11 @@ class RankShare(NamedTuple):
     """The boxes of the pieces are intervals of the flattened tensor."""
     by_blocks: bool = False
     """It may be stored in another shape with the same order of elements."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The memory order of this rank's piece, if it holds one box."""
+        return order_of(self.pieces[0].tensor) if len(self.pieces) == 1 and not self.is_flat else ()
 
     def source(self) -> ByteSource:
         """The bytes of the pieces, concatenated."""

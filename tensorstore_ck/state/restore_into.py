@@ -32,6 +32,7 @@ from tensorstore_ck.state.match_names import (
     roots_of,
     value_conflict,
 )
+from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
@@ -304,6 +305,8 @@ class RestorePlan:
             key = id(target), leaf.index, form
             if key not in made:
                 fresh = self.tensor_of(leaf).detach()
+                if leaf.kind == "tensor":
+                    fresh = in_order_of(target, fresh)
                 made[key] = fresh.requires_grad_(target.requires_grad)
                 if isinstance(target, torch.nn.Parameter):
                     made[key] = torch.nn.Parameter(fresh, requires_grad=target.requires_grad)

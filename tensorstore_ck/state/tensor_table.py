@@ -7,7 +7,6 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -35,6 +34,10 @@ class TensorKind(NamedTuple):
     size_bytes: int
     """Bytes on this rank."""
     is_complex: bool = False
+    order: tuple[int, ...] = ()
+    """See `TensorSpec`."""
+    strides: tuple[int, ...] | None = None
+    """Row-major, if an extent of 1 lets torch call other strides contiguous, too."""
 
 
 class TensorSpecs(Sequence[TensorSpec]):
@@ -59,7 +62,7 @@ class TensorSpecs(Sequence[TensorSpec]):
 
     @cached_property
     def _all(self) -> list[TensorSpec]:
-        return [TensorSpec(name, *form[:3]) for name, form in zip(self._names, self._forms, strict=True)]
+        return [TensorSpec(name, *form[:3], form.order) for name, form in zip(self._names, self._forms, strict=True)]
 
 
 class LazySources(Sequence[ByteSource]):
@@ -156,7 +159,7 @@ class TensorTable:
                 if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or hasattr(tensor, mark):
                     return position
                 form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
-                if form is None or (form.is_complex and tensor.is_conj()):
+                if form is None or (form.is_complex and tensor.is_conj()) or (form.strides and tensor.stride() != form.strides):
                     return position
                 size, storage = form.size_bytes, tensor.untyped_storage()
                 area = storage.data_ptr()
@@ -186,7 +189,7 @@ class TensorTable:
         number = self.number_of[id(found)] = len(self.objects)
         self.objects.append(found)
         self.names.append(spec.name)
-        self.forms.append(TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes))
+        self.forms.append(TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes, order=spec.order))
         self.areas.append(area)
         self._addresses.append(_address_of(source))
         self._owners.append(None)
@@ -204,7 +207,9 @@ class TensorTable:
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in DTYPE_NAMES:
             return None
-        form = TensorKind(DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, dtype.is_complex)
+        spec = TensorSpec("", DTYPE_NAMES[dtype], dtype.itemsize, shape)
+        strides = spec.strides if 1 in shape and len(shape) > 1 else None
+        form = TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides)
         return self._known_forms.setdefault((dtype, tensor.shape), form)
 
 

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
+from tensorstore_ck.state.memory_order import in_order_of
+from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.training.parameter_names import ParameterNames
 
 Gradients = dict[str, torch.Tensor]
@@ -60,7 +62,12 @@ def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
             raise MismatchError(f"the snapshot has a gradient of {name!r}, and the model has no such parameter", object_id=name)
     for name, parameter in names.parameters.items():
         found = gradients.get(name)
-        parameter.grad = None if found is None else found.to(parameter.device)
+        parameter.grad = None if found is None else _beside(parameter, found.to(parameter.device))
+
+
+def _beside(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """With the parameter's strides, which torch gives gradients, too."""
+    return in_order_of(parameter, gradient) if type(gradient) in PLAIN and type(parameter) in PLAIN else gradient
 
 
 def _holds_unreduced(module: FSDPModule) -> bool:

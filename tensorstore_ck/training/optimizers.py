@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.state.memory_order import in_order_of
+from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import load
 
@@ -89,7 +91,8 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     load(path, optimizer.load_state_dict, {"state": packed, "param_groups": numbered})
     for name, each in given.items():
         if name in numbers:
-            _keep_dtypes(optimizer.state[names.parameters[name]], each)
+            parameter = names.parameters[name]
+            _keep_form(optimizer.state[parameter], each, parameter)
 
 
 def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[str] = ()) -> list[State]:
@@ -139,14 +142,18 @@ def is_same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and bool(one == two)
 
 
-def _keep_dtypes(own: Any, given: Any) -> Any:
-    """Keeps stored dtypes: torch converts states to the parameter's dtype, and bfloat16 would lose bits of float32 moments."""
+def _keep_form(own: Any, given: Any, parameter: torch.Tensor) -> Any:
+    """Keeps stored dtypes: torch converts states to the parameter's dtype, and bfloat16 would lose bits of float32 moments.
+
+    Tensors of the parameter's shape get its strides: torch's fused steps require it, on the CPU without a check.
+    """
     if isinstance(given, torch.Tensor) and isinstance(own, torch.Tensor):
-        return own if own.dtype == given.dtype else given.to(own.device)
+        kept = own if own.dtype == given.dtype else given.to(own.device)
+        return in_order_of(parameter, kept) if type(kept) in PLAIN and kept.shape == parameter.shape else kept
     if isinstance(given, dict) and isinstance(own, dict):
-        own.update({key: _keep_dtypes(own[key], value) for key, value in given.items() if key in own})
+        own.update({key: _keep_form(own[key], value, parameter) for key, value in given.items() if key in own})
     elif isinstance(given, list | tuple) and isinstance(own, list | tuple) and len(own) == len(given):
-        return type(own)(_keep_dtypes(mine, value) for mine, value in zip(own, given, strict=True))
+        return type(own)(_keep_form(mine, value, parameter) for mine, value in zip(own, given, strict=True))
     return own
 
 

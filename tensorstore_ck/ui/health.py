@@ -12,11 +12,10 @@ from sqlalchemy import Connection, func, select
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from tensorstore_ck.backend.cold.locations import read_marker
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.schema import gc_runs, policies, snapshots
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.run_outcome import RunOutcome
@@ -177,8 +176,7 @@ def _reach(store: ReadOnlyStore, urls: Iterable[str], progress: Progress) -> dic
     for url in urls:
         progress(f"asking {url}", 0, 0)
         try:
-            if read_marker(store.engine.placed.at(url)) is None:
-                raise PlaceUnavailableError("it does not have the marker of the store any more: is it mounted?", object_id=url)
+            store.engine.placed.marker(url)
             found[url] = ""
         except StoreError as exc:
             found[url] = str(exc)

@@ -672,15 +672,15 @@ def test_tombstones_are_forgotten_after_a_while() -> None:
     asleep = open_store(backend)
     asleep.checkout("job")
     collect(store, options)
-    view = store.engine.log.view()
-    assert len([1 for _, row in view.objects() if row.swept]) == 3
+    log = store.engine.log
+    assert len([1 for _, row in log.view().objects() if row.swept]) == 3
     clock.advance(59)
     collect(store, options)
-    assert view.horizon() == 0
+    assert log.view().horizon() == 0
     clock.advance(1)
     collect(store, options)
-    assert view.horizon() > 0
-    assert [key.kind for key, _ in view.objects()] == ["pack"], "one with a relocation away from it is remembered"
+    assert log.view().horizon() > 0
+    assert [key.kind for key, _ in log.view().objects()] == ["pack"], "one with a relocation away from it is remembered"
     for handle in (store, open_store(backend, table=table), open_store(backend)):
         require_sound(handle, {"job": state(1, 6), "job@2": state(1, 5)})
     asleep.put_snapshot(state(1, 6, 7), ref="job", step=4)
@@ -692,7 +692,7 @@ def test_tombstones_are_forgotten_after_a_while() -> None:
     assert sizes(backend) == {}
     clock.advance(60)
     collect(store, options)
-    assert list(view.objects()) == []
+    assert list(log.view().objects()) == []
 
 
 # --- while others are at work -------------------------------------------------------------------------------------------

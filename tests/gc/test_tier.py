@@ -348,23 +348,57 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
         store.gc(AT_ONCE)
 
 
-def test_a_mark_that_is_lost_or_damaged() -> None:
+def marked(days: int) -> tuple[Places, dict[str, Any], Backend, bytes]:
+    """A store whose packs were moved; the location, and its mark."""
+    places, _store, states = moved(days, after="12h")
+    [url] = [url for url in places.others if url != COLD]
+    return places, states, places.others[url], places.others[url].get("place.json", max_bytes=1 << 16)
+
+
+def test_a_mark_that_is_lost() -> None:
     """A user who knows that it is the location can say so; but not of a location without anything of the store."""
-    places, _store, states = moved(2, after="12h")
-    [place] = [url for url in places.others if url != COLD]
-    for is_lost in (True, False):
-        if is_lost:
-            places.others[place].delete(["place.json"])
-        else:
-            places.others[place].replace("place.json", b"{")
-        with pytest.raises(PlaceUnavailableError):
-            places.open().checkout("run@0")
-        places.open().migrate_tiers(claim_locations=True)
-        require_sound(places.open(), states)
+    places, states, location, _ = marked(2)
+    location.delete(["place.json"])
+    with pytest.raises(PlaceUnavailableError, match="--claim-locations"):
+        places.open().checkout("run@0")
+    places.open().migrate_tiers(claim_locations=True)
+    require_sound(places.open(), states)
     empty = MemoryBackend(clock=places.clock)
     with pytest.raises(PlaceUnavailableError):
         places.open(open_place=lambda _: empty).migrate_tiers(claim_locations=True)
     assert not list(empty.list(""))
+
+
+def test_a_mark_with_a_flipped_bit() -> None:
+    """It still shows that it was this store's: everything goes on, and repair writes it again."""
+    places, states, location, mark = marked(1)
+    data = bytearray(mark)
+    data[23] ^= 4
+    location.replace("place.json", bytes(data))
+    store = places.open()
+    [finding] = store.fsck().findings
+    assert finding.object.endswith("/place.json")
+    assert "`tsck fsck --repair` writes it again" in finding.message
+    store.gc()
+    store.migrate_tiers()
+    assert store.repair().ok
+    assert location.get("place.json", max_bytes=1 << 16) == mark
+    require_sound(places.open(), states)
+
+
+def test_a_mark_that_may_be_of_another_store() -> None:
+    """Packs are read; what could free a copy's packs refuses until a user has looked."""
+    places, states, location, _ = marked(1)
+    location.replace("place.json", b"{")
+    store = places.open()
+    assert same(store.checkout("run@0"), states["run@0"])
+    assert "--claim-locations" in store.repair().after.findings[0].message
+    for free in (store.gc, store.migrate_tiers):
+        with pytest.raises(GcRefusedError, match="--claim-locations"):
+            free()
+    store.migrate_tiers(claim_locations=True)
+    assert store.fsck().ok
+    store.gc()
 
 
 def test_saves_do_not_need_the_location() -> None:

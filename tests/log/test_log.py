@@ -11,12 +11,21 @@ import pytest
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    BrokenLogError,
+    CorruptObjectError,
+    MissingObjectError,
+    NotFoundError,
+    RetryableError,
+)
 from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.log import LogChangedWarning, Op, RefTable, row_kind, table_rows
+from tensorstore_ck.log import LogChangedWarning, Op, RefTable, fold, table_rows
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, Table
 from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
+from tensorstore_ck.log.follow import empty
+from tests.log.cache.faultytable import CacheFaults, FaultyTable
 from tests.log.scripted import (
     UUID,
     Tricky,
@@ -239,42 +248,131 @@ def test_two_logs_of_one_host_share_the_fold(table: Table) -> None:
     assert dump_of(first) == dump_of(open_log(backend, _synced(backend)))
 
 
-def test_operations_are_not_built_on_a_table_that_moves(table: Table) -> None:
-    """Another process of this host folds on while `build` reads: what it saw may be a mixture."""
+def test_operations_are_built_at_one_entry(table: Table) -> None:
+    """Another process of this host folds on while `build` reads."""
     backend = MemoryBackend()
     log, other = open_log(backend, table), open_log(backend, table)
     seen: list[int] = []
 
     def build(view: RefTable) -> list[Op]:
+        if len(seen) < 2:
+            append_puts(other, 1, f"other{len(seen)}")
         seen.append(len(view.branches()))
-        if len(seen) == 1:
-            append_puts(other, 1, "other")
-            raise FormatVersionError("made of a mixture")
-        if len(seen) == 2:
-            append_puts(other, 1, "another", first=1)
         return [put_op("mine", 7)]
 
     assert log.append(build).n == 3
     assert seen == [0, 1, 2]
 
 
-def test_operations_are_not_built_on_a_table_that_lost_what_it_held(table: Table) -> None:
-    """Another process of this host empties the cache while `build` reads: the branch is there all the same."""
+def test_damage_that_build_meets_is_looked_at_again_at_a_later_entry(table: Table) -> None:
+    """gc of another process frees what `build` reads."""
     backend = MemoryBackend()
-    log = open_log(backend, table)
+    log, other = open_log(backend, table), open_log(backend)
+    seen: list[int] = []
+
+    def build(view: RefTable) -> list[Op]:
+        seen.append(len(view.branches()))
+        if len(seen) == 1:
+            append_puts(other, 1)
+        raise MissingObjectError("a part is gone")
+
+    with pytest.raises(MissingObjectError):
+        log.append(build)
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_operations_are_not_built_on_a_table_that_lost_what_it_held(table: Table, is_filled: bool) -> None:
+    """Another process of this host empties the cache while `build` reads, and may fill it again: the branch is there all the same."""
+    backend = MemoryBackend()
+    log, other = open_log(backend, table), open_log(backend, table)
     append_puts(log, 3)
     built: list[list[str]] = []
 
     def build(view: RefTable) -> list[Op]:
-        if not built:
-            with table.batch() as batch:
-                batch.clear(row_kind.PREFIX)
+        with table.batch() as batch:
+            empty(batch)
         built.append(view.branches())
-        return [mark_op(",".join(view.branches()))]
+        if is_filled:
+            other.sync()
+        return [mark_op(",".join(built[-1]))]
 
     assert log.append(build).n == 4
-    assert built == [[], ["runs/gpt"]]
+    assert built == [["runs/gpt"]]
     assert next(log.entries(4)).ops[0].fields["name"] == "runs/gpt"
+
+
+def test_a_view_stays_at_its_entry_when_the_cache_fails(recwarn: pytest.WarningsRecorder) -> None:
+    """And says so if the log is another one by then."""
+    backend, faults = MemoryBackend(), CacheFaults()
+    log = open_log(backend, FaultyTable(faults))
+    append_puts(log, 3)
+    views = [log.view() for _ in range(3)]
+    append_puts(open_log(backend), 2, first=3)
+    for view in views[:2]:
+        faults.reset(range(1 << 30))
+        assert view.branches() == ["runs/gpt"]
+        assert follow(view, "runs/gpt") == [0, 1, 2]
+    assert follow(log.newest_view(), "runs/gpt") == [0, 1, 2, 3, 4]
+    backend.delete([entry_name("log", n) for n in range(1, 6)])
+    append_puts(open_log(backend), 5, "other")
+    with pytest.raises(RetryableError):
+        views[2].branches()
+
+
+def test_a_view_is_never_behind_what_was_followed(table: Table) -> None:
+    """Another process empties the table, or has folded the log only in part since."""
+    backend = MemoryBackend()
+    log = open_log(backend, table)
+    assert log.view().head() is None, "nothing was followed yet"
+    append_puts(log, 3)
+    for kept in range(3):
+        with table.batch() as batch:
+            empty(batch)
+            for n in range(1, kept + 1):
+                fold(decode_entry(backend.get(entry_name("log", n), max_bytes=1 << 20), "entry", n), batch)
+        assert follow(log.view(), "runs/gpt") == [0, 1, 2]
+
+
+def test_a_view_of_an_emptied_table_behind_a_log_that_cannot_be_read_is_no_empty_one() -> None:
+    backend, table = Tricky(), MemoryTable()
+    log = open_log(backend, table)
+    append_puts(log, 3)
+    with table.batch() as batch:
+        empty(batch)
+
+    def fail(_what: str, _name: str) -> None:
+        raise BackendUnavailableError("the test's fault")
+
+    backend.before = fail
+    with pytest.raises(BackendUnavailableError):
+        log.view()
+
+
+def test_a_refusal_is_looked_at_again_at_the_newest_entry(table: Table) -> None:
+    """By what the host knows, the branch is not there; if the log cannot be read, that counts."""
+    backend = Tricky()
+    log = open_log(backend, table)
+    append_puts(log, 1, "other")
+    append_puts(open_log(backend.inner), 1)
+    seen: list[list[str]] = []
+
+    def decide(view: RefTable) -> int:
+        seen.append(view.branches())
+        if view.branch("runs/gpt") is None:
+            raise NotFoundError("no such branch")
+        return 7
+
+    def fail(_what: str, _name: str) -> None:
+        raise BackendUnavailableError("the test's fault")
+
+    backend.before = fail
+    with pytest.raises(NotFoundError):
+        log.look(decide)
+    backend.before = lambda _what, _name: None
+    assert log.look(decide) == 7
+    assert seen == [["other"], ["other"], ["other", "runs/gpt"]]
+    assert log.look(decide) == 7, "without a look at the log"
 
 
 def test_what_another_process_folded_meanwhile_is_not_folded_twice(table: Table) -> None:

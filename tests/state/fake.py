@@ -14,6 +14,8 @@ from tensorstore_ck.engine.read.block_reader import deliver
 from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.format.sealed import pack_body, unpack_body
 from tensorstore_ck.state import capture, restore
+from tensorstore_ck.state.memory_order import order_of
+from tensorstore_ck.state.plain_memory import is_plain
 
 
 class FakeContent:
@@ -79,32 +81,34 @@ def bits(found: Any) -> bytes:
     return bytes(found.contiguous().numpy().tobytes())
 
 
-def assert_same(a: Any, b: Any, path: str = "state") -> None:
-    """Same types, same order, same bits; strides and object identity aside."""
+def assert_same(a: Any, b: Any, path: str = "state", *, in_order: bool = True) -> None:
+    """Same types, same order, same bits, and with `in_order` the same memory order; object identity aside."""
     assert type(a) is type(b), (path, type(a), type(b))
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype, path
         assert a.shape == b.shape, path
         assert a.requires_grad == b.requires_grad, path
+        assert not in_order or not is_plain(a) or order_of(a) == order_of(b), path
         assert bits(a) == bits(b), path
     elif isinstance(a, np.ndarray):
         assert a.dtype == b.dtype, path
         assert a.dtype.str == b.dtype.str, path
+        assert not in_order or order_of(a) == order_of(b), path
         assert a.shape == b.shape, path
         assert bits(a) == bits(b), path
     elif isinstance(a, dict):
         assert len(a) == len(b), path
         for (ka, va), (kb, vb) in zip(a.items(), b.items(), strict=True):
-            assert_same(ka, kb, f"{path} key {ka!r}")
-            assert_same(va, vb, f"{path}.{ka!r}")
+            assert_same(ka, kb, f"{path} key {ka!r}", in_order=in_order)
+            assert_same(va, vb, f"{path}.{ka!r}", in_order=in_order)
         if isinstance(a, OrderedDict):
-            assert_same(vars(a), vars(b), f"{path} attributes")
+            assert_same(vars(a), vars(b), f"{path} attributes", in_order=in_order)
         if isinstance(a, defaultdict):
             assert a.default_factory is b.default_factory, path
     elif isinstance(a, list | tuple):
         assert len(a) == len(b), path
         for number, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{path}.{number}")
+            assert_same(x, y, f"{path}.{number}", in_order=in_order)
     elif isinstance(a, float):
         assert struct.pack("<d", a) == struct.pack("<d", b), path
     elif isinstance(a, complex):

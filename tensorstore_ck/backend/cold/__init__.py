@@ -1,6 +1,7 @@
 """Cold locations: where packs of old snapshots lie, cheaper than the store's own location.
 
 allowed_locations.py   which locations a host uses
-locations.py           what a user may name, how a location is opened, and the marker of its owner
+locations.py           what a user may name, and how a location is opened
+owner_marker.py        the marker of its owner, and whose a damaged one was
 cold_backend.py        `ColdTierBackend`: reads, lists and deletes packs where they lie
 """

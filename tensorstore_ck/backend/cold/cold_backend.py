@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from tensorstore_ck.backend.cold.locations import OwnerMarker, read_marker, require_outside_store, write_marker
+from tensorstore_ck.backend.cold.locations import require_outside_store
+from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME, FoundMarker, OwnerMarker, read_marker, write_marker
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import ProcessLock
@@ -104,9 +105,28 @@ class ColdTierBackend:
         if url in self._opened or url in self.locations().values():
             return
         backend = self._open_location(url)
-        if read_marker(backend) is None:
-            write_marker(backend, OwnerMarker(self._store, self._own.url))
+        if read_marker(backend, self._marker) is None:
+            write_marker(backend, self._marker)
         backend.close()
+
+    def marker(self, url: str) -> FoundMarker:
+        """The marker of a location.
+
+        Raises:
+            PlaceUnavailableError: it cannot be read, or has none, or another store's.
+        """
+        return self._require_marker(url, self.at(url))
+
+    def markers(self) -> dict[str, FoundMarker]:
+        """The marker of each location; raises as `marker`."""
+        return {url: self.marker(url) for url in sorted(set(self.locations().values()))}
+
+    def rewrite_damaged_markers(self) -> list[str]:
+        """Writes the damaged markers that were this store's; returns the URLs of their locations."""
+        ours = [url for url, found in self.markers().items() if found.is_damaged and found.owner is not None]
+        for url in ours:
+            write_marker(self.at(url), self._marker)
+        return ours
 
     def require_owner(self) -> None:
         """Checks that no other store with this UUID (a copy of this store, or the original) has moved packs to a location.
@@ -115,12 +135,17 @@ class ColdTierBackend:
             GcRefusedError: one has.
             PlaceUnavailableError: a location cannot be read.
         """
-        for url, backend in self._cold_backends().items():
-            mark = read_marker(backend)
-            if mark is not None and mark.url != self._own.url:
+        for url, found in self.markers().items():
+            if found.owner is None:
                 raise GcRefusedError(
-                    f"the store at {mark.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of the "
-                    "other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
+                    f"{MARKER_NAME} in {url}, which names the store whose packs are there, is damaged. If no copy of this store's files "
+                    "uses that location: `tsck tier --claim-locations` writes it again",
+                    object_id=url,
+                )
+            if found.owner.url != self._own.url:
+                raise GcRefusedError(
+                    f"the store at {found.owner.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of "
+                    "the other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
                     object_id=url,
                 )
 
@@ -135,10 +160,7 @@ class ColdTierBackend:
         located = self.locations()
         for url in sorted(set(located.values())):
             backend = self._open_location(url)
-            try:
-                is_there = read_marker(backend) is not None
-            except CorruptObjectError:
-                is_there = True
+            is_there = read_marker(backend, self._marker) is not None
             if not is_there and not any(parse_ulid(info.name[-26:]) in located for info in backend.list(PACKS)):
                 raise self._wrong_location(url)
             write_marker(backend, OwnerMarker(store or self._store, self._own.url))
@@ -248,18 +270,24 @@ class ColdTierBackend:
         self._require_marker(url, backend)
         return backend
 
-    def _require_marker(self, url: str, backend: Backend) -> None:
+    @property
+    def _marker(self) -> OwnerMarker:
+        return OwnerMarker(self._store, self._own.url)
+
+    def _require_marker(self, url: str, backend: Backend) -> FoundMarker:
+        """A damaged one is enough to read: the location is there, and blocks are verified. What deletes asks for the owner."""
         try:
-            mark = read_marker(backend)
+            found = read_marker(backend, self._marker)
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
-        if mark is None or (self._store and mark.store != self._store):
+        if found is None or (self._store and found.owner is not None and found.owner.store != self._store):
             raise self._wrong_location(url)
+        return found
 
     def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(
             f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
-            "reached with the right credentials?",
+            "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
             object_id=url,
         )
 

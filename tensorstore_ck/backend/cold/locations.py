@@ -1,28 +1,21 @@
-"""Cold locations, where packs lie outside the store: what a user may name, how one is opened, and the marker of its owner.
+"""Cold locations, where packs lie outside the store: what a user may name, and how one is opened."""
 
-The marker names the store that moved packs there, and its URL. Without it a folder whose disk is not mounted would look like an empty
-location; and a copy of a store's files, which shares the moved packs, would free packs that the original needs.
-"""
-
-import json
 import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint, places_file
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
-from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, PlaceUnavailableError
+from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.redaction import display_url
 
-MARKER_NAME: Final = "place.json"
-MAX_MARKER_BYTES: Final = 1 << 16
 MAX_URL_CHARS: Final = 256
 STORAGE_CLASSES: Final = ("STANDARD", "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING", "GLACIER_IR")
 """Of S3: those that can be read at once."""
@@ -69,37 +62,6 @@ def _not_allowed(url: str, store_url: str) -> PlaceUnavailableError:
         f"{shlex.quote(where)}`, or, for all commands of this user, {where} as a line of {places_file()}",
         object_id=url,
     )
-
-
-class OwnerMarker(NamedTuple):
-    """The object at each cold location that names its owner."""
-
-    store: str
-    """The uuid of the store whose packs are there."""
-    url: str
-    """Of that store."""
-
-
-def read_marker(backend: Backend) -> OwnerMarker | None:
-    """The marker of a location; None without one.
-
-    Raises:
-        CorruptObjectError: it is malformed.
-    """
-    try:
-        data = backend.get(MARKER_NAME, max_bytes=MAX_MARKER_BYTES)
-    except MissingObjectError:
-        return None
-    try:
-        found = json.loads(data)
-        return OwnerMarker(str(found["store"]), str(found["url"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise CorruptObjectError(f"{MARKER_NAME} in {backend.url} is damaged: `tsck tier --claim-locations` writes it again") from exc
-
-
-def write_marker(backend: Backend, marker: OwnerMarker) -> None:
-    """Writes or replaces the marker of a location."""
-    backend.replace(MARKER_NAME, json.dumps(marker._asdict(), indent=1).encode() + b"\n")
 
 
 def check_location(url: object) -> str:

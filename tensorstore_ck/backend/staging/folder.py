@@ -14,24 +14,23 @@ durable in the store before it is published here; this module does not know the 
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.local_io import read_at
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.staging.folder_lock import FolderLock
 from tensorstore_ck.backend.staging.sparse_files import FileUse, SparseFileCache, files_below
+from tensorstore_ck.backend.staging.unsent_file import OpenVerifier, UnsentFile, unverified
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.free_space import Space, writing_to
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
+from tensorstore_ck.errors import InvalidOptionError, MissingObjectError, NoSpaceError
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 USERS: Final = "users"
@@ -42,8 +41,12 @@ _NOTE_BYTES: Final = 1 << 20
 class StagingFolder:
     """The folder of the store `store_uuid` below `path`. The first write, or `check`, makes it."""
 
-    def __init__(self, path: str | os.PathLike[str], store_uuid: str, capacity_bytes: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], store_uuid: str, capacity_bytes: int, open_verifier: OpenVerifier = unverified
+    ) -> None:
         """`capacity_bytes`: how much of the disk objects and copies together may use.
+
+        `open_verifier` opens what verifies the bytes of unpublished objects before they leave this folder.
 
         Raises:
             InvalidOptionError: the capacity is not above 0.
@@ -52,6 +55,7 @@ class StagingFolder:
             raise InvalidOptionError(f"a staging folder's capacity must be more than 0 bytes, not {capacity_bytes}", object_id="staging")
         self.path = f"{os.path.abspath(os.path.expanduser(path))}/{check_name(store_uuid)}"
         self.capacity_bytes = capacity_bytes
+        self.open_verifier = open_verifier
         self._private = PrivateFolder(self.path, _ADVICE)
         self.unsent = LocalBackend("unsent", within=self._private)
         self.copies = SparseFileCache(self._private)
@@ -204,7 +208,7 @@ class StagingFolder:
                 raise
             self.journal.write(entry)
 
-    def open_unsent(self, name: str) -> "UnsentFile":
+    def open_unsent(self, name: str) -> UnsentFile:
         """An object to upload.
 
         Raises:
@@ -212,44 +216,7 @@ class StagingFolder:
         """
         with os_errors("read", name):
             path, flags = f"unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-            return UnsentFile(os.open(path, flags, dir_fd=self._private.fd()), name)
-
-
-class UnsentFile:
-    """An open object that is not published yet."""
-
-    def __init__(self, fd: int, name: str) -> None:
-        self.name = name
-        self._fd = fd
-        self.size_bytes = os.fstat(fd).st_size
-
-    def lock(self) -> bool:
-        """Whether this process got the right to upload it, until it is closed or the process dies."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fills `target` from `offset`.
-
-        Raises:
-            CorruptObjectError: the file is shorter.
-        """
-        with os_errors("read", self.name):
-            count = read_at(self._fd, target, offset)
-        if count < len(target):
-            raise CorruptObjectError(
-                f"the staged {self.name} ends at {offset + count}, before byte {offset + len(target)}: it is damaged on the disk; drop it",
-                object_id=self.name,
-            )
-
-    def close(self) -> None:
-        """Closes the file, which releases its lock; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+            return UnsentFile(os.open(path, flags, dir_fd=self._private.fd()), name, self.path, self.open_verifier)
 
 
 def _sum(files: Iterable[FileUse]) -> int:

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.backend.staging.unsent_file import OpenVerifier
 from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -24,15 +25,15 @@ class Staging:
     """On how many other hosts' staging disks each rank's staged files are kept as well, until they are published. To keep them in memory,
     name a tmpfs as `path` on all hosts."""
 
-    def open(self, store_uuid: str) -> StagingFolder:
-        """The folder of one store, made and checked.
+    def open(self, store_uuid: str, open_verifier: OpenVerifier) -> StagingFolder:
+        """The folder of one store, made and checked. `open_verifier`: see `StagingFolder`.
 
         Raises:
             InvalidOptionError, PermissionDeniedError, NoSpaceError: it cannot be used.
         """
         if self.stagger_seconds < 0:
             raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")
-        folder = StagingFolder(self.path, store_uuid, 1)
+        folder = StagingFolder(self.path, store_uuid, 1, open_verifier)
         space = folder.space()
         available = folder.used_bytes() + (space.free_bytes if space is not None else 0)
         folder.capacity_bytes = MinFree.parse(self.capacity).of(available) or 1

@@ -13,15 +13,16 @@ from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend, writing
 from tensorstore_ck.backend.resumable_upload import ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
-from tensorstore_ck.backend.staging.folder import StagingFolder, UnsentFile
+from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.backend.staging.unsent_file import UnsentFile
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.retry import RetryPolicy
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import MissingObjectError
 
-WRITE_BYTES: Final = 4 << 20
-"""Written at once to a store without resumable uploads."""
+WRITE_BYTES: Final = 16 << 20
+"""Written at once to a store without resumable uploads; the blocks at its ends are read and hashed twice."""
 
 Task = Callable[[], None]
 

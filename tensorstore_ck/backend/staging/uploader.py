@@ -2,20 +2,24 @@
 
 The journal is written before the first byte of an object is sent, and when the object is complete. A store with resumable uploads
 reports which pieces it has; in any other one, the leftover of an earlier try is deleted and the object written again, which is safe
-since an unsent object is not published. One process at a time uploads an object.
+since an unsent object is not published. One process at a time uploads an object. What leaves the disk is verified first
+(`unsent_file`): the pieces that the store has were verified by the process that sent them.
 """
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable_upload import resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.backend.staging.unsent_file import StagedDamageError, verify_all
 from tensorstore_ck.backend.staging.upload_pass import UploadPass
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.retry import JITTER, OnRetry, RetryPolicy
-from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidOptionError, StoreError
 
 MAX_PARALLEL_REQUESTS: Final = 4
 
@@ -48,6 +52,8 @@ class Uploader:
         self._limit = limit
         self._sleep = sleep
         self._jitter = jitter
+        self._damaged: dict[str, StagedDamageError] = {}
+        """Objects that cannot be sent from here: another process may have sent its copy, which must not be taken for a leftover."""
 
     def upload(
         self,
@@ -68,16 +74,36 @@ class Uploader:
 
         Raises:
             MissingObjectError: an object is neither here nor in the store.
+            StagedDamageError: the staging disk damaged an object, and the store does not have it.
             StoreError: the store refused, or the staged file cannot be read.
         """
         left = list(dict.fromkeys(names))
-        policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
-        attempt = 0
+        attempt = reported_bytes = 0
+
+        def report(count: int) -> None:
+            nonlocal reported_bytes
+            reported_bytes += count
+            on_bytes(count)
+
+        for name in left:
+            if name in self._damaged:
+                self._replace_damaged(self._damaged[name], stop, on_retry)
         while left:
-            left = UploadPass(self._folder, self._store, policy, self._limit, on_bytes).run(left, self._threads)
+            policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+            try:
+                left = UploadPass(self._folder, self._store, policy, self._limit, report).run(left, self._threads)
+            except StagedDamageError as exc:
+                self._replace_damaged(exc, stop, on_retry)
+                report(-reported_bytes)
+                continue
             if left:
                 policy.pause(policy.delay(attempt))
                 attempt += 1
+
+    def replace(self, name: str, data: Buffer) -> None:
+        """Writes an unsent object again, which the disk damaged."""
+        self._folder.unsent.replace(name, data)
+        self._damaged.pop(name, None)
 
     def drop(self, names: Iterable[str]) -> None:
         """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
@@ -93,3 +119,20 @@ class Uploader:
                     pass
             self._folder.unsent.delete([name])
             self._folder.journal.delete([name])
+            self._damaged.pop(name, None)
+
+    def _replace_damaged(self, error: StagedDamageError, stop: Callable[[], object], on_retry: OnRetry) -> None:
+        """Drops a damaged object that the store has, whole: uploaded by an earlier process, or by one with another copy.
+
+        Raises:
+            StagedDamageError: `error`; the store does not have it.
+        """
+        name, policy = error.object_id, RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        self._damaged[name] = error
+        read = partial(self._store.read_into, name)
+        try:
+            size_bytes = policy.call(lambda: self._store.size(name))
+            policy.call(lambda: verify_all(self._folder.open_verifier(name, size_bytes, read), size_bytes, read))
+        except DamageError:
+            raise error from None
+        self.drop([name])

@@ -16,9 +16,10 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.interfaces import ByteTarget, LendingTarget
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, raise_if_expired
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import pack_name
@@ -99,7 +100,7 @@ def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock
         try:
             _read_at_places(engine, list(wanted))
         except DamageError as exc:
-            view = raise_if_expired(engine, info, exc)
+            view = raise_if_expired(engine.log, info, exc)
             before = {id(block.source): block.source.places.packs for block in wanted}  # bases may have moved, too
             for source in {id(block.source): block.source for block in wanted}.values():
                 source.places = locate_blocks(engine, view, source.part)

@@ -14,8 +14,9 @@ import numpy as np
 
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
-from tensorstore_ck.engine.reachability import locate_blocks, raise_if_expired
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
@@ -115,11 +116,7 @@ class SnapshotReader:
         self._plans: dict[int, PartIndex] = {}
         self._explicit: dict[int, list[ExplicitRegions]] = {}
         self._boxes: dict[int, dict[int, tuple[BoxBounds, ...]]] = {}
-        try:
-            self.record: Record = record if record is not None else engine.read_record(info)
-        except DamageError as exc:
-            raise_if_expired(engine, info, exc)
-            raise
+        self.record: Record = record if record is not None else engine.read_record(info)
         self._first = rank
         first = self._open(rank)
         self.part: Part = first.part
@@ -166,7 +163,7 @@ class SnapshotReader:
                 part = self._read_part(self.record, rank)
                 places = locate_blocks(self._engine, self._engine.log.view(), part)
             except DamageError as exc:
-                raise_if_expired(self._engine, self.info, exc)
+                raise_if_expired(self._engine.log, self.info, exc)
                 raise
             self._parts[rank] = OpenPart(part, part_name(self.record.parts[rank]), places, lambda row: self.tensor_at(row, rank))
         return self._parts[rank]

@@ -72,7 +72,7 @@ class StoreDestination:
             QuotaExceededError: the quota of the ref is used up.
         """
         if self._rank == 0:
-            check_quotas(self.engine.log.view(), request.ref)
+            self.engine.log.look(lambda view: check_quotas(view, request.ref))
 
     def begin(self, request: PutRequest) -> None:
         """What is shared is looked for in the snapshot that the request names."""

@@ -21,7 +21,7 @@ from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.state.allocate import LeafForm, contiguous_strides, form_of, view_of
+from tensorstore_ck.state.allocate import LeafForm, contiguous_strides, dtype_of, form_of, view_of
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
@@ -48,9 +48,14 @@ class ByteRouter:
         self._strided: defaultdict[int, list[tuple[LeafForm, OutputFile, int]]] = defaultdict(list)
 
     def add(self, number: int, file: OutputFile, offset: int) -> None:
-        """Adds all bytes of a stored tensor, at `offset`."""
-        size = self._content.layout.tensors[number].size_bytes
-        if size:
+        """Adds all bytes of a stored tensor, in its memory order, at `offset`."""
+        spec = self._content.layout.tensors[number]
+        size = spec.size_bytes
+        if size and spec.order:
+            strides = contiguous_strides(spec.shape)
+            shape, steps = (tuple(values[dim] for dim in spec.order) for values in (spec.shape, strides))
+            self._strided[number].append((LeafForm(dtype_of(spec.dtype, spec.item_bytes), shape, steps, 0), file, offset))
+        elif size:
             self._ranges[number].append(FileRange(0, size, file, offset))
 
     def add_leaf(self, leaf: Leaf, file: OutputFile, offset: int) -> None:

@@ -17,7 +17,6 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import NoSpaceError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree
 from tensorstore_ck.state.allocate import TensorAllocator, TensorOrArray, form_of
-from tensorstore_ck.state.byte_sources import address_of
 from tensorstore_ck.state.rebuild_tree import UNSELECTED, build, require_buildable
 
 
@@ -75,11 +74,7 @@ class MetaState:
 
         self.state: Any = build(tree, content, tensor_of)
         self._keep = empty
-        self._numbers = sorted(
-            (address_of(np.frombuffer(memory, np.uint8)), number)
-            for number, target in empty.targets.items()
-            if (memory := target.memory()) is not None
-        )
+        self._numbers = sorted((address, number) for number, address in empty.addresses().items())
 
     def stored_in(self, storage: torch.UntypedStorage) -> list[tuple[int, int]]:
         """(number, offset) of the stored tensors in a storage; empty if it has its bytes."""

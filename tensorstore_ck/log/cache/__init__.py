@@ -8,12 +8,14 @@ protocol.py           what the log and the block index need of a table
 open_cache.py         where a host keeps its cache
 lmdb_table.py         a handle on a table in LMDB
 lmdb_environment.py   one LMDB environment of this process
+lmdb_view.py          a read view of it
+lmdb_rows.py          its rows, with their checksums
 batch_lock.py         the lock of a batch against other processes
 memory_table.py       a table in memory
 failover_table.py     a table on disk, replaced by one in memory when it fails
 """
 
-from tensorstore_ck.log.cache.failover_table import FailoverTable
+from tensorstore_ck.log.cache.failover_table import FailoverReader, FailoverTable
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.open_cache import open_table
 from tensorstore_ck.log.cache.protocol import (
@@ -31,6 +33,7 @@ __all__ = [
     "MAX_KEY_BYTES",
     "Batch",
     "CacheWarning",
+    "FailoverReader",
     "FailoverTable",
     "MemoryTable",
     "Reader",

@@ -8,20 +8,60 @@ import logging
 import os
 import time
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Table, TableBusyError, TableError
+from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 _STUCK_SECONDS: Final = 5.0
 """After this long without the lock, a warning names the process that holds it."""
 
 
-class FailoverTable:
+class FailoverReader:
+    """A `Reader` whose reads never raise `TableError`: another reader of the same rows takes the place of one that fails."""
+
+    @abstractmethod
+    def _current(self) -> Reader:
+        """The reader in use."""
+
+    @abstractmethod
+    def _leave(self, reader: Reader, cause: TableError) -> None:
+        """Uses another one instead of `reader`, if that is still in use."""
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`."""
+        while True:
+            reader = self._current()
+            try:
+                return reader.get(key)
+            except TableError as exc:
+                self._leave(reader, exc)
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
+        """See `Reader.scan`. After a failure it continues after the last item."""
+        last: bytes | None = None
+        while True:
+            reader = self._current()
+            items = reader.scan(prefix, start=start if last is None else last, reverse=reverse)
+            while True:
+                try:
+                    item = next(items, None)
+                except TableError as exc:
+                    self._leave(reader, exc)
+                    break
+                if item is None:
+                    return
+                if item[0] != last:
+                    last = item[0]
+                    yield item
+
+
+class FailoverTable(FailoverReader):
     """A `Table` whose reads never raise `TableError`; a batch raises it at most once, and works when it is tried again."""
 
     def __init__(self, disk: Table, fill: Callable[[Table], object], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,32 +76,14 @@ class FailoverTable:
         self._warned = False
         self._pid = os.getpid()
 
-    def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`."""
+    def view(self, prefix: bytes) -> Reader:
+        """See `Table.view`. Its reads may raise `TableError`."""
         while True:
             table = self._current()
             try:
-                return table.get(key)
+                return table.view(prefix)
             except TableError as exc:
                 self._leave(table, exc)
-
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`. After a failure it continues in memory after the last item."""
-        last: bytes | None = None
-        while True:
-            table = self._current()
-            items = table.scan(prefix, start=start if last is None else last, reverse=reverse)
-            while True:
-                try:
-                    item = next(items, None)
-                except TableError as exc:
-                    self._leave(table, exc)
-                    break
-                if item is None:
-                    return
-                if item[0] != last:
-                    last = item[0]
-                    yield item
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
@@ -78,9 +100,9 @@ class FailoverTable:
             self._leave(table, exc)
             raise
 
-    def use_memory(self) -> None:
-        """Stops using the disk permanently: its contents are invalid."""
-        self._leave(self._disk, TableError("its contents are invalid", object_id="cache"))
+    def leave_disk(self, cause: TableError) -> None:
+        """Uses memory from now on: a view of the table failed, or its contents are invalid."""
+        self._leave(self._disk, cause)
 
     def return_to_disk(self) -> None:
         """Returns to the table on disk if its lock was held before and is free now. Never waits for it."""
@@ -119,15 +141,15 @@ class FailoverTable:
             if self._pid != os.getpid():
                 self._memory, self._busy_since, self._pid = memory, None, os.getpid()
 
-    def _leave(self, table: Table, cause: TableError) -> None:
-        """Uses memory instead of `table`, if that is the one on disk and still in use."""
-        if table is not self._disk or table is not self._current():
+    def _leave(self, reader: Reader, cause: TableError) -> None:
+        """Uses memory, if `reader` is the table on disk and still in use."""
+        if reader is not self._disk or reader is not self._current():
             return
         is_busy = isinstance(cause, TableBusyError)
         memory = MemoryTable()
         self._fill(memory)
         with self._lock:
-            is_first = table is self._current()
+            is_first = reader is self._current()
             if is_first:
                 self._memory, self._busy_since = memory, self._clock() if is_busy else None
         if is_first and not is_busy:

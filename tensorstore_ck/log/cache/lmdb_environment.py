@@ -1,18 +1,18 @@
 """One LMDB environment of this process, shared by all handles on its folder.
 
-The only file that uses LMDB's data. py-lmdb refuses a second open of a path in one process (closing one would drop the
+Nothing else opens LMDB's files. py-lmdb refuses a second open of a path in one process (closing one would drop the
 other's file locks), so `lmdb_table` counts handles in a process-wide registry. Invariants: a forked child never uses an
-environment; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and `_write_lock` before it); a
-batch holds `batch.lock` in the folder from start to end, so that it can begin again in a larger map without any other process's
-batch in between; an environment that failed is not used again, and stays open until it is closed, as a thread may have a
-transaction. LMDB has no checksums: each value ends with a CRC.
+environment; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and `_write_lock` before it; views
+copy their rows first); a batch holds `batch.lock` in the folder from start to end, so that it can begin again in a larger map
+without any other process's batch in between; an environment that failed is not used again, and stays open until it is closed, as
+a thread may have a transaction.
 """
 
 import os
 import struct
 import threading
 import time
-import zlib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -22,22 +22,14 @@ from typing import Any, Final
 import lmdb
 
 from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.protocol import (
-    MAX_KEY_BYTES,
-    PAGE_ITEMS,
-    Batch,
-    Item,
-    TableBusyError,
-    TableDamagedError,
-    check_key,
-    scan_pages,
-)
+from tensorstore_ck.log.cache.lmdb_rows import get_row, protect, read_page
+from tensorstore_ck.log.cache.lmdb_view import LmdbView
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, check_key, scan_pages
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
-_CRC_BYTES = 4
 _CHECK_TRIES: Final = 3
 _CHECK_AGAIN_SECONDS: Final = 0.002
 _META: Final = struct.Struct("<16xII112xQ")
@@ -70,6 +62,8 @@ class Environment:
         self._data_file, self._page_bytes, self._intact = -1, 0, (0, 0)
         self._write_lock = threading.RLock()
         self._map_lock = threading.RLock()
+        self._views = weakref.WeakSet[LmdbView]()
+        self._view_txns = set[Any]()
         self.lock = BatchLock(folder / "batch.lock", patience_seconds)
         try:
             with self.lock.held(wait=wait):  # LMDB's own open is not safe against another process's close
@@ -85,15 +79,21 @@ class Environment:
 
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
-        if not 0 < len(key) <= MAX_KEY_BYTES:
-            return None
         with self._reading() as txn:
-            return _get(txn, key)
+            return get_row(txn, key)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `scan_pages`."""
         with self._reading() as txn:
-            return _read_page(txn, low, high, reverse)
+            return read_page(txn, low, high, reverse)
+
+    def view(self, prefix: bytes) -> LmdbView:
+        """See `Table.view`."""
+        with self._usable(), self._beginning(write=False) as txn:
+            self._view_txns.add(txn)
+            view = LmdbView(txn, prefix, self._usable, self._release)
+            self._views.add(view)
+            return view
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
@@ -125,17 +125,13 @@ class Environment:
 
     def begin_writing(self) -> Any:
         """A write transaction, in a map as large as other processes made it; the caller holds the batch's lock."""
-        with self._map_lock:
-            try:
-                return self.begin(write=True)
-            except lmdb.MapResizedError:
-                self._lmdb.set_mapsize(0)
-                return self.begin(write=True)
+        with self._beginning(write=True) as txn:
+            return txn
 
     def grow(self) -> None:
         """Doubles the map; the caller holds the batch's lock and has no open transaction."""
         with self._map_lock:
-            self._lmdb.set_mapsize(2 * self._lmdb.info()["map_size"])
+            self._set_map_bytes(2 * self._lmdb.info()["map_size"])
 
     def cover_last_page(self) -> None:
         """Extends the file to the end of its last page; the caller holds the batch's lock, and has committed.
@@ -152,25 +148,53 @@ class Environment:
         if self._pid == os.getpid():
             with self._write_lock, self._map_lock:
                 self._failure = self._failure or f"{self.folder} was closed"
+                for view in list(self._views):
+                    view.end()
                 self._lmdb.close()
                 self._close_data_file()
                 self.lock.close()
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
+        with self._usable(), self._beginning(write=False) as txn, txn:
+            yield txn
+
+    @contextmanager
+    def _beginning(self, *, write: bool) -> Iterator[Any]:
+        """A new transaction, in a map as large as other processes made it; the map does not grow meanwhile."""
+        with self._map_lock:
+            try:
+                txn = self.begin(write=write)
+            except lmdb.MapResizedError:
+                txn = None
+            if txn is not None:
+                yield txn
+                return
+        with self._write_lock, self._map_lock:  # the size can be adopted only while no thread of ours writes
+            self._set_map_bytes(0)
+            yield self.begin(write=write)
+
+    def _set_map_bytes(self, map_bytes: int) -> None:
+        """Enlarges the map; 0: to the size that another process gave it. The caller holds `_map_lock`, and no thread of ours writes."""
+        for view in list(self._views):
+            with suppress(TableError):  # its next read raises it
+                view.copy_into_memory()
+        self._lmdb.set_mapsize(map_bytes)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Checks the environment before a read, and reports what LMDB raises as damage."""
         self._require_usable()
         try:
-            try:
-                with self._map_lock, self.begin(write=False) as txn:
-                    yield txn
-            except lmdb.MapResizedError:  # only `begin` raises it: nothing was yielded
-                # Another process enlarged the map. Its size can be adopted only while no thread of ours writes.
-                with self._write_lock, self._map_lock:
-                    self._lmdb.set_mapsize(0)
-                    with self.begin(write=False) as txn:
-                        yield txn
+            self._require_intact()
+            yield
         except lmdb.Error as exc:
             raise self._failed(exc) from exc
+
+    def _release(self, txn: Any) -> None:
+        """Drops the transaction of a view. A child keeps its parent's: py-lmdb 1.6 would end it for the parent, too."""
+        if self._pid == os.getpid():
+            self._view_txns.discard(txn)
 
     def _require_usable(self) -> None:
         if self._pid != os.getpid():
@@ -254,14 +278,14 @@ class _LmdbBatch:
         self._txn = environment.begin_writing()
 
     def get(self, key: bytes) -> bytes | None:
-        return _get(self._txn, key)
+        return get_row(self._txn, key)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes) -> None:
         check_key(key)
-        self._write(key, value + _checksum(key, value))
+        self._write(key, protect(key, value))
 
     def delete(self, key: bytes) -> None:
         self._write(key, None)
@@ -285,7 +309,7 @@ class _LmdbBatch:
 
     def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         self._environment.lock.show_progress()
-        return _read_page(self._txn, low, high, reverse)
+        return read_page(self._txn, low, high, reverse)
 
     def _write(self, key: bytes, value: bytes | None) -> None:
         self._journal.append((key, value))
@@ -315,37 +339,3 @@ class _LmdbBatch:
                 return
             except lmdb.MapFullError:
                 continue
-
-
-def _get(txn: Any, key: bytes) -> bytes | None:
-    stored = txn.get(key)
-    return None if stored is None else _unprotect(key, stored)
-
-
-def _checksum(key: bytes, value: bytes) -> bytes:
-    return zlib.crc32(value, zlib.crc32(key)).to_bytes(_CRC_BYTES, "little")
-
-
-def _unprotect(key: bytes, stored: bytes) -> bytes:
-    value = stored[:-_CRC_BYTES]
-    if _checksum(key, value) != stored[-_CRC_BYTES:]:
-        raise lmdb.CorruptedError("a value does not match its checksum")
-    return value
-
-
-def _read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-    items: list[Item] = []
-    with txn.cursor() as cursor:
-        if not reverse:
-            found = cursor.set_range(low)
-        elif high is not None and cursor.set_range(high):
-            found = cursor.prev()
-        else:
-            found = cursor.last()
-        while found and len(items) < PAGE_ITEMS:
-            key, stored = cursor.item()
-            if key < low if reverse else (high is not None and key >= high):
-                break
-            items.append((key, _unprotect(key, stored)))
-            found = cursor.prev() if reverse else cursor.next()
-    return items

@@ -15,7 +15,7 @@ import lmdb
 
 from tensorstore_ck.log.cache.lmdb_environment import INITIAL_MAP_BYTES, Environment
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError, scan_pages
+from tensorstore_ck.log.cache.protocol import Batch, Item, Reader, Table, TableBusyError, TableDamagedError, scan_pages
 
 DEFAULT_PATIENCE_SECONDS: Final = 1.0
 
@@ -102,6 +102,10 @@ class LmdbTable:
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
         return scan_pages(lambda *page: self._opened(wait=False).page(*page), prefix, start, reverse)
+
+    def view(self, prefix: bytes) -> Reader:
+        """See `Table.view`."""
+        return self._opened(wait=False).view(prefix)
 
     def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
         """See `Table.batch`."""

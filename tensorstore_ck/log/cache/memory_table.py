@@ -17,6 +17,8 @@ class MemoryTable:
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
         self._keys: list[bytes] = []
+        self._is_shared = False
+        """Whether a view has the same rows: the next write copies them first."""
         self._lock = threading.RLock()
 
     def get(self, key: bytes) -> bytes | None:
@@ -27,6 +29,18 @@ class MemoryTable:
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
         return scan_pages(self._page, prefix, start, reverse)
+
+    def view(self, prefix: bytes) -> "MemoryTable":
+        """See `Table.view`."""
+        view = MemoryTable()
+        self.share_rows(view)
+        return view
+
+    def share_rows(self, view: "MemoryTable") -> None:
+        """Gives an empty table the rows as they are now."""
+        with self._lock:
+            self._is_shared = view._is_shared = True
+            view._values, view._keys = self._values, self._keys
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
@@ -43,6 +57,8 @@ class MemoryTable:
         """See `Table.close`."""
 
     def _set(self, key: bytes, value: bytes | None) -> None:
+        if self._is_shared:
+            self._values, self._keys, self._is_shared = dict(self._values), list(self._keys), False
         if value is None:
             if self._values.pop(key, None) is not None:
                 del self._keys[bisect_left(self._keys, key)]
@@ -76,7 +92,7 @@ class _MemoryBatch:
         self._table._set(key, None)
 
     def clear(self, prefix: bytes) -> None:
-        for key, _ in self._table._page(prefix, prefix_end(prefix), False, len(self._table._keys)):
+        for key, _ in self._table._page(prefix, prefix_end(prefix), True, len(self._table._keys)):  # from the end, so that no key moves
             self.delete(key)
 
     def undo(self) -> None:

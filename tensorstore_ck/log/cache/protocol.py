@@ -66,6 +66,13 @@ class Batch(Reader, Protocol):
 class Table(Reader, Protocol):
     """An ordered map of bytes."""
 
+    def view(self, prefix: bytes) -> Reader:
+        """The rows whose keys begin with `prefix`, as they are now: batches do not change them. The caller drops it soon.
+
+        Raises:
+            TableError: as its reads.
+        """
+
     def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
         """A batch: committed at the end of the ``with`` block, dropped when that raises.
 

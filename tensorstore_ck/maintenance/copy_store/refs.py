@@ -107,8 +107,17 @@ class _Copy:
         self._pace = pace
         self._progress = progress
         self._executor = executor
-        self._from, self._to = source.log.view(), target.log.view()
         self._warnings: list[str] = []
+
+    @property
+    def _from(self) -> RefTable:
+        """The refs of the source as of now: others may change them while snapshots are copied."""
+        return self._source.log.view()
+
+    @property
+    def _to(self) -> RefTable:
+        """The refs of the target as of now."""
+        return self._target.log.view()
 
     def run(self, globs: Sequence[str]) -> CopyReport:
         plans = [self._plan(name, kind) for name, kind in _chosen(self._from, globs)]

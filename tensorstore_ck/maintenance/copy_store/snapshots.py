@@ -14,8 +14,9 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.part_extents import extents_of
-from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, raise_if_expired
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
 from tensorstore_ck.errors import DamageError, SnapshotExpiredError
@@ -120,7 +121,7 @@ class SnapshotCopier:
                 self._put(part_name(ulid), encoded)
                 parts.append((ulid, part))
         except DamageError as exc:
-            raise_if_expired(self._source, info, exc)
+            raise_if_expired(self._source.log, info, exc)
             raise
         return record, parts
 
@@ -160,7 +161,7 @@ class SnapshotCopier:
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:
-                view = raise_if_expired(self._source, info, exc)
+                view = raise_if_expired(self._source.log, info, exc)
                 now = locate_blocks(self._source, view, part)
                 missing = {block: row for block, row in missing.items() if block not in located}
                 if all(locations.packs[locations.extents[row]["pack"]] == now.packs[now.extents[row]["pack"]] for row in missing.values()):

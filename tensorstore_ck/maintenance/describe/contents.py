@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import raise_if_expired
+from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.block_assignment import first_ranks
@@ -77,7 +77,7 @@ class OpenSnapshot:
         try:
             return self._engine.read_part(self.record, rank)
         except DamageError as exc:
-            raise_if_expired(self._engine, self.info, exc)
+            raise_if_expired(self._engine.log, self.info, exc)
             raise
 
     def _reader(self, rank: int) -> SnapshotReader:

@@ -307,11 +307,10 @@ def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
     """The problem if this host's cache differs from the log at the same entry."""
     if check.last_hash is None or any(problem.kind == BrokenLogError.kind for problem in check.problems):
         return None
-    head = Head(check.last, check.last_hash)
-    if log.view().head() != head:
+    view = log.view()
+    if view.head() != Head(check.last, check.last_hash):
         return None
-    is_same = all(one == other for one, other in zip_longest(log.view().items(), check.view.items()))
-    if is_same or log.view().head() != head:
+    if all(one == other for one, other in zip_longest(view.items(), check.view.items())):
         return None
     message = f"this host's cache differs from the log at entry {check.last}: `tsck fsck --repair` makes it again"
     return LogProblem("damaged_cache", CACHE_NAME, message)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from tensorstore_ck.backend.staging import StagingFolder
-from tensorstore_ck.backend.staging.folder import UnsentFile
+from tensorstore_ck.backend.staging.unsent_file import UnsentFile
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import MissingObjectError, StoreError
 from tensorstore_ck.redaction import one_line

@@ -15,6 +15,7 @@ group_put.py             one rank's side of a save of many
 check.py                 finds what a save of many ranks would refuse, and writes nothing
 publish_staged.py        uploads and publishes staged saves, of a ref in order
 publish_staged_group.py  what the ranks of a staged save agree on
+heal_staged.py           ranks replace what one rank's staging disk damaged
 resume_staged.py         continues what earlier processes staged
 retrying.py              `Store.retrying`
 """

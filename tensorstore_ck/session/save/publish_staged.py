@@ -9,8 +9,10 @@ import logging
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
+from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import (
     ConflictError,
@@ -22,6 +24,7 @@ from tensorstore_ck.errors import (
     SnapshotExpiredError,
     StoreError,
 )
+from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.put_status import PutStatus
@@ -139,6 +142,9 @@ class PublishStaged:
             if status.dropped != "abandoned":
                 self._give_up(status)
             raise
+        except StagedDamageError as exc:
+            self._give_up(status)
+            raise StagedDamageError(f"the save of {status} is lost: {exc}", object_id=exc.object_id) from exc
         except _FINAL:
             self._give_up(status)
             raise
@@ -171,12 +177,20 @@ class PublishStaged:
             meter.expect("upload", manifest.size_bytes)
             status.pause(window * (manifest.rank / manifest.ranks + spread) % window if window else 0.0)
             with meter.timed("upload"):
-                self._tier.uploader.upload(
+                upload = partial(
+                    self._tier.uploader.upload,
                     manifest.names,
                     stop=stop,
                     on_bytes=lambda count: meter.count("upload", count),
                     on_retry=lambda exc, seconds: self._context.retried(status, "an upload", exc, seconds),
                 )
+                try:
+                    upload()
+                except StagedDamageError as exc:
+                    if self._lead is None or exc.object_id != record_name(self._txn):
+                        raise
+                    self._tier.uploader.replace(exc.object_id, self._lead.record)  # the manifest has it, too
+                    upload()
 
     def _append(self, attempt: Ulid) -> SnapshotInfo:
         """Appends the log entry that publishes it."""

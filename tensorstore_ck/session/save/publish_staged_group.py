@@ -2,13 +2,14 @@
 
 A rank uploads by its own manifest or, after a crash, by those that it found on its disk. Then the ranks' publishing threads meet, again and
 again if ranks or the store do not answer in time. The log decides: a round that was aborted never publishes, and a staged snapshot is
-published once or given up.
+published once or given up. An object that a rank's disk damaged is replaced in a round of its own (`heal_staged`).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -22,6 +23,7 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.heal_staged import NOT_DAMAGED, Healing, heal, plan, report
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest, decode_lead, encode_lead
@@ -52,6 +54,8 @@ class PublishStagedGroup(PublishStaged):
         self.rank = group.rank
         self._group = group
         self._timeout_seconds = timeout_seconds
+        self._healed: set[str] = set()
+        """On rank 0, the damaged objects that were replaced."""
 
     def _is_given_up_alone(self, status: PutStatus) -> bool:
         """Ranks give up together, except one whose process ends."""
@@ -63,11 +67,13 @@ class PublishStagedGroup(PublishStaged):
         Raises:
             SnapshotAbortedError: it was given up; or ranks did not come in any round, and it stays on the disks.
         """
-        for tries_left in reversed(range(TRIES)):
-            outcome = self._try(status, self._upload_problem(status), is_last=not tries_left)
-            if outcome is not None:
+        tries_left = TRIES
+        while True:
+            outcome = self._try(status, self._upload_problem(status), is_last=tries_left == 1)
+            if outcome is None:
+                tries_left -= 1
+            elif "healed" not in outcome:
                 return self._conclude(outcome, status)
-        raise AssertionError("unreachable")
 
     def _upload_problem(self, status: PutStatus) -> StoreError | None:
         """Uploads this rank's files; returns the error if it cannot, for the other ranks, which would wait for it otherwise."""
@@ -81,7 +87,7 @@ class PublishStagedGroup(PublishStaged):
         return None
 
     def _try(self, status: PutStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
-        """One round: what became of the staged snapshot; None if all ranks must try again.
+        """One round: what became of the staged snapshot, or of a damaged object of it; None if all ranks must try again.
 
         The log decides the outcome of a round, so no rank goes on to the next one before the log has answered.
         """
@@ -106,11 +112,14 @@ class PublishStagedGroup(PublishStaged):
 
     def _participant(self, status: PutStatus, txn: Ulid, problem: StoreError | None) -> Participant:
         def propose() -> Body:
-            if problem is not None:
+            damage = problem if isinstance(problem, StagedDamageError) else None
+            if problem is not None and damage is None:
                 raise problem
             if status.dropped == "abandoned":
                 status.check()
-            return {"txn": self._txn, "cancelled": status.dropped, "lead": None if self._lead is None else encode_lead(self._lead)}
+            lead = None if self._lead is None else encode_lead(self._lead)
+            disk = report(self._tier, self._txn, self._manifests, damage)
+            return {"txn": self._txn, "cancelled": status.dropped, "lead": lead, "disk": disk}
 
         def compare(proposals: list[Body]) -> Body:
             if len({take(proposal, "txn", bytes) for proposal in proposals}) > 1:
@@ -119,12 +128,23 @@ class PublishStagedGroup(PublishStaged):
             if said is None:
                 raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self.ref)
             self._lead = decode_lead(said)
-            return {"cancelled": next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")}
+            cancelled = next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")
+            healing = NOT_DAMAGED if cancelled else plan([take(proposal, "disk", dict) for proposal in proposals], self._healed)
+            return {"cancelled": cancelled, "healing": list(healing)}
+
+        def execute(go: Body) -> Body:
+            healing = Healing(*take(go, "healing", list))
+            lost = heal(self._tier, healing, self.rank, lambda: _check_abandoned(status))
+            return {"cancelled": take(go, "cancelled", str), "lost": lost, "healed": healing.name}
 
         def commit(results: list[Body]) -> Body:
-            cancelled = take(results[0], "cancelled", str)
-            if cancelled:
-                return self._lost(f"it was {cancelled}")
+            cancelled, healed = take(results[0], "cancelled", str), take(results[0], "healed", str)
+            lost = f"it was {cancelled}" if cancelled else next((reason for result in results if (reason := take(result, "lost", str))), "")
+            if lost:
+                return self._lost(lost)
+            if healed:
+                self._healed.add(healed)
+                return {"healed": healed}
             try:
                 with status.meter.timed("commit"):
                     self._append(txn)
@@ -132,7 +152,7 @@ class PublishStagedGroup(PublishStaged):
                 return self._lost(str(exc))
             return {}
 
-        return Participant(propose, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._resolve(txn), compare, commit)
+        return Participant(propose, execute, lambda _: self._resolve(txn), compare, commit)
 
     def _resolve(self, txn: Ulid) -> Body | None:
         """Aborts a round unless it was decided; returns what became of the staged snapshot."""

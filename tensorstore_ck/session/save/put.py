@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
@@ -18,7 +19,7 @@ from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.gc.plan import plan_gc
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.group.rank_put import RankStates
 from tensorstore_ck.session.ref_fence import PutOptions
 from tensorstore_ck.session.save.context import SaveContext
@@ -54,6 +55,8 @@ class SinglePut:
         self._options: PutOptions | None = None
         self._states: RankStates | None = None
         self._staged: PublishStaged | None = None
+        self._is_copied = False
+        """Whether the state is in memory that is reused once it is staged."""
 
     def prepare(self) -> None:
         """Takes the state apart.
@@ -82,10 +85,14 @@ class SinglePut:
             QuotaExceededError: the quota of the ref is used up.
         """
         assert self._options is not None
-        engine, fence, view = self._context.engine, self._context.fence, self._context.engine.log.view()
-        fence.check_step(engine, view, self._options)
-        check_expected(engine, view, self.ref, fence.expected(view, self.ref, self._options.expect))
-        check_quotas(view, self.ref)
+        engine, fence, options = self._context.engine, self._context.fence, self._options
+
+        def check(view: RefTable) -> None:
+            fence.check_step(engine, view, options)
+            check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
+            check_quotas(view, self.ref)
+
+        engine.log.look(check)
 
     def decide(self, admit: Callable[[], Admission]) -> Admission:
         """This process decides."""
@@ -105,6 +112,7 @@ class SinglePut:
         for each in self._captured():
             copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
             start += slot_bytes(each, each.frozen)
+        self._is_copied = True
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
     def run(self, status: PutStatus) -> SnapshotInfo | None:
@@ -123,9 +131,17 @@ class SinglePut:
         """There are no other hosts."""
 
     def publish(self, status: PutStatus) -> SnapshotInfo:
-        """Uploads the staged objects and publishes the snapshot."""
+        """Uploads the staged objects and publishes the snapshot; stages a state that is still there again if the disk damaged them."""
+        tier = self._context.engine.tier
+        assert tier is not None
         assert self._staged is not None
-        return self._staged.publish(status)
+        try:
+            return self._staged.publish(status)
+        except StagedDamageError:
+            if self._is_copied:
+                raise
+            _, self._staged = self._stage(tier, status)
+            return self._staged.publish(status)
 
     # --- what ranks do differently -----------------------------------------------------------------------------------
 

@@ -136,8 +136,8 @@ class StagingDestination:
         """
         self._accepts = self._links.accepts(request.expect)
         if self._rank == 0:
-            check_accepted(self._store, self._store.log.view(), request.ref, self._accepts)
-            check_quotas(self._store.log.view(), request.ref)
+            self._store.log.look(lambda view: check_accepted(self._store, view, request.ref, self._accepts))
+            self._store.log.look(lambda view: check_quotas(view, request.ref))
 
     def begin(self, request: PutRequest) -> None:
         """Finds the base; all ranks find the same one."""

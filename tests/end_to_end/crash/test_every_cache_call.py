@@ -1,4 +1,4 @@
-"""At every call into the host's cache, it fails or is locked: every operation succeeds, and says what the log says."""
+"""At every call into the host's cache, it fails, is locked, or was emptied: every operation succeeds, and says what the log says."""
 
 import math
 import warnings
@@ -47,6 +47,24 @@ def put_async(folder: Path) -> None:
         assert [each.wait().step for each in pending] == [*STEPS]
 
 
+def put_async_in_turn(folder: Path) -> None:
+    """Each is checked when it is submitted, as none is in progress."""
+    with tsck.open(folder / "store") as store:
+        store.checkout("job")
+        for step in STEPS:
+            assert store.put_snapshot_async(make_state(step), ref="job", step=step).wait().step == step
+
+
+def save_by_checkpointer(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        state = make_state(1)
+        with tsck.Checkpointer(store, state, ref="job", when=tsck.every_steps(1)) as checkpointer:
+            assert checkpointer.resume() is not None
+            for step in STEPS:
+                state["step"] = step
+                checkpointer.step(step)
+
+
 def put_staged(folder: Path) -> None:
     with tsck.open(folder / "store", staging=folder / "stage") as store:
         store.checkout("job")
@@ -91,11 +109,24 @@ def forget_and_gc(folder: Path) -> None:
         store.tag("kept", "job")
         assert list(store.tags()) == ["kept"]
         store.migrate_tiers()
+        look(store)
+
+
+def look(store: tsck.Store) -> None:
+    """What reports about the whole store, with one branch and one tag."""
+    assert [each.ref for each in store.usage().refs] == ["job", "kept"]
+    assert store.fsck().ok
+    assert [each.step for each in store.log()] == [1]
+    assert store.gc(dry_run=True).refused is None
+    assert not store.apply_policies(dry_run=True).going
+    assert [each.root for each in store.tags().values()] == [each.root for each in store.branches().values()]
 
 
 SCENES: dict[str, tuple[Callable[[Path], None], bool]] = {
     "put": (put, True),
     "put_async": (put_async, True),
+    "put_async in turn": (put_async_in_turn, True),
+    "Checkpointer": (save_by_checkpointer, True),
     "put staged": (put_staged, True),
     "put as a group": (put_as_group, True),
     "put by DCP": (put_by_dcp, True),
@@ -119,12 +150,20 @@ def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheFaults]:
         yield faults
 
 
-def play(folder: Path, scene: Callable[[Path], None], faults: CacheFaults, failing: range, *, is_busy: bool) -> list[str]:
+def play(
+    folder: Path,
+    scene: Callable[[Path], None],
+    faults: CacheFaults,
+    failing: range,
+    *,
+    is_busy: bool = False,
+    emptied: Callable[[], object] | None = None,
+) -> list[str]:
     """Runs it under these faults; the warnings that came."""
     folder.mkdir()
     with tsck.open(folder / "store", create=True) as store:
         store.put_snapshot(make_state(1), ref="job", step=1)
-    faults.reset(failing, is_busy=is_busy)
+    faults.reset(failing, is_busy=is_busy, emptied=emptied)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -155,6 +194,34 @@ def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 steps = [snapshot.step for snapshot in store.log("job")]
                 assert steps == ([*STEPS[::-1], 1] if puts else [1])
                 assert store.checkout("job")["step"] == steps[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENES)
+def test_whenever_another_process_empties_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Once, or at every call from one on; and another one may have filled it again by then."""
+    scene, puts = SCENES[name]
+    with group_of_one() if scene is put_as_group else nullcontext():
+        with shared_cache(monkeypatch) as faults:
+            play(tmp_path / "counted", scene, faults, range(0), emptied=lambda: None)
+        calls = faults.calls
+        assert calls
+        stride = effort(max(1, calls // 12), 1)
+        for at, (is_once, is_filled) in in_turns(range(calls), [(True, False), (True, True), (False, True)]):
+            if at % stride:
+                continue
+            folder = tmp_path / f"{at}-{is_once}-{is_filled}"
+
+            def fill(folder: Path = folder) -> None:
+                with tsck.open(folder / "store", read_only=True) as other:
+                    other.branches()
+
+            with shared_cache(monkeypatch) as faults:
+                failing = range(at, at + 1) if is_once else range(at, 1 << 30, 7)
+                told = play(folder, scene, faults, failing, emptied=fill if is_filled else lambda: None)
+                assert not (told and is_once), told
+            with tsck.open(folder / "store", cache_dir=tmp_path / "own cache") as store:
+                assert [snapshot.step for snapshot in store.log("job")] == ([*STEPS[::-1], 1] if puts else [1])
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def training_state() -> dict[str, Any]:
         "neighbours": [flat[:1000], flat[1000:1001], flat[3000:].view(100, 20)],
         "parameter": torch.nn.Parameter(torch.randn(30, 40)),
         "grad": torch.randn(4, requires_grad=True),
+        "order": {"convolution": torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last), "turned": torch.randn(40, 30).t()},
         "scalar": torch.tensor(3.5, dtype=torch.float64),
         "empty": torch.empty(0, 5),
         "large": torch.randn(300, 300),

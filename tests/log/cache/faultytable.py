@@ -1,10 +1,13 @@
-"""A table on disk that fails: at one call or from one on, damaged or locked by another process."""
+"""A table on disk that fails, at one call or from one on: damaged, locked by another process, or emptied by one."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from tensorstore_ck.log.cache import Batch, MemoryTable, TableBusyError, TableDamagedError
 from tensorstore_ck.log.cache.protocol import Item
+from tensorstore_ck.log.follow import empty
 
 
 class CacheFaults:
@@ -15,17 +18,25 @@ class CacheFaults:
         self.failing = range(0)
         self.is_busy = False
         """Whether they fail like caches whose lock another process holds: reads work."""
+        self.emptied: Callable[[], object] | None = None
+        """If set, another process empties the table before a call of `failing`, which then works; and does this."""
 
-    def reset(self, failing: range, *, is_busy: bool) -> None:
-        self.calls, self.failing, self.is_busy = 0, failing, is_busy
+    def reset(self, failing: range, *, is_busy: bool = False, emptied: Callable[[], object] | None = None) -> None:
+        self.calls, self.failing, self.is_busy, self.emptied = 0, failing, is_busy, emptied
 
-    def call(self, *, is_batch: bool) -> None:
+    def call(self, table: "FaultyTable", *, is_batch: bool) -> None:
         if self.is_busy and not is_batch:
             return
         self.calls += 1
-        if self.calls - 1 in self.failing:
+        if self.calls - 1 not in self.failing:
+            return
+        if self.emptied is None:
             error = TableBusyError if self.is_busy else TableDamagedError
             raise error("the test's fault", object_id="cache")
+        failing, self.failing = self.failing, range(0)
+        table.empty()
+        self.emptied()
+        self.failing = failing
 
 
 class FaultyTable(MemoryTable):
@@ -34,20 +45,43 @@ class FaultyTable(MemoryTable):
     def __init__(self, faults: CacheFaults) -> None:
         super().__init__()
         self._faults = faults
+        self._origin = self
+        """The table that a view is of."""
+        self._writing: int | None = None
+        """The thread that is in a batch."""
+
+    def empty(self) -> None:
+        with super().batch() as batch:
+            empty(batch)
+
+    def view(self, prefix: bytes) -> Self:
+        self._call(is_batch=False)
+        view = type(self)(self._faults)
+        view._origin = self
+        self.share_rows(view)
+        return view
 
     def get(self, key: bytes) -> bytes | None:
-        self._faults.call(is_batch=False)
+        self._call(is_batch=False)
         return super().get(key)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         for item in super().scan(prefix, start=start, reverse=reverse):
-            self._faults.call(is_batch=False)
+            self._call(is_batch=False)
             yield item
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        self._faults.call(is_batch=True)
+        self._call(is_batch=True)
         with super().batch(wait=wait) as batch:
-            yield batch
-            if not self._faults.is_busy:
-                self._faults.call(is_batch=True)
+            self._writing = threading.get_ident()
+            try:
+                yield batch
+                if not self._faults.is_busy:
+                    self._call(is_batch=True)
+            finally:
+                self._writing = None
+
+    def _call(self, *, is_batch: bool) -> None:
+        if self._faults.emptied is None or self._writing != threading.get_ident():  # else nobody else can write meanwhile
+            self._faults.call(self._origin, is_batch=is_batch)

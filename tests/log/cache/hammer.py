@@ -31,7 +31,7 @@ def check(key: bytes, value: bytes | None) -> None:
 def use(table: Table, draw: random.Random, rounds: int) -> None:
     for _ in range(rounds):
         with suppress(TableError):
-            match draw.randrange(4):
+            match draw.randrange(5):
                 case 0:
                     key = b"%06d" % draw.randrange(5000)
                     check(key, table.get(key))
@@ -50,6 +50,14 @@ def use(table: Table, draw: random.Random, rounds: int) -> None:
                                 batch.delete(key)
                         if draw.random() < 0.1:
                             raise TableError("dropped", object_id="batch")
+                case 4:
+                    view = table.view(b"00")
+                    items = list(view.scan(b"00"))
+                    for key, value in items:
+                        check(key, value)
+                    if list(view.scan(b"00")) != items:
+                        os.write(2, b"a view has changed\n")
+                        os._exit(3)
                 case 3:
                     with table.batch() as batch:
                         for key, value in batch.scan(b"00"):

@@ -1,5 +1,6 @@
 """The table on disk: sharing, growth, forks and damage."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -111,6 +112,73 @@ def test_another_process_made_it_larger(tmp_path: Path) -> None:
     with table.batch() as batch:  # so does a writer
         batch.put(b"k", b"")
     assert len(list(table.scan(b"k"))) == 5001
+    table.close()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_view_stays_as_it_was_when_the_map_grows(tmp_path: Path, is_own: bool) -> None:
+    table = open_lmdb_table(tmp_path, map_bytes=1 << 16)
+    fill(table, 20, b"a")
+    fill(table, 3, b"b")
+    view = table.view(b"a")
+    if is_own:
+        fill(table, 2000)
+    else:
+        in_another_process(
+            tmp_path,
+            """
+            with table.batch() as batch:
+                for number in range(2000):
+                    batch.put(b"k%06d" % number, b"v" * 1000)
+            """,
+        )
+    with table.batch() as batch:
+        batch.clear(b"a")
+    assert len(list(table.scan(b"k"))) == 2000
+    assert view.get(b"a000000") == b"v" * 1000
+    assert len(list(view.scan(b"a"))) == 20
+    table.close()
+
+
+def test_what_a_view_does_not_use_any_more_is_written_again(tmp_path: Path) -> None:
+    """Views that were dropped do not make the file grow."""
+    table = open_lmdb_table(tmp_path)
+    for _ in range(50):
+        view = table.view(b"")
+        fill(table, 10)
+        assert len(list(view.scan(b"k"))) in {0, 10}
+    assert (tmp_path / "data.mdb").stat().st_size < 20 * 10 * 1000
+    table.close()
+
+
+def test_a_view_of_a_table_that_was_closed_is_an_error(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 1)
+    view = table.view(b"k")
+    table.close()
+    with pytest.raises(TableDamagedError, match="closed"):
+        view.get(b"k000000")
+
+
+def test_a_view_in_a_forked_child_is_an_error_and_stays_the_parents(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 100)
+    view = table.view(b"k")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            view.get(b"k000000")
+        except TableDamagedError:
+            del view
+            gc.collect()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    with table.batch() as batch:
+        batch.clear(b"k")
+    for number in range(5):  # which would use the pages of the view again, if its slot were free
+        fill(table, 100, b"m%d" % number)
+    assert len(list(view.scan(b"k"))) == 100
     table.close()
 
 
@@ -244,7 +312,7 @@ def test_an_environment_that_failed_is_not_used_again(tmp_path: Path, monkeypatc
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(environment_module, "_get", broken)
+        patched.setattr(environment_module, "get_row", broken)
         with pytest.raises(TableDamagedError):
             table.get(b"k000000")
     with pytest.raises(TableDamagedError):

@@ -125,6 +125,20 @@ def test_what_changes_during_a_scan_breaks_nothing(table: Table) -> None:
     assert keys == sorted(set(keys))
 
 
+def test_a_view_stays_as_it_was(table: Table) -> None:
+    put(table, **{f"k{number:04}": "1" for number in range(600)})
+    view = table.view(b"k")
+    items, found = list(view.scan(b"k")), view.scan(b"k", reverse=True)
+    first = next(found)
+    with table.batch() as batch:
+        batch.clear(b"")
+        batch.put(b"k0000", b"2")
+    assert [first, *found] == items[::-1]
+    assert list(view.scan(b"k")) == items
+    assert view.get(b"k0000") == b"1"
+    assert list(table.scan(b"")) == list(table.view(b"k").scan(b"k")) == [(b"k0000", b"2")]
+
+
 def test_keys_that_no_table_holds_are_refused(table: Table) -> None:
     with table.batch() as batch:
         batch.put(b"k" * MAX_KEY_BYTES, b"longest")

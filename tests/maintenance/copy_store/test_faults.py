@@ -26,8 +26,8 @@ from tests.session.group.stores import put_all
 
 def damage(backend: Backend, store: Store, address: str) -> str:
     """Flips a bit of a block that only the snapshot at `address` has."""
-    engine = store.engine
-    info = engine.log.view().by_root(bytes.fromhex(store.resolve(address).root))
+    engine, root = store.engine, bytes.fromhex(store.resolve(address).root)
+    info = engine.log.view().by_root(root)
     assert info is not None
     part = engine.read_part(engine.read_record(info), 0)
     row = max((row for row in part.extents if row["codec"] == 0 and row["raw"] == 6000), key=lambda row: int(row["offset"]))

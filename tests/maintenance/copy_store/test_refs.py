@@ -86,7 +86,7 @@ def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -
 
     def extents(store: Store) -> list[tuple[int, int, int]]:
         engine = store.engine
-        info = engine.log.view().by_root(bytes.fromhex(store.resolve("runs/a").root))
+        info = engine.log.newest_view().by_root(bytes.fromhex(store.resolve("runs/a").root))
         assert info is not None
         rows = engine.read_part(engine.read_record(info), 0).extents
         return [(int(row["stored"]), int(row["raw"]), int(row["codec"])) for row in rows]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError
+from tensorstore_ck.backend.staging.unsent_file import ReadInto, Verify
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, SnapshotDroppedError
 from tensorstore_ck.session.peers import connect
 from tensorstore_ck.session.peers.link import BACK, FORTH
 from tests.effort import PATIENCE_SECONDS
@@ -41,6 +42,28 @@ def _kept_from(base: Path, host: int, source: int) -> tuple[list[str], list[str]
     objects, manifests = lies_in(folder_at(base, host))
     theirs = [name_of(source, number) for number in range(100)]
     return [name for name in objects if name in theirs], [key for key in manifests if key.endswith(f"-{source}")]
+
+
+def _with_a_damaged_disk(base: str) -> tuple[list[str], list[str]]:
+    own = side(base, (0, 1), 1)
+
+    def open_verifier(name: str, size_bytes: int, read: ReadInto) -> Verify:
+        def verify(offset: int, data: memoryview) -> None:
+            if name == name_of(0, 4) and offset:
+                raise CorruptObjectError("bytes do not match their hash", object_id=name)
+
+        return verify
+
+    own.folder.open_verifier = open_verifier
+    return own.exchange(1, own.stage()), own.warnings
+
+
+def test_what_the_disk_of_the_sender_damaged_is_no_copy(pool: Pool, tmp_path: Path) -> None:
+    (keys_0, said_0), (keys_1, said_1) = pool.run(_with_a_damaged_disk, str(tmp_path), ranks=2)
+    assert (keys_0, keys_1) == ([key_of(1)], [])
+    assert f"the staging disk damaged {name_of(0, 4)}" in said_0[0]
+    assert not said_1
+    assert _kept_from(tmp_path, 1, 0) == ([], [])
 
 
 def _crowded(base: str) -> Outcome:

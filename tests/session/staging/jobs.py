@@ -108,6 +108,13 @@ def leave_staged(folder: str, ranks: int, disks: tuple[str, ...], steps: tuple[i
         return [pending.step for pending in job.store.drain(0).staged]
 
 
+def leave_packs_staged(folder: str, ranks: int, disks: tuple[str, ...]) -> None:
+    """Publishes step 0, and ends when step 1 is staged: small packs, too, are only on the disks then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "SMALL_BYTES", 0)
+        leave_staged(folder, ranks, disks, (1,))
+
+
 def leave_while_one_publishes(folder: str, ranks: int, disks: tuple[str, ...], eager: int) -> tuple[int | None, list[tsck.PendingSnapshot]]:
     """All end when one rank waits for the others to publish what they staged: which step that is, and what is still under way then."""
     begun = threading.Event()
@@ -148,21 +155,35 @@ def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> 
         return staged, published, put, job.steps()
 
 
-def resume(
-    folder: str, ranks: int, disks: tuple[str, ...], stale_seconds: int = resume_staged.STALE_SECONDS
-) -> tuple[int, list[int | None], str]:
-    """What is published when what was left has been gone on with, and what was logged."""
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("tensorstore_ck")
     logger.addHandler(handler)
     try:
-        with pytest.MonkeyPatch.context() as patch, Job(folder, ranks, disks) as job:
-            patch.setattr(resume_staged, "STALE_SECONDS", stale_seconds)
-            return job.restore("job"), job.steps(), "\n".join(told)
+        yield told
     finally:
         logger.removeHandler(handler)
+
+
+def resume(
+    folder: str, ranks: int, disks: tuple[str, ...], stale_seconds: int = resume_staged.STALE_SECONDS
+) -> tuple[int, list[int | None], str]:
+    """What is published when what was left has been gone on with, and what was logged."""
+    with pytest.MonkeyPatch.context() as patch, logged() as told, Job(folder, ranks, disks) as job:
+        patch.setattr(resume_staged, "STALE_SECONDS", stale_seconds)
+        return job.restore("job"), job.steps(), "\n".join(told)
+
+
+def resume_and_put(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> tuple[list[int | None], str]:
+    """What is published when what was left has ended, and another save; and what was logged."""
+    with logged() as told, Job(folder, ranks, disks) as job:
+        job.restore("job")
+        job.put(step).wait(SECONDS)
+        return job.steps(), "\n".join(told)
 
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:

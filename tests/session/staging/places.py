@@ -22,6 +22,7 @@ from tensorstore_ck.backend.staging import folder as folder_module
 from tensorstore_ck.backend.staging import sparse_files as copies_module
 from tensorstore_ck.backend.staging.upload_journal import UploadJournal
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.range_verifier import open_verifier
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, PermissionDeniedError, StoreError
 from tensorstore_ck.events import Event
 from tensorstore_ck.log.cache import MemoryTable
@@ -162,7 +163,7 @@ class Process:
     ) -> None:
         config = read_config(cast(Backend, server)) or init_store(cast(Backend, server))
         backend = cast(Backend, Client(server, store_faults or Life(disk_faults)))
-        folder = StagingFolder(path, config.uuid, capacity_bytes)
+        folder = StagingFolder(path, config.uuid, capacity_bytes, open_verifier)
         folder.check()
         disk_faults = disk_faults or (Life(store_faults) if store_faults is not None else None)
         if disk_faults is not None:

@@ -1,6 +1,8 @@
 """Staged saves of many ranks, by real processes: found again by the same ranks, fewer or more, as far as their disks are there."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,32 @@ def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
     for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
         assert (step, steps) == (1, [0, 1])
     require_clean(folder, [0, 1], *OWN[:2])
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_a_damaged_disk(pool: Pool, folder: Path, damaged: int, copies: int) -> None:
+    """A pack is taken from another host that has a copy of it; without one the save is lost, by name, and the next one is not."""
+    pool.run(jobs.leave_packs_staged, str(folder), 2, OWN, ranks=2)
+    (own,), (other,) = (list((folder / disk).iterdir()) for disk in (OWN[damaged], OWN[1 - damaged]))
+    packs = [pack.relative_to(own) for pack in own.glob("unsent/packs/*/*")]
+    (manifest,) = own.glob(f"staged/*-{damaged}")
+    if copies:
+        shutil.copy(manifest, other / "staged")
+        for pack in packs:
+            (other / pack.parent).mkdir(exist_ok=True)
+            shutil.copy(own / pack, other / pack)
+    for pack in packs:
+        for path in (own / pack, other / pack) if copies == 2 else (own / pack,):
+            os.truncate(path, path.stat().st_size - 1)
+    found = pool.run(jobs.resume_and_put, str(folder), 2, OWN, 2, ranks=2)
+    if copies == 1:
+        assert [steps for steps, _ in found] == [[0, 1, 2]] * 2
+    else:
+        assert [steps for steps, _ in found] == [[0, 2]] * 2
+        for _, told in found:
+            assert f"the staging disk damaged {packs[0].relative_to('unsent')} in {folder}" in told
+    require_clean(folder, found[0][0], *OWN[:2])
 
 
 @pytest.mark.parametrize("canceller", [0, 1])

@@ -1,0 +1,100 @@
+"""One open object that is not published yet: read by its upload and for peers, each byte verified before it leaves this host.
+
+The hashes of an object are known to what `OpenVerifier` opens; this module knows the file.
+"""
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from tensorstore_ck.backend.local_io import read_at
+from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.errors import CorruptObjectError
+
+Verify = Callable[[int, memoryview], None]
+"""Raises CorruptObjectError unless these are the object's bytes from an offset."""
+ReadInto = Callable[[int, memoryview], None]
+"""Fills memory with an object's bytes from an offset."""
+OpenVerifier = Callable[[str, int, ReadInto], Verify]
+"""Given an object's name, its size, and what reads it."""
+
+_READ_BYTES: Final = 16 << 20
+
+
+class StagedDamageError(CorruptObjectError):
+    """The bytes of a staged object are not those that were written: only another copy of it can be published."""
+
+
+def unverified(name: str, size_bytes: int, read: ReadInto) -> Verify:
+    """The `OpenVerifier` of a folder whose objects stay there."""
+    return lambda offset, data: None
+
+
+def verify_all(verify: Verify, size_bytes: int, read: ReadInto) -> None:
+    """Reads and verifies a whole object.
+
+    Raises:
+        CorruptObjectError: it is damaged.
+    """
+    memory = memoryview(bytearray(min(_READ_BYTES, size_bytes)))
+    for offset in range(0, size_bytes, _READ_BYTES):
+        piece = memory[: size_bytes - offset]
+        read(offset, piece)
+        verify(offset, piece)
+
+
+class UnsentFile:
+    """An open object that is not published yet. Reads are thread-safe."""
+
+    def __init__(self, fd: int, name: str, folder: str, open_verifier: OpenVerifier = unverified) -> None:
+        self.name = name
+        self.size_bytes = os.fstat(fd).st_size
+        self._fd = fd
+        self._folder = folder
+        self._open_verifier = open_verifier
+        self._verify: Verify | None = None
+        self._lock = threading.Lock()
+
+    def lock(self) -> bool:
+        """Whether this process got the right to upload it, until it is closed or the process dies."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` from `offset`, and verifies it.
+
+        Raises:
+            StagedDamageError: the disk has other bytes than those that were written, or fewer.
+        """
+        try:
+            self._read(offset, target)
+            self._verifier()(offset, target)
+        except CorruptObjectError as exc:
+            raise StagedDamageError(
+                f"the staging disk damaged {self.name} in {self._folder} after it was written ({exc}), and there is no other copy: save "
+                "again, and check that disk",
+                object_id=self.name,
+            ) from exc
+
+    def close(self) -> None:
+        """Closes the file, which releases its lock; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _verifier(self) -> Verify:
+        with self._lock:
+            if self._verify is None:
+                self._verify = self._open_verifier(self.name, self.size_bytes, self._read)
+            return self._verify
+
+    def _read(self, offset: int, target: memoryview) -> None:
+        with os_errors("read", self.name):
+            count = read_at(self._fd, target, offset)
+        if count < len(target):
+            raise CorruptObjectError(f"it ends at {offset + count:,}, before byte {offset + len(target):,}", object_id=self.name)

@@ -1,0 +1,59 @@
+"""Rows in LMDB, each with a checksum, as LMDB has none: one by its key, or a page of them."""
+
+import zlib
+from typing import Any, Final
+
+import lmdb
+
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item
+
+_CRC_BYTES: Final = 4
+
+
+def protect(key: bytes, value: bytes) -> bytes:
+    """A value as it is stored."""
+    return value + _checksum(key, value)
+
+
+def get_row(txn: Any, key: bytes) -> bytes | None:
+    """The value of `key`.
+
+    Raises:
+        lmdb.Error: it, or the file, is damaged.
+    """
+    stored = txn.get(key) if 0 < len(key) <= MAX_KEY_BYTES else None
+    return None if stored is None else _unprotect(key, stored)
+
+
+def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+    """See `scan_pages`.
+
+    Raises:
+        lmdb.Error: a row, or the file, is damaged.
+    """
+    items: list[Item] = []
+    with txn.cursor() as cursor:
+        if not reverse:
+            found = cursor.set_range(low)
+        elif high is not None and cursor.set_range(high):
+            found = cursor.prev()
+        else:
+            found = cursor.last()
+        while found and len(items) < PAGE_ITEMS:
+            key, stored = cursor.item()
+            if key < low if reverse else (high is not None and key >= high):
+                break
+            items.append((key, _unprotect(key, stored)))
+            found = cursor.prev() if reverse else cursor.next()
+    return items
+
+
+def _checksum(key: bytes, value: bytes) -> bytes:
+    return zlib.crc32(value, zlib.crc32(key)).to_bytes(_CRC_BYTES, "little")
+
+
+def _unprotect(key: bytes, stored: bytes) -> bytes:
+    value = stored[:-_CRC_BYTES]
+    if _checksum(key, value) != stored[-_CRC_BYTES:]:
+        raise lmdb.CorruptedError("a value does not match its checksum")
+    return value
