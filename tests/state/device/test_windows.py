@@ -89,11 +89,11 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     copy = torch.Tensor.copy_
 
     def later(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert not source.is_conj(), "a copy from a device drops lazy bits"
+        assert not source.is_neg(), "a copy from a device drops lazy bits"
         is_one_copy = target.dtype == source.dtype and target.is_contiguous()
         if not non_blocking and is_one_copy:
             return copy(target, source)
-        assert not source.is_conj(), "a copy from a device drops lazy bits"
-        assert not source.is_neg(), "a copy from a device drops lazy bits"
         source = source if non_blocking else source.clone()
         found.queued.append(lambda: copy(target, source))
         return target
