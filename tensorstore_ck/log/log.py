@@ -297,11 +297,14 @@ class Log:
             except StoreError as exc:
                 trouble = str(exc)
             self._sleep(delay)
+        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
         self._undecided = UndecidedError(
-            f"log entry {name} may or may not have been written ({trouble}): open the store again when the backend answers; "
+            f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
             f"the operation happened if that entry has the write id {entry.write_id.hex()}",
             object_id=entry.write_id.hex(),
         )
+        if not self._shared:
+            self._undecided.retry = "after_reopen"
         raise self._undecided
 
     def _make_durable(self, n: int) -> None:

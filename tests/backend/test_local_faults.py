@@ -75,23 +75,6 @@ def test_a_failed_fsync_is_final_for_the_file(backend: LocalBackend, monkeypatch
     assert list(backend.list_uploads()) == []
 
 
-def test_a_failed_fsync_of_a_folder_is_never_forgotten(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.create("log/0", b"x")
-    with monkeypatch.context() as patch:
-
-        def fsync(fd: int) -> None:
-            if stat.S_ISDIR(os.fstat(fd).st_mode):
-                raise OSError(errno.EIO, "I/O error")
-
-        patch.setattr(os, "fsync", fsync)
-        assert backend.create("log/1", b"x") is Created.UNKNOWN
-    assert backend.get("log/1", max_bytes=10) == b"x"
-    with pytest.raises(BackendUnavailableError):  # the kernel would report success now
-        backend.sync_folders("log/1")
-    with pytest.raises(BackendUnavailableError):
-        backend.put("log/2", b"x")
-
-
 def test_a_filesystem_without_fsync_for_folders_is_accepted(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(fd: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
