@@ -61,7 +61,8 @@ class PrivateFolder:
             with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
                 _fsync(parent)
         except OSError:
-            self.close()
+            self._fd = -1
+            self._close()
             with contextlib.suppress(OSError):
                 os.rmdir(self.path)
             raise
