@@ -70,7 +70,7 @@ class UndecidedError(RetryableError):
 
     kind = "undecided"
     exit_code = 12
-    retry = "after_resume"
+    retry: Retry = "after_resume"
 
     def __init__(self, message: str, *, object_id: str = "", txn: bytes = b"") -> None:
         """`txn` names the save in the log, if it is one."""
