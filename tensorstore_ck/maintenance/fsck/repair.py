@@ -23,7 +23,7 @@ from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_head, host_
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
-from tensorstore_ck.maintenance.fsck.findings import DAMAGED, FsckReport
+from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
 from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
@@ -105,6 +105,8 @@ class _Repair:
         seen = host_head(self._engine.log)
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
+        if any(finding.kind == UNREADABLE for finding in before.findings):
+            return RepairReport(before, (), (), (), before)
         self._bad, self._read = fsck.packs.bad, fsck.read
         fsck = self._repair_log(fsck, seen)
         if self._is_broken(fsck.log, seen):
