@@ -149,13 +149,19 @@ class LocalBackend:
         path = self._path(name)
         with os_errors("write", name):
             fd = self._open_new(path)
+            try:
+                is_direct = self._sync and use_direct(fd)
+            except OSError:
+                os.close(fd)
+                self._unlink_quietly(path)
+                raise
 
         def seal(fd: int) -> None:
             with os_errors("write", name):
                 self._fsync_and_close(fd)
                 self._sync_folder(os.path.dirname(path))
 
-        if self._sync and use_direct(fd):
+        if is_direct:
             return DirectWriter(fd, partial(self._unlink_quietly, path), name, seal)
         return LocalWriter(fd, partial(self._unlink_quietly, path), name, seal)
 

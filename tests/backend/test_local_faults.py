@@ -58,6 +58,16 @@ WRITES: dict[str, Callable[[LocalBackend], object]] = {
 }
 
 
+def write_in_pieces(backend: LocalBackend) -> None:
+    writer = backend.open_writer("a/b")
+    try:
+        writer.append([b"data"])
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+
+
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_failed_fsync_is_final_for_the_file(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, write: Callable[..., object]) -> None:
     synced: list[int] = []
@@ -191,7 +201,7 @@ def test_a_name_that_was_used_is_not_written_over(backend: LocalBackend) -> None
     assert backend.get("a/b", max_bytes=10) == b"first"
 
 
-CALLS = ("open", "pwritev", "fsync", "close", "mkdir", "link", "replace", "unlink")
+CALLS = ("open", "fstat", "pwritev", "fsync", "close", "mkdir", "link", "replace", "unlink")
 
 
 class FailingCalls:
@@ -217,7 +227,7 @@ class FailingCalls:
 @pytest.mark.race
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize("kind", [*WRITES, "writer"])
 def test_every_system_call_may_fail(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, persistent: bool, number: int) -> None:
     """For each k: what the call reports agrees with what is stored."""
     for k in range(1, 100):
@@ -226,7 +236,7 @@ def test_every_system_call_may_fail(root: Path, monkeypatch: pytest.MonkeyPatch,
         with monkeypatch.context() as patch:
             failing = FailingCalls(patch, k, persistent, number)
             try:
-                outcome = WRITES[kind](backend)
+                outcome = {**WRITES, "writer": write_in_pieces}[kind](backend)
             except StoreError as exc:
                 error = exc
         there = backend.get("a/b", max_bytes=10) if names(backend) else None
