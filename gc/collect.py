@@ -23,7 +23,7 @@ ENDINGS_AN_ENTRY: Final = 500
 """With the objects of that entry well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
 SPARE_BYTES: Final = 1 << 20
-"""What stays free when packs are rewritten: for entries of the log."""
+"""What stays free when packs are rewritten, for entries of the log; a disk with less is full."""
 MAX_CLOCK_SECONDS: Final = 300
 
 
@@ -127,15 +127,29 @@ class _Gc:
     # --- carry it out -------------------------------------------------------------------------------------------------
 
     def _condemn(self, plan: GcPlan) -> None:
-        """Ends the planned undo windows and pins, unless somebody has undone or extended them; condemns; sweeps what is due."""
+        """Ends the planned undo windows and pins, unless somebody has undone or extended them; condemns; sweeps what is due.
+
+        On a full disk in one entry. Elsewhere each step is an entry: if one is lost, the others still tell salvage what was freed.
+        """
         accepted = {tuple(op.fields.values()) for op in plan.ending}
 
         def ending(view: RefTable) -> list[Op]:
             return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted] if accepted else []
 
-        while len(accepted) > ENDINGS_AN_ENTRY and self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops:
+        space = self._engine.backend.space()
+        is_full = space is not None and space.free_bytes < SPARE_BYTES
+        while (
+            len(accepted) > (ENDINGS_AN_ENTRY if is_full else 0)
+            and self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops
+        ):
             pass
-        condemn(self._engine, self._planner.live, plan.garbage, ending=ending, due=None if self._options.grace_seconds else self._due)
+        condemn(
+            self._engine,
+            self._planner.live,
+            plan.garbage,
+            ending=ending,
+            due=self._due if is_full and not self._options.grace_seconds else None,
+        )
         self._sweep()
 
     def _compact(self, packs: Sequence[SparsePack]) -> tuple[list[SparsePack], int]:

@@ -28,7 +28,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.part import decode_part
 from tensorstore_ck.format.record import Record, decode_record
 from tensorstore_ck.format.relocation import decode_relocation
-from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, unseal
+from tensorstore_ck.format.sealed import unseal
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
@@ -40,7 +40,7 @@ from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
-from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Findings, FsckReport, Severity, kind_of, require_reachable
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Findings, FsckReport, Severity, kind_of, problem_of
 from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
 from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
 from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
@@ -344,7 +344,7 @@ class Fsck:
         for name in self._other_logs:
             kind = "checkpoint" if "checkpoint/" in name else "log"
             with contextlib.suppress(MissingObjectError):
-                problem = self._problem_of(name, partial(unseal, kind))
+                problem = problem_of(self._backend, name, partial(unseal, kind))
                 detail = f" ({problem[1]})" if problem else ""
                 self._found.add("old_log", name, f"it belongs to a log that is no longer in use{detail}", severity="notice")
         for name in stale_uploads(self.engine):
@@ -361,7 +361,7 @@ class Fsck:
     def _check_left_behind(self, key: ObjectKey, decode: Callable[[bytes, str], object], *, only_damaged: bool = False) -> None:
         """Adds a finding about an unneeded object, unless it is freed meanwhile."""
         with contextlib.suppress(MissingObjectError):
-            problem = self._problem_of(key.name, decode)
+            problem = problem_of(self._backend, key.name, decode)
             if problem is not None or not only_damaged:
                 self._left_behind(key, problem)
 
@@ -375,21 +375,6 @@ class Fsck:
                 step = "" if record.step is None else f"@{record.step}"
                 hit = f"perhaps {record.ref}{step} (root {record.root().hex()[:12]}), which no other entry publishes"
                 self._found.add(BrokenLogError.kind, entry, "", hit=hit)
-
-    def _problem_of(self, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
-        """(kind, message) if an unneeded object is damaged.
-
-        Raises:
-            MissingObjectError: it was freed meanwhile.
-        """
-        try:
-            decode(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
-        except MissingObjectError:
-            raise
-        except StoreError as exc:
-            require_reachable(self._backend, exc)
-            return kind_of(exc), str(exc)
-        return None
 
     def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
         who = why_unreferenced(self.log.view, key) + self._freeing.when(key)

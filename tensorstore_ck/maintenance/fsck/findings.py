@@ -5,12 +5,14 @@ Damage to one object is one finding; it names the first few affected snapshots a
 
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.html_table import html_table
-from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, PlaceUnavailableError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, PlaceUnavailableError, StoreError
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc.report import Freeable
 
@@ -110,6 +112,22 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
             raise exc from None
         except StoreError:
             return
+
+
+def problem_of(backend: Backend, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
+    """(kind, message) if an object is damaged or unreadable.
+
+    Raises:
+        MissingObjectError: it was freed meanwhile.
+    """
+    try:
+        decode(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+    except MissingObjectError:
+        raise
+    except StoreError as exc:
+        require_reachable(backend, exc)
+        return kind_of(exc), str(exc)
+    return None
 
 
 DAMAGED: Final = "damaged"

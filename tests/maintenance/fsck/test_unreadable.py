@@ -63,7 +63,7 @@ def opened(root: Path, **options: Any) -> tsck.Store:
 
 def at_every_read(root: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[tsck.Store, Disk], object]) -> set[str]:
     """The folders of the objects that became unreadable while `act` ran, each in its turn."""
-    folders = set()
+    folders = set[str]()
     for at in count(1):
         with opened(root) as store, monkeypatch.context() as patch:
             disk = Disk(patch, root, at)
