@@ -1,6 +1,7 @@
 """gc on a full disk: it frees before it writes, and one entry of the log is all that it needs for that."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -10,8 +11,8 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.store import Store
-from tests.end_to_end.crash.faulty import Death
-from tests.gc.stores import AT_ONCE, leave_orphans, open_store, put_all, require_sound, sizes, state, stay_in_one_thread
+from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
+from tests.gc.stores import AT_ONCE, each_call, leave_orphans, open_store, put_all, require_sound, sizes, state, stay_in_one_thread
 
 PAGE_BYTES = 4096
 big = partial(state, size=200_000)
@@ -112,3 +113,21 @@ def test_packs_for_whose_copies_there_is_no_space_stay(monkeypatch: pytest.Monke
     assert report.freed_bytes > 0
     require_sound(store, {"job": KEPT})
     assert len(store.gc(AT_ONCE).rewritten) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.race
+def test_a_run_that_dies_is_continued() -> None:
+    def run(at: int, mode: str) -> str:
+        disk, _ = full_disk(1)
+        faults = Faults()
+        store = open_store(FaultyBackend(disk, faults, atomic_put=True))
+        faults.mode, faults.at, faults.calls = mode, at, 0
+        with suppress(Death):
+            store.gc(AT_ONCE)
+        fresh = open_store(disk)
+        fresh.gc(AT_ONCE)
+        require_sound(fresh, {"job": KEPT})
+        return faults.struck
+
+    assert {"create", "delete", "append", "put"} <= each_call(run, ["die-before", "die-after"])
