@@ -192,6 +192,13 @@ def test_a_device_with_wishes_of_its_own_is_written_through_the_page_cache(backe
     assert backend.get("a/b", max_bytes=len(data)) == data
 
 
+def test_a_new_file_whose_disk_does_not_answer(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorstore_ck.backend.local.use_direct", fails(errno.EIO))
+    with pytest.raises(BackendUnavailableError, match="a/b"):
+        backend.open_writer("a/b")
+    assert names(backend) == set()
+
+
 def test_a_name_that_was_used_is_not_written_over(backend: LocalBackend) -> None:
     backend.put("a/b", b"first")
     with pytest.raises(BackendUnavailableError):
