@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
-from tensorstore_ck.common.retry import JITTER, next_delay
+from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
@@ -33,8 +33,10 @@ Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
 _CACHE_TRIES: Final = 4
-_FIRST_CONFLICT_DELAY: Final = 0.005
-_MAX_CONFLICT_DELAY: Final = 1.0
+_LONGEST_DELAY_TRIES: Final = 3
+"""The first pause after a lost race, in tries. Pauses must not grow: the winner pauses never, so losers would starve."""
+_LEAST_TRY_SECONDS: Final = 0.001
+_MOST_TRY_SECONDS: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 """Seconds between tries to find out whether an entry was written: about 100 in all."""
 _RESEND_SECONDS: Final = 120.0
@@ -274,13 +276,19 @@ class Log:
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
         with self._lock:
-            for attempt in itertools.count():
+            for lost in itertools.count():
+                began_ns = self._clock()
                 appended = self._append_once(build, write_id)
                 if appended is not None:
                     return appended
                 write_id = None
-                self._sleep(next_delay(attempt, _FIRST_CONFLICT_DELAY, _MAX_CONFLICT_DELAY, jitter=self._jitter))
+                self._sleep(self._conflict_delay(lost, self._clock() - began_ns))
         raise AssertionError("unreachable")
+
+    def _conflict_delay(self, lost: int, try_ns: int) -> float:
+        """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
+        try_seconds = min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS)
+        return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1) * self._jitter()
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
         """The snapshot that `appended` should publish; None if the log aborted it before. The log decides that, not the cache.
@@ -354,11 +362,14 @@ class Log:
             except StoreError as exc:
                 trouble = str(exc)
             self._sleep(delay)
+        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
         self._undecided = UndecidedError(
-            f"log entry {name} may or may not have been written ({trouble}): open the store again when the backend answers; "
+            f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
             f"the operation happened if that entry has the write id {entry.write_id.hex()}",
             object_id=entry.write_id.hex(),
         )
+        if not self._shared:
+            self._undecided.retry = "after_reopen"
         raise self._undecided
 
     def _make_durable(self, n: int) -> None:
