@@ -7,6 +7,7 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER, next_delay
-from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
@@ -29,6 +30,7 @@ Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
 _CACHE_TRIES: Final = 4
+_REMEMBERED_WRITES: Final = 1000
 _FIRST_CONFLICT_DELAY: Final = 0.005
 _MAX_CONFLICT_DELAY: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
@@ -55,7 +57,7 @@ class Appended(NamedTuple):
 
 
 class Log:
-    """One store's log, and its fold in a table. Thread-safe."""
+    """One store's log, and its fold in a table. Thread-safe. Ctrl-C interrupts no change of either: see `shielded`."""
 
     def __init__(
         self,
@@ -98,6 +100,8 @@ class Log:
         self._lock = ProcessLock()
         self._durable_n = 0
         self._undecided: UndecidedError | None = None
+        self._written: deque[bytes] = deque(maxlen=_REMEMBERED_WRITES)
+        """The write ids of the entries that this object tried to append."""
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -112,17 +116,21 @@ class Log:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
             LogChangedError: the log went back or was forked, and the store was opened with ``rollback="error"``.
         """
-        with self._lock:
-            self.table.return_to_disk()
-            for _ in range(_CACHE_TRIES):
-                with suppress(EmptiedError, TableError):
-                    try:
-                        return self._sync()
-                    except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
-                        with self.table.batch() as batch:
-                            empty(batch)
-            self.table.use_memory()
-            return self._sync()
+
+        def sync() -> Head:
+            with self._lock.here:
+                self.table.return_to_disk()
+                for _ in range(_CACHE_TRIES):
+                    with suppress(EmptiedError, TableError):
+                        try:
+                            return self._sync()
+                        except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
+                            with self.table.batch() as batch:
+                                empty(batch)
+                self.table.use_memory()
+                return self._sync()
+
+        return shielded(sync)
 
     def newest_view(self) -> RefTable:
         """The fold of the log after a `sync`."""
@@ -135,9 +143,13 @@ class Log:
         Raises:
             InvalidOptionError: the state folder cannot be written.
         """
-        with self._lock:
-            head = self.sync()
-            return head, self._watermark.accept(head, self._clock())
+
+        def accept() -> tuple[Head, Head | None]:
+            with self._lock.here:
+                head = self.sync()
+                return head, self._watermark.accept(head, self._clock())
+
+        return shielded(accept)
 
     def seen(self) -> Head | None:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
@@ -149,12 +161,16 @@ class Log:
         Raises:
             BrokenLogError: the log is damaged, or this host's first checkpoint was not made from it.
         """
-        with self._lock:
-            for _ in range(_CACHE_TRIES):
-                with suppress(EmptiedError, TableError):
-                    self.sync()
-                    return self._follower.verify(self.table)
-            raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+        def verify() -> None:
+            with self._lock.here:
+                for _ in range(_CACHE_TRIES):
+                    with suppress(EmptiedError, TableError):
+                        self.sync()
+                        return self._follower.verify(self.table)
+                raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+        shielded(verify)
 
     @property
     def is_changed(self) -> bool:
@@ -163,7 +179,7 @@ class Log:
 
     def close(self) -> None:
         """Saves how far the log was seen."""
-        self._watermark.close()
+        shielded(self._watermark.close, finish=True)
 
     def _fill(self, table: Table) -> None:
         try:
@@ -210,14 +226,27 @@ class Log:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
-        with self._lock:
-            for attempt in itertools.count():
-                appended = self._append_once(build, write_id)
-                if appended is not None:
-                    return appended
-                write_id = None
-                self._sleep(next_delay(attempt, _FIRST_CONFLICT_DELAY, _MAX_CONFLICT_DELAY, jitter=self._jitter))
-        raise AssertionError("unreachable")
+
+        def append(write_id: bytes | None) -> Appended:
+            with self._lock.here:
+                for attempt in itertools.count():
+                    appended = self._append_once(build, write_id)
+                    if appended is not None:
+                        return appended
+                    write_id = None
+                    self._sleep(next_delay(attempt, _FIRST_CONFLICT_DELAY, _MAX_CONFLICT_DELAY, jitter=self._jitter))
+            raise AssertionError("unreachable")
+
+        return shielded(lambda: append(write_id))
+
+    def wrote(self, n: int) -> bool:
+        """Whether this object appended entry `n`, even if it never learned that: it was interrupted, or the answer was lost.
+
+        Raises:
+            StoreError: the entry cannot be read.
+        """
+        entry = self.chain.read(n)
+        return entry is not None and entry.write_id in self._written
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
         """The snapshot that `appended` should publish; None if the log aborted it before. The log decides that, not the cache.
@@ -269,6 +298,7 @@ class Log:
         """
         name = self.chain.name(entry.n)
         self._make_durable(entry.n - 1)
+        self._written.append(entry.write_id)
         sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
         for delay in RESEND_DELAYS:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:

@@ -128,9 +128,14 @@ class Session:
         """See `Store.close`."""
         try:
             self.queue.close()
-        finally:
-            self.groups.close()
-            self.engine.close()
+        except Exception:  # of a save; after Ctrl-C the store stays open, as its saves go on
+            self._close_engine()
+            raise
+        self._close_engine()
+
+    def _close_engine(self) -> None:
+        self.groups.close()
+        self.engine.close()
 
     def _is_staged(self, address: str) -> bool:
         """Whether the address means a snapshot that is staged and not published yet."""

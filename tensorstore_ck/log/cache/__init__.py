@@ -25,6 +25,7 @@ from tensorstore_ck.log.cache.protocol import (
     TableBusyError,
     TableDamagedError,
     TableError,
+    write_rows,
 )
 
 __all__ = [
@@ -39,4 +40,5 @@ __all__ = [
     "TableDamagedError",
     "TableError",
     "open_table",
+    "write_rows",
 ]

@@ -99,7 +99,7 @@ class FailoverTable:
             self._busy_since = None
             self._warn(_advice(exc))
             return
-        with self._lock:
+        with self._lock.here:
             self._memory = self._busy_since = None
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class FailoverTable:
         """A forked child reads the log itself, since it must not use the parent's files and locks."""
         memory = MemoryTable()
         self._fill(memory)
-        with self._lock:
+        with self._lock.here:
             if self._pid != os.getpid():
                 self._memory, self._busy_since, self._pid = memory, None, os.getpid()
 
@@ -126,7 +126,7 @@ class FailoverTable:
         is_busy = isinstance(cause, TableBusyError)
         memory = MemoryTable()
         self._fill(memory)
-        with self._lock:
+        with self._lock.here:
             is_first = table is self._current()
             if is_first:
                 self._memory, self._busy_since = memory, self._clock() if is_busy else None

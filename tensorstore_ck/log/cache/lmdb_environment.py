@@ -13,11 +13,11 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import lmdb
 
@@ -35,6 +35,8 @@ from tensorstore_ck.log.cache.protocol import (
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
+
+T = TypeVar("T")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CRC_BYTES = 4
@@ -87,17 +89,17 @@ class Environment:
         """The value of `key`."""
         if not 0 < len(key) <= MAX_KEY_BYTES:
             return None
-        with self._reading() as txn:
-            return _get(txn, key)
+        return self._read(lambda txn: _get(txn, key))
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `scan_pages`."""
-        with self._reading() as txn:
-            return _read_page(txn, low, high, reverse)
+        return self._read(lambda txn: _read_page(txn, low, high, reverse))
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """A batch that excludes those of all threads and processes."""
+        """A batch that excludes those of all threads and processes. Not in the main thread, except by `shielded`: Ctrl-C at its end
+        could leave the locks held.
+        """
         self._require_usable()  # in a child, a thread that it does not have may hold the locks
         with self._write_lock:
             self._require_usable()  # another thread may have closed it, and its file descriptors may be other files now
@@ -156,19 +158,19 @@ class Environment:
                 self._close_data_file()
                 self.lock.close()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Any]:
+    def _read(self, read: Callable[[Any], T]) -> T:
+        """The result of `read` in a transaction. No context manager: Ctrl-C could leave one with its locks held."""
         self._require_usable()
         try:
             try:
                 with self._map_lock, self.begin(write=False) as txn:
-                    yield txn
-            except lmdb.MapResizedError:  # only `begin` raises it: nothing was yielded
+                    return read(txn)
+            except lmdb.MapResizedError:  # only `begin` raises it: nothing was read
                 # Another process enlarged the map. Its size can be adopted only while no thread of ours writes.
                 with self._write_lock, self._map_lock:
                     self._lmdb.set_mapsize(0)
                     with self.begin(write=False) as txn:
-                        yield txn
+                        return read(txn)
         except lmdb.Error as exc:
             raise self._failed(exc) from exc
 

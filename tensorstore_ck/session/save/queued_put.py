@@ -98,9 +98,16 @@ class QueuedPut:
         """How long it waited for memory."""
         self.waited_for = 0
         """How many saves were in progress when the wait began."""
+        self.is_handed_over = False
+        """Whether it is whole, and goes on even if its caller is interrupted."""
         self.is_resumed = False
         """Whether an earlier process started it."""
         self.called = self.captured = self.begun = called
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether it has memory to capture into."""
+        return self.slot is not None and self.slot.memory is not None
 
     @property
     def stall_seconds(self) -> float:
