@@ -11,7 +11,7 @@ extras.py            what optional parts need, and the error where it is not ins
 filesystem_kind.py   the type of filesystem that a folder is on
 free_space.py        whether there is enough free space, checked before writing
 html_table.py        escaped tables for notebooks
-host_memory.py       how much memory is free
+host_memory.py       how much memory is free, and allocations that failed
 ids.py               ULIDs and BLAKE3 hashes
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone

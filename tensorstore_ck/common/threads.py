@@ -5,6 +5,7 @@ not cut in two, and a lock that survives a fork.
 import contextvars
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
@@ -20,7 +21,8 @@ REMOTE_THREADS: Final = 8
 """Requests to a remote backend at the same time."""
 BEGIN_SECONDS: Final = 30.0
 """How long a new thread may take to begin."""
-_LOOK_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.5
+"""How long it may take to notice that a thread died of too little memory."""
 
 
 def cpu_threads() -> int:
@@ -79,8 +81,11 @@ class Helper(threading.Thread):
             self._work()
 
     def _wait_until_begun(self) -> None:
-        if self._begun.acquire(timeout=self._begin_seconds):
-            self._begun.release()
+        deadline = time.monotonic() + self._begin_seconds
+        while not self._begun.acquire(timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or (self._started.is_set() and not self.is_alive()):
+                return
+        self._begun.release()
 
 
 class _Started(threading.Event):

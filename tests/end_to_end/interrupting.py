@@ -1,6 +1,8 @@
-"""Ctrl-C at a line of the package in the main thread, as CPython delivers it: the signal is pending when the line begins, and its handler runs
-where the interpreter next looks: when a call in C returns, a function begins or a loop goes round. Raised by the trace function itself, it
-would come in places where it never does, such as between the end of a `with` block and the release of its lock.
+"""Ctrl-C at a line of the package in the main thread, as CPython delivers it.
+
+The signal is pending when the line begins, and its handler runs where the interpreter next looks: when a call in C returns, a function
+begins or a loop goes round. Raised by the trace function itself, it would come in places where it never does, such as between the end of a
+`with` block and the release of its lock.
 """
 
 import _thread
@@ -45,7 +47,7 @@ class Interruption:
         self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
         sys.settrace(None)
         pending = map(_thread.interrupt_main, (signal.SIGINT,))
-        [*pending]  # no call, after which the interpreter would look for signals here
+        _ = [*pending]  # no call, after which the interpreter would look for signals here
         return None
 
     @staticmethod
@@ -55,7 +57,6 @@ class Interruption:
 
 def interrupted(action: Callable[[], object], at: int) -> Interruption:
     """Runs `action` with Ctrl-C at the `at`-th line; says where that was."""
-    with Interruption(at) as interruption:
-        with suppress(KeyboardInterrupt):
-            action()
+    with Interruption(at) as interruption, suppress(KeyboardInterrupt):
+        action()
     return interruption

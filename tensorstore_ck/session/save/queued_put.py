@@ -114,6 +114,13 @@ class QueuedPut:
         """How long the training was blocked."""
         return self.captured - self.called
 
+    def capture(self) -> None:
+        """Copies the state into the slot."""
+        assert self.slot is not None
+        with self.status.meter.timed("capture", self.put.needed_bytes):
+            self.put.capture_into(self.slot)
+        self.captured = time.monotonic()
+
     def release(self) -> None:
         """Releases its memory."""
         if self.slot is not None:
@@ -125,6 +132,15 @@ class QueuedPut:
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
+
+    def capture_fields(self, put: Put) -> dict[str, int | float]:
+        """What an event reports of the capture; `put` is this one's, which the thread may have dropped already."""
+        return {
+            "capture_seconds": self.status.meter.snapshot().stage_seconds["capture"],
+            "stall_seconds": self.stall_seconds,
+            "captured_bytes": put.needed_bytes,
+            "frozen_bytes": put.frozen_bytes,
+        }
 
     def seconds_fields(self) -> dict[str, float]:
         """The times that an event reports of a save that has ended."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
 
 from tensorstore_ck.common.changes import Changes
+from tensorstore_ck.common.host_memory import memory_error
 from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
@@ -101,7 +102,7 @@ class SaveQueue:
                 pass
             if queued.waited_seconds:
                 self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
-            self._capture(queued)
+            queued.capture()
             if not shielded(lambda: self._enqueue(queued), finish=True):
                 self._store_here(queued)
         except BaseException as exc:
@@ -110,15 +111,7 @@ class SaveQueue:
                 put.fail(exc)
             raise
         queued.status.reach(PutMilestone.CAPTURED)
-        self._emit(
-            queued.status,
-            "captured",
-            capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
-            stall_seconds=queued.stall_seconds,
-            captured_bytes=put.needed_bytes,
-            frozen_bytes=put.frozen_bytes,
-            **self._in_use(),
-        )
+        self._emit(queued.status, "captured", **queued.capture_fields(put), **self._in_use())
         return pending
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
@@ -244,13 +237,6 @@ class SaveQueue:
             elif self._memory.wait(queued, len(self._queued())):
                 break
         return Admission(True, tuple(dropped))
-
-    def _capture(self, queued: QueuedPut) -> None:
-        put = queued.put
-        assert queued.slot is not None
-        with queued.status.meter.timed("capture", put.needed_bytes):
-            put.capture_into(queued.slot)
-        queued.captured = time.monotonic()
 
     def _enqueue(self, queued: QueuedPut) -> bool:
         """Hands a captured save over to the thread; False: none can be started."""
@@ -382,6 +368,7 @@ class SaveQueue:
 
     def _fail(self, queued: QueuedPut, exc: BaseException) -> None:
         status = queued.status
+        exc = memory_error(exc, f"the save of {status}")
         status.is_ending = True
         queued.forget_state(exc)
         if status.dropped and isinstance(exc, SnapshotAbortedError):

@@ -58,14 +58,24 @@ class Worker(Generic[Item]):
         return iter(self._waiting)
 
     def _run(self) -> None:
-        while (item := self._next()) is not None:
+        while True:
             try:
+                item = self._next()
+                self._changed.notify_all()
+                if item is None:
+                    return
                 self._work(item)
             except BaseException as exc:  # noqa: BLE001 - the thread must go on: later work needs it
-                try:
-                    self._broken(item, exc)
-                except BaseException:
-                    _logger.exception("%s: an error was not noted", self._name)
+                if self.thread is not threading.current_thread():
+                    return
+                self._note_broken(exc)
+
+    def _note_broken(self, exc: BaseException) -> None:
+        try:
+            if self._working is not None:
+                self._broken(self._working, exc)
+        except BaseException:
+            _logger.exception("%s: an error was not noted", self._name)
 
     def _next(self) -> Item | None:
         """Ends the work on one item, and begins that on the next; None: there is none, and the thread ends."""
@@ -73,5 +83,4 @@ class Worker(Generic[Item]):
             self._working = self._waiting.popleft() if self._waiting else None
             if self._working is None:
                 self.thread = None
-            self._changed.notify_all()
             return self._working
