@@ -67,10 +67,10 @@ class LocalThreads:
                 try:
                     helpers[-1].start()
                 except (RuntimeError, MemoryError):
-                    if len(helpers) == 1:
-                        raise
                     helpers.pop()
                     break
+            if not helpers:
+                yield from map(work, queue)
             running = len(helpers)
             while running:
                 result = results.get()
