@@ -100,8 +100,8 @@ class Log:
         self._lock = ProcessLock()
         self._durable_n = 0
         self._undecided: UndecidedError | None = None
-        self._written: deque[bytes] = deque(maxlen=_REMEMBERED_WRITES)
-        """The write ids of the entries that this object tried to append."""
+        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
+        """The numbers and write ids of the entries that this object tried to append."""
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -245,8 +245,9 @@ class Log:
         Raises:
             StoreError: the entry cannot be read.
         """
-        entry = self.chain.read(n)
-        return entry is not None and entry.write_id in self._written
+        tried = [write_id for number, write_id in list(self._written) if number == n]
+        entry = self.chain.read(n) if tried else None
+        return entry is not None and entry.write_id in tried
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
         """The snapshot that `appended` should publish; None if the log aborted it before. The log decides that, not the cache.
@@ -298,7 +299,7 @@ class Log:
         """
         name = self.chain.name(entry.n)
         self._make_durable(entry.n - 1)
-        self._written.append(entry.write_id)
+        self._written.append((entry.n, entry.write_id))
         sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
         for delay in RESEND_DELAYS:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
