@@ -28,15 +28,18 @@ class Interruption:
         self.where = ""
         self._at = at
 
-    def __enter__(self) -> "Interruption":
+    def run(self, action: Callable[[], object]) -> None:
+        """Runs `action` under it."""
         assert threading.current_thread() is threading.main_thread()
-        self._former = signal.signal(signal.SIGINT, self._handle)
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        signal.signal(signal.SIGINT, self._former)
+        former = signal.signal(signal.SIGINT, self._handle)
+        try:
+            with suppress(KeyboardInterrupt):
+                sys.settrace(self._trace)
+                action()
+                sys.settrace(None)  # a call, after which a signal that is still pending comes
+        finally:
+            sys.settrace(None)
+            signal.signal(signal.SIGINT, former)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
@@ -57,6 +60,6 @@ class Interruption:
 
 def interrupted(action: Callable[[], object], at: int) -> Interruption:
     """Runs `action` with Ctrl-C at the `at`-th line; says where that was."""
-    with Interruption(at) as interruption, suppress(KeyboardInterrupt):
-        action()
+    interruption = Interruption(at)
+    interruption.run(action)
     return interruption

@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend.staging.folder import UnsentFile
 from tensorstore_ck.common.threads import Helper, for_each
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE
@@ -32,7 +33,7 @@ class NoMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> None:
@@ -146,4 +147,20 @@ def test_a_failed_allocation_is_a_clear_error(
         with pytest.raises(tsck.NoSpaceError, match=r"ran out of host memory .*: free memory on this host"):
             call(job)
     job.require_sound()
+    job.close()
+
+
+def test_an_upload_that_cannot_close_its_file_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next try takes its own lock for another process's, and waits without end."""
+    job = Job(tmp_path, is_staged=True)
+
+    def fail(_: UnsentFile) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnsentFile, "close", fail)
+        with pytest.raises(tsck.NoSpaceError):
+            job.wait()
+    job.require_sound()
+    assert {each.step for each in job.store.log("job")} == set(range(1, job.step + 1)), "the save that failed stayed on the disk"
     job.close()

@@ -409,7 +409,8 @@ def test_a_handle_knows_a_move_that_it_could_not_note(store: tsck.Store, monkeyp
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for call in (lambda: put(store, 1), lambda: put(store, 3), lambda: store.reset("job", "job@1")):
+    calls: list[Callable[[], object]] = [lambda: put(store, 1), lambda: put(store, 3), lambda: store.reset("job", "job@1")]
+    for call in calls:
         with monkeypatch.context() as patch:
             patch.setattr(RefFence, "note", interrupted)
             with pytest.raises(KeyboardInterrupt):

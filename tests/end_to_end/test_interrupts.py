@@ -4,7 +4,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tensorstore_ck.session.save.worker import Worker
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE, interrupted
 
-TRIALS: Final = 20
+TRIALS: Final = 40
 """Of each call, outside of the soak."""
 STAGED_STRIDE: Final = 7
 """In the soak: a staged save takes most of a second. A prime, so that the lines of loops take turns."""
@@ -81,7 +81,7 @@ class Job:
         assert not self.store.pending()
 
 
-def state(step: int) -> dict[str, object]:
+def state(step: int) -> dict[str, Any]:
     return {"weights": torch.full((3000,), float(step)), "nest": {"turned": torch.full((4, 6), float(step)).t(), "step": step}}
 
 

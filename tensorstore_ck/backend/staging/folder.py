@@ -15,6 +15,7 @@ durable in the store before it is published here; this module does not know the 
 
 import contextlib
 import fcntl
+import io
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -221,6 +222,8 @@ class UnsentFile:
     def __init__(self, fd: int, name: str) -> None:
         self.name = name
         self._fd = fd
+        self.raw = io.FileIO(fd)
+        """Its owner closes it, by C code alone: nothing that interrupts `close` may keep the lock."""
         self.size_bytes = os.fstat(fd).st_size
 
     def lock(self) -> bool:
@@ -247,9 +250,8 @@ class UnsentFile:
 
     def close(self) -> None:
         """Closes the file, which releases its lock; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self.raw.close()
 
 
 def _sum(files: Iterable[FileUse]) -> int:
