@@ -7,6 +7,7 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER
-from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
@@ -33,6 +34,7 @@ Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
 _CACHE_TRIES: Final = 4
+_REMEMBERED_WRITES: Final = 1000
 _LONGEST_DELAY_TRIES: Final = 3
 """The first pause after a lost race, in tries. Pauses must not grow: the winner pauses never, so losers would starve."""
 _LEAST_TRY_SECONDS: Final = 0.001
@@ -61,7 +63,7 @@ class Appended(NamedTuple):
 
 
 class Log:
-    """One store's log, and its fold in a table. Thread-safe."""
+    """One store's log, and its fold in a table. Thread-safe. Ctrl-C interrupts no change of either: see `shielded`."""
 
     def __init__(
         self,
@@ -107,6 +109,8 @@ class Log:
         self._lock = ProcessLock()
         self._durable_n = 0
         self._undecided: UndecidedError | None = None
+        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
+        """The numbers and write ids of the entries that this object tried to append."""
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -123,10 +127,14 @@ class Log:
             if view is not None:
                 return view
             self.sync()
-        with self._lock:
-            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
-            self._sync()
-            return self._take_view()
+
+        def fold() -> RefTable:
+            with self._lock.here:
+                self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
+                self._sync()
+                return self._take_view()
+
+        return shielded(fold)
 
     def sync(self) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
@@ -135,16 +143,20 @@ class Log:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
             LogChangedError: the log went back or was forked, and the store was opened with ``rollback="error"``.
         """
-        with self._lock:
-            self.table.return_to_disk()
-            for _ in range(_CACHE_TRIES):
-                with suppress(EmptiedError, TableError):
-                    try:
-                        return self._sync()
-                    except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
-                        self._follower.fill(self.table)
-            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
-            return self._sync()
+
+        def sync() -> Head:
+            with self._lock.here:
+                self.table.return_to_disk()
+                for _ in range(_CACHE_TRIES):
+                    with suppress(EmptiedError, TableError):
+                        try:
+                            return self._sync()
+                        except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
+                            self._follower.fill(self.table)
+                self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
+                return self._sync()
+
+        return shielded(sync)
 
     def newest_view(self) -> RefTable:
         """A view at the newest entry that was acknowledged before this call, or a later one."""
@@ -175,9 +187,13 @@ class Log:
         Raises:
             InvalidOptionError: the state folder cannot be written.
         """
-        with self._lock:
-            head = self.sync()
-            return head, self._watermark.accept(head, self._clock())
+
+        def accept() -> tuple[Head, Head | None]:
+            with self._lock.here:
+                head = self.sync()
+                return head, self._watermark.accept(head, self._clock())
+
+        return shielded(accept)
 
     def seen(self) -> Head | None:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
@@ -189,13 +205,17 @@ class Log:
         Raises:
             BrokenLogError: the log is damaged, or this host's first checkpoint was not made from it.
         """
-        with self._lock:
-            self._is_strict = True
-            for _ in range(_CACHE_TRIES):
-                with suppress(EmptiedError, TableError):
-                    self.sync()
-                    return self._follower.verify(self.table)
-            raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+        def verify() -> None:
+            with self._lock.here:
+                self._is_strict = True
+                for _ in range(_CACHE_TRIES):
+                    with suppress(EmptiedError, TableError):
+                        self.sync()
+                        return self._follower.verify(self.table)
+                raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+        shielded(verify)
 
     @property
     def is_changed(self) -> bool:
@@ -204,7 +224,7 @@ class Log:
 
     def close(self) -> None:
         """Saves how far the log was seen."""
-        self._watermark.close()
+        shielded(self._watermark.close, finish=True)
 
     def _fill(self, table: Table) -> None:
         try:
@@ -275,15 +295,29 @@ class Log:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
-        with self._lock:
-            for lost in itertools.count():
-                began_ns = self._clock()
-                appended = self._append_once(build, write_id)
-                if appended is not None:
-                    return appended
-                write_id = None
-                self._sleep(self._conflict_delay(lost, self._clock() - began_ns))
-        raise AssertionError("unreachable")
+
+        def append(write_id: bytes | None) -> Appended:
+            with self._lock.here:
+                for lost in itertools.count():
+                    began_ns = self._clock()
+                    appended = self._append_once(build, write_id)
+                    if appended is not None:
+                        return appended
+                    write_id = None
+                    self._sleep(self._conflict_delay(lost, self._clock() - began_ns))
+            raise AssertionError("unreachable")
+
+        return shielded(lambda: append(write_id))
+
+    def wrote(self, n: int) -> bool:
+        """Whether this object appended entry `n`, even if it never learned that: it was interrupted, or the answer was lost.
+
+        Raises:
+            StoreError: the entry cannot be read.
+        """
+        tried = [write_id for number, write_id in list(self._written) if number == n]
+        entry = self.chain.read(n) if tried else None
+        return entry is not None and entry.write_id in tried
 
     def _conflict_delay(self, lost: int, try_ns: int) -> float:
         """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
@@ -334,6 +368,7 @@ class Log:
         """
         name = self.chain.name(entry.n)
         self._make_durable(entry.n - 1)
+        self._written.append((entry.n, entry.write_id))
         sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
         for delay in RESEND_DELAYS:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
