@@ -1,25 +1,29 @@
-"""One run of gc: mark, plan, end undo windows and pins that ran out, compact, condemn, sweep, delete, truncate tombstones.
+"""One run of gc: mark, plan, end undo windows and pins that ran out, condemn, sweep, delete, compact, truncate tombstones.
 
 PROTOCOL.md says why that is safe. Several hosts may run gc at once, alongside writers and readers, and a run may be killed anywhere:
 the lists are in the log, so the next run continues with them. Clocks decide only when something begins. A run that refuses has
 changed nothing but that the log notes it: only an accepted plan is carried out.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Compacted, SparsePack, commit_relocations, compact, live_bytes
+from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
+from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
-from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
 from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
-ENDINGS_AN_ENTRY: Final = 2000
+ENDINGS_AN_ENTRY: Final = 500
+"""With the objects of that entry well below the limit of 1 MB."""
+COMPACT_BATCH_BYTES: Final = 4 << 30
+SPARE_BYTES: Final = 1 << 20
+"""What stays free when packs are rewritten, for entries of the log; a disk with less is full."""
 MAX_CLOCK_SECONDS: Final = 300
 
 
@@ -44,6 +48,7 @@ class _Gc:
         self._progress = progress
         self._planner = Planner(engine, options, progress)
         self._notes = self._planner.notes
+        self._deleted: set[ObjectKey] = set()
 
     def run(self) -> GcReport:
         if not self._dry_run:
@@ -57,18 +62,14 @@ class _Gc:
         if refusal is not None:
             raise refusal
         self._engine.placed.require_owner()
-        self._end_undo_windows_and_pins(plan.ending)
-        copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
-        compacted = self._compact(plan.sparse, copied)
-        condemn(self._engine, planner.live, plan.garbage)
-        commit_relocations(self._engine, compacted.moves, planner.live, planner.anchor)
-        self._sweep()
-        deleted = self._delete(plan.listed)
-        truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=set(plan.listed) - set(deleted))
+        self._delete(plan.listed)  # what earlier runs swept: on a full disk that makes space for the entries of this one
+        self._condemn(plan)
+        self._delete(plan.listed)
+        moved, new_bytes = self._compact(plan.sparse)
+        truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
         self._engine.backend.delete(plan.useless_records)
         planner.live.prune_summaries()
-        moved = {move.pack for move in compacted.moves}
-        return self._report(plan, deleted, [sparse for sparse in plan.sparse if sparse.pack in moved], compacted.written_bytes)
+        return self._report(plan, self._deleted, moved, new_bytes)
 
     # --- check the plan -----------------------------------------------------------------------------------------------
 
@@ -125,42 +126,85 @@ class _Gc:
 
     # --- carry it out -------------------------------------------------------------------------------------------------
 
-    def _end_undo_windows_and_pins(self, planned: Sequence[Op]) -> None:
-        """Ends the planned undo windows and pins, unless somebody has undone or extended them meanwhile."""
-        accepted = {tuple(op.fields.values()) for op in planned}
+    def _condemn(self, plan: GcPlan) -> None:
+        """Ends the planned undo windows and pins, unless somebody has undone or extended them; condemns; sweeps what is due.
 
-        def build(view: RefTable) -> list[Op]:
-            return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted][:ENDINGS_AN_ENTRY]
+        On a full disk in one entry. Elsewhere each step is an entry: if one is lost, the others still tell salvage what was freed.
+        """
+        accepted = {tuple(op.fields.values()) for op in plan.ending}
 
-        while accepted and self._engine.log.append(build).ops:
+        def ending(view: RefTable) -> list[Op]:
+            return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted] if accepted else []
+
+        space = self._engine.backend.space()
+        is_full = space is not None and space.free_bytes < SPARE_BYTES
+        while (
+            len(accepted) > (ENDINGS_AN_ENTRY if is_full else 0)
+            and self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops
+        ):
             pass
+        condemn(
+            self._engine,
+            self._planner.live,
+            plan.garbage,
+            ending=ending,
+            due=self._due if is_full and not self._options.grace_seconds else None,
+        )
+        self._sweep()
 
-    def _compact(self, packs: Sequence[SparsePack], copied: ProgressSum) -> Compacted:
-        """Copies the live entries of packs, each within its own location."""
+    def _compact(self, packs: Sequence[SparsePack]) -> tuple[list[SparsePack], int]:
+        """Copies the live entries of packs, each within its own location; returns the packs that were replaced, and the bytes written.
+
+        Frees each batch before the next one is written.
+        """
+        copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, packs)))
         locations = self._engine.placed.locations()
-        done = Compacted([], 0, self._notes)
+        done, new_bytes, left = list[SparsePack](), 0, 0
         for url in sorted({locations.get(pack.pack) for pack in packs}, key=str):
-            here = [pack for pack in packs if locations.get(pack.pack) == url]
-            found = compact(self._engine, here, copied.add, url=url)
-            done.moves.extend(found.moves)
-            done.problems.extend(found.problems)
-            done = done._replace(written_bytes=done.written_bytes + found.written_bytes)
-        return done
+            for batch in batches([pack for pack in packs if locations.get(pack.pack) == url], live_bytes, COMPACT_BATCH_BYTES):
+                fitting = self._fitting(batch, url)
+                left += len(batch) - len(fitting)
+                try:
+                    found = compact(self._engine, fitting, copied.add, url=url)
+                except NoSpaceError:
+                    left += len(fitting)
+                    continue
+                moved = commit_relocations(self._engine, found.moves, self._planner.live, self._planner.anchor)
+                self._notes.extend(found.problems)
+                new_bytes += found.written_bytes
+                done += [pack for pack in fitting if pack.pack in moved]
+                self._sweep()
+                self._delete(ObjectKey("pack", pack) for pack in moved)
+        if left:
+            self._notes.append(f"{left} sparse packs were not rewritten: there is no space for copies of their live blocks")
+        return done, new_bytes
+
+    def _fitting(self, packs: Sequence[SparsePack], url: str | None) -> Sequence[SparsePack]:
+        """The first ones for whose copies there is space: a copy that does not end would be an orphan, and fill the disk."""
+        space = (self._engine.backend if url is None else self._engine.placed.at(url)).space()
+        if space is None:
+            return packs
+        free_bytes = space.free_bytes - SPARE_BYTES - (self._engine.min_free.of(space.total_bytes) if url is None else 0)
+        return packs[: sum(written_bytes(packs[:count]) <= free_bytes for count in range(1, len(packs) + 1))]
+
+    def _due(self, view: RefTable) -> list[ObjectKey]:
+        return [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
 
     def _sweep(self) -> None:
         def build(view: RefTable) -> list[Op]:
-            due = [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
+            due = self._due(view)
             return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
 
         while self._engine.log.append(build).ops:
             pass
 
-    def _delete(self, listed: Mapping[ObjectKey, ListedObject]) -> list[ObjectKey]:
-        """Deletes all swept objects, also those that other runs swept."""
+    def _delete(self, keys: Iterable[ObjectKey]) -> None:
+        """Deletes those that are swept, also by other runs."""
         view = self._engine.log.view()
-        dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
+        states = ((key, view.object_state(key)) for key in keys if key not in self._deleted)
+        dead = sorted(key for key, state in states if state is not None and state.swept)
         delete(self._engine, dead, ProgressSum(self._progress, "deleting objects", len(dead)).add)
-        return dead
+        self._deleted.update(dead)
 
     # --- report -------------------------------------------------------------------------------------------------------
 

@@ -66,11 +66,14 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
     dropped = at_newest(engine.log, partial(_look, engine, ref))
     if dropped is None:
         return FreedSnapshots(0, 0, 0)
-    condemn(engine, dropped.live, [key for key in dropped.closure.objects() if not dropped.live.needs(key)])
     sparse = _sparse_packs(engine, dropped)
+    objects = dropped.closure.objects()
+    condemn(engine, dropped.live, [key for key in objects if not dropped.live.needs(key)])
+    freed = _sweep(engine, {key for key in objects if key.kind == "pack"})  # before packs are rewritten: the disk may be full
+    delete(engine, freed)
     rewritten = repack_packs(engine, dropped.live, sparse, mode=None, progress=lambda size: None).packs if sparse else []
-    swept = _sweep(engine, dropped.closure.objects())
-    delete(engine, swept)
+    swept = _sweep(engine, objects)
+    delete(engine, [key for key in swept if key not in freed])
     dropped.live.drop_summaries(swept)
     truncate_tombstones(engine, DEFAULTS.tombstone_seconds)
     return FreedSnapshots(dropped.snapshots, len(swept), len(rewritten))

@@ -9,6 +9,7 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError
 from tensorstore_ck.gc.live_set import LiveSet
+from tensorstore_ck.gc.plan import simulate
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, pieces
 
 OBJECTS_AN_ENTRY: Final = 40_000
@@ -25,15 +26,33 @@ def changed_log(url: str) -> GcRefusedError:
     )
 
 
-def condemn(engine: Engine, live: LiveSet, garbage: Sequence[ObjectKey]) -> None:
-    """Condemns what no root needs at the head that the entry follows."""
+def condemn(
+    engine: Engine,
+    live: LiveSet,
+    garbage: Sequence[ObjectKey],
+    *,
+    ending: Callable[[RefTable], Sequence[Op]] = lambda view: (),
+    due: Callable[[RefTable], Sequence[ObjectKey]] | None = None,
+) -> None:
+    """Condemns what no root needs at the head that the entry follows.
+
+    Args:
+        engine: The store.
+        live: What the roots need.
+        garbage: What to condemn.
+        ending: Ends undo windows and pins in the same entry.
+        due: Lists condemned objects to sweep. With it, the entry sweeps these and what it condemns: there may be no space for two.
+    """
 
     def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
-        live.update(view)
-        chosen = Objects(key for key in batch if view.object_state(key) is None and not live.needs(key))
-        return [Op.condemn(chosen)] if chosen else []
+        ops = [*ending(view)]
+        live.update(simulate(view, ops) if ops else view)
+        chosen = [key for key in batch if view.object_state(key) is None and not live.needs(key)]
+        swept = [] if due is None else [*chosen, *due(view)[: OBJECTS_AN_ENTRY // 2]]
+        ops += [Op.condemn(Objects(chosen))] if chosen else []
+        return ops + ([Op.sweep(Objects(swept))] if swept else [])
 
-    for batch in pieces(garbage, OBJECTS_AN_ENTRY):
+    for batch in list(pieces(garbage, OBJECTS_AN_ENTRY if due is None else OBJECTS_AN_ENTRY // 2)) or [Objects([])]:
         engine.log.append(partial(build, batch=batch))
 
 

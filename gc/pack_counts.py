@@ -3,12 +3,11 @@
 Packs never change. A lost or wrong count affects only which packs gc looks at. Keys ``e/<pack>``.
 """
 
-import contextlib
 from collections.abc import Collection
 from typing import Final
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.log.cache import Table, TableError
+from tensorstore_ck.log.cache import Table, write_rows
 
 _KEY: Final = b"e/"
 _COUNT_BYTES: Final = 4
@@ -40,9 +39,6 @@ class PackCounts:
     def flush(self) -> None:
         """Writes new counts, and drops those of packs that are gone."""
         if self._new or self._gone:
-            with contextlib.suppress(TableError), self._table.batch() as batch:
-                for pack, count in self._new.items():
-                    batch.put(_KEY + pack, count.to_bytes(_COUNT_BYTES, "big"))
-                for pack in self._gone:
-                    batch.delete(_KEY + pack)
+            new = {_KEY + pack: count.to_bytes(_COUNT_BYTES, "big") for pack, count in self._new.items()}
+            write_rows(self._table, {**new, **{_KEY + pack: None for pack in self._gone}})
         self._new, self._gone = {}, []

@@ -18,7 +18,7 @@ from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.part import Extents, Part
 from tensorstore_ck.format.sealed import pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
-from tensorstore_ck.log.cache import Table, TableError
+from tensorstore_ck.log.cache import Table, write_rows
 
 PREFIX: Final = b"s/"
 PARTS_PREFIX: Final = b"k/"
@@ -160,16 +160,11 @@ class SummaryCache:
                 self._write()
 
     def _delete(self, keys: Iterable[bytes]) -> None:
-        with contextlib.suppress(TableError), self._table.batch() as batch:
-            for key in keys:
-                batch.delete(key)
+        write_rows(self._table, dict.fromkeys(keys))
 
     def _write(self) -> None:
-        with contextlib.suppress(TableError):
-            if self._pending:
-                with self._table.batch() as batch:
-                    for key, value in self._pending.items():
-                        batch.put(key, value)
+        if self._pending:
+            write_rows(self._table, self._pending)
         self._pending, self._pending_bytes = {}, 0
 
 

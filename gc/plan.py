@@ -110,7 +110,7 @@ class Planner:
 
     def ending(self, view: RefTable) -> list[Op]:
         """Ends the undo windows and pins that ran out by this host's clock; other hosts follow the log entry."""
-        windows = [window for window in view.windows() if self.age_seconds(window.time_ns) >= self._options.undo_window_seconds]
+        windows = [window for window in view.windows() if not self._is_younger(window.time_ns, self._options.undo_window_seconds)]
         pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
         return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
 
@@ -118,9 +118,9 @@ class Planner:
         """Whether the grace period of what entry `n` condemned is over."""
         return not self._options.grace_seconds or self._due_ns(n) <= self._now_ns
 
-    def age_seconds(self, time_ns: int) -> float:
-        """Seconds since a time."""
-        return (self._now_ns - time_ns) / _NS
+    def _is_younger(self, time_ns: int, seconds: float) -> bool:
+        """Whether less than `seconds` passed since a time. Nothing is younger than 0 s, even if another host's clock was ahead."""
+        return seconds > 0 and self._now_ns - time_ns < seconds * _NS
 
     def _due_ns(self, n: int) -> int:
         if n not in self._due:
@@ -186,7 +186,7 @@ class Planner:
         )
 
     def _is_young(self, key: ObjectKey) -> bool:
-        return self.age_seconds(self._listed[key].modified_ns) < self._options.min_age_seconds
+        return self._is_younger(self._listed[key].modified_ns, self._options.min_age_seconds)
 
     def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
         """The packs worth rewriting at each level, and last now; and the bytes that rewriting all other packs in use would free."""

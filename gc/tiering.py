@@ -5,7 +5,6 @@ new names, one log entry names their location and relocates the pack, and gc fre
 alongside writers, readers and other hosts that do the same; and no pack is ever at two locations.
 """
 
-import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -22,7 +21,7 @@ from tensorstore_ck.gc.live_set import LiveSet, require_total_order
 from tensorstore_ck.gc.repack import RepackScan, plan_repack, repack_packs, scan_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.log.cache import Table, TableError
+from tensorstore_ck.log.cache import Table, write_rows
 from tensorstore_ck.log.retention.age_rules import OWN_LOCATION, UNCHANGED, AgeTarget, age_targets
 
 MODE: Final[Mode] = "small"
@@ -162,8 +161,4 @@ def _incompressible(table: Table) -> set[Ulid]:
 
 
 def _note_incompressible(table: Table, packs: Collection[Ulid], *, gone: Collection[Ulid]) -> None:
-    with contextlib.suppress(TableError), table.batch() as batch:
-        for pack in packs:
-            batch.put(_INCOMPRESSIBLE + pack, b"")
-        for pack in gone:
-            batch.delete(_INCOMPRESSIBLE + pack)
+    write_rows(table, {**{_INCOMPRESSIBLE + pack: b"" for pack in packs}, **{_INCOMPRESSIBLE + pack: None for pack in gone}})

@@ -9,7 +9,8 @@ line without control characters.
 
     same           now, or after a pause: nothing has to change. Nothing of the failed call is visible
     after_resume   after restoring what the ref has now (`Checkpointer.resume`, `Store.checkout`) and continuing from it
-    after_reopen   after opening the store again with what it needs: credentials, write access, a newer build
+    after_reopen   after opening the store again with what it needs: credentials, write access, a newer build; or with nothing else,
+                   where a single writer's commit is undecided
     never          not before something else has changed: an argument, the state, the environment, or the stored data
 
 `Store.retrying` repeats calls whose error says "same", and finds out whether an undecided save happened.
@@ -31,8 +32,8 @@ class StoreError(Exception):
 
     kind: ClassVar[str] = "store_error"
     exit_code: ClassVar[int] = 1
-    retry: ClassVar[Retry] = "never"
-    """When the same call can succeed: see above."""
+    retry: Retry = "never"
+    """When the same call can succeed: see above. An error may differ from its class."""
 
     def __init__(self, message: str, *, object_id: str = "") -> None:
         """`object_id` names the affected object: a storage name, a ref, a tensor or an option."""
@@ -53,7 +54,7 @@ class RetryableError(StoreError):
 
     kind = "retryable"
     exit_code = 10
-    retry: ClassVar[Retry] = "same"
+    retry: Retry = "same"
 
 
 class ConflictError(RetryableError):
@@ -69,7 +70,7 @@ class UndecidedError(RetryableError):
 
     kind = "undecided"
     exit_code = 12
-    retry = "after_resume"
+    retry: Retry = "after_resume"
 
     def __init__(self, message: str, *, object_id: str = "", txn: bytes = b"") -> None:
         """`txn` names the save in the log, if it is one."""

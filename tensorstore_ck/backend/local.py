@@ -2,8 +2,8 @@
 
 Knows no format. What it acknowledges survives a power failure: the file is synced before it gets its name, the folder after,
 and each folder's own entry once per process. A failed fsync is final (the kernel may drop the dirty pages and report success
-next time): the file is dropped, and this backend refuses the folder from then on. Objects with unique names are opened with
-O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
+next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with unique names
+are opened with O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -149,13 +149,19 @@ class LocalBackend:
         path = self._path(name)
         with os_errors("write", name):
             fd = self._open_new(path)
+            try:
+                is_direct = self._sync and use_direct(fd)
+            except OSError:
+                os.close(fd)
+                self._unlink_quietly(path)
+                raise
 
         def seal(fd: int) -> None:
             with os_errors("write", name):
                 self._fsync_and_close(fd)
                 self._sync_folder(os.path.dirname(path))
 
-        if self._sync and use_direct(fd):
+        if is_direct:
             return DirectWriter(fd, partial(self._unlink_quietly, path), name, seal)
         return LocalWriter(fd, partial(self._unlink_quietly, path), name, seal)
 
@@ -297,10 +303,15 @@ class LocalBackend:
             self._fsync_folder(os.path.dirname(self._root) or ".")
 
     def _fsync_folder(self, folder: str) -> None:
+        """Makes all entries of `folder` durable.
+
+        After a failed fsync the next one may report success without writing anything, in another process too. So the folder is changed
+        first: a journal commits in order, hence a change that is durable proves that all earlier ones are.
+        """
         if not self._sync:
             return
         if folder in self._failed_folders:
-            raise OSError(errno.EIO, "an earlier fsync of this folder failed: open the store again", folder)
+            self._change_folder(folder)
         fd = os.open(folder, _FOLDER, dir_fd=self._at)
         try:
             os.fsync(fd)
@@ -311,6 +322,11 @@ class LocalBackend:
                 raise
         finally:
             os.close(fd)
+
+    def _change_folder(self, folder: str) -> None:
+        temporary = f"{folder}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
+        os.close(os.open(temporary, _NEW, FILE_MODE, dir_fd=self._at))
+        self._unlink_quietly(temporary)
 
 
 def _is_temporary(name: str) -> bool:

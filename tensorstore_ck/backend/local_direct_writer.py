@@ -61,7 +61,7 @@ class DirectWriter(LocalWriter):
                 window = self._window(number)
                 window.array[at : at + count] = source[done : done + count]
                 done += count
-                with self._state:
+                with self._state.lock:
                     window.filled += count
                     full = window.filled == WINDOW_BYTES
                 if full:
@@ -75,7 +75,7 @@ class DirectWriter(LocalWriter):
         self._windows.clear()
 
     def _window(self, number: int) -> _WriteWindow:
-        with self._state:
+        with self._state.lock:
             window = self._windows.get(number)
             if window is None:
                 memory = self._spare.pop() if self._spare else mmap.mmap(-1, WINDOW_BYTES)
@@ -90,7 +90,7 @@ class DirectWriter(LocalWriter):
                 raise
             self._leave_direct()  # the device needs another alignment
             write_at(self._fd, [memoryview(window.memory)], number * WINDOW_BYTES)
-        with self._state:
+        with self._state.lock:
             del self._windows[number]
             self._spare.append(window.memory)
 

@@ -8,13 +8,13 @@ A crash leaves a torn file whose name nothing refers to.
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.backend.local_io import start_write_back, write_at
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.buffers import Buffer, byte_views
+from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.errors import BackendUnavailableError
 
 WRITE_BACK_BYTES: Final = 64 << 20
@@ -29,32 +29,32 @@ class LocalWriter:
         self._unlink = unlink
         self._name = name
         self._seal = seal
-        self._state = threading.Condition()
+        self._state = Changes()
         self._open = True
         self._failed = False
         self._sealed = False
-        self._writes_under_way = 0
+        self._writes_under_way: set[object] = set()
+        """One object of each; added and discarded without the lock, so that Ctrl-C in the wait for it changes nothing."""
         self._end = 0
         self._written_back = 0
 
     def append(self, data: Sequence[Buffer]) -> int:
-        views = byte_views(data)
-        with self._state:
-            if not self._open:
-                raise BackendUnavailableError(f"{self._name} was closed or aborted while it was written", object_id=self._name)
-            offset = self._end
-            self._end += sum(map(len, views))
-            self._writes_under_way += 1
+        views, write = byte_views(data), object()
         try:
+            with self._state.lock:
+                if not self._open:
+                    raise BackendUnavailableError(f"{self._name} was closed or aborted while it was written", object_id=self._name)
+                self._writes_under_way.add(write)
+                offset = self._end
+                self._end += sum(map(len, views))
             with os_errors("write", self._name):
                 self._write(views, offset)
         except BaseException:
-            self._failed = True
+            self._failed |= write in self._writes_under_way
             raise
         finally:
-            with self._state:
-                self._writes_under_way -= 1
-                self._state.notify_all()
+            self._writes_under_way.discard(write)
+            self._state.notify_all()
         return offset
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class LocalWriter:
         self._unlink()
 
     def _wait_for_writes(self) -> None:
-        with self._state:
+        with self._state.lock:
             self._open = False
-            self._state.wait_for(lambda: self._writes_under_way == 0)
+        self._state.wait_for(lambda: not self._writes_under_way)
 
     def _write(self, views: list[memoryview], offset: int) -> None:
         """Writes a range that no other call writes; thread-safe."""
@@ -93,7 +93,7 @@ class LocalWriter:
 
     def _start_write_back(self) -> None:
         # Other threads may still be writing below `_end`: the fsync then writes their pages.
-        with self._state:
+        with self._state.lock:
             start, end = self._written_back, self._end
             if end - start < WRITE_BACK_BYTES:
                 return

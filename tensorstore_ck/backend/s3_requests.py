@@ -16,6 +16,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote_errors import error_code, http_status, remote_errors
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.events import Callback, Event
@@ -245,7 +246,7 @@ class Operation:
         return None
 
     def _send(self, request: Request[T], filesystem: Any) -> T:
-        ended = threading.Event()
+        ended = Flag()
 
         async def run() -> T:
             try:

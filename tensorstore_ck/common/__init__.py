@@ -3,6 +3,7 @@
 batches.py           items in batches of up to a number of bytes
 buffers.py           bytes as callers pass them
 byte_cache.py        decoded objects in memory, up to a number of bytes
+changes.py           threads that wait for a change
 conditions.py        conditions on metrics and fields, parsed into a tree
 deprecation.py       old spellings of arguments and methods
 executor.py          long work, by threads of this process or a Dask cluster
@@ -10,7 +11,7 @@ extras.py            what optional parts need, and the error where it is not ins
 filesystem_kind.py   the type of filesystem that a folder is on
 free_space.py        whether there is enough free space, checked before writing
 html_table.py        escaped tables for notebooks
-host_memory.py       how much memory is free
+host_memory.py       how much memory is free, and allocations that failed
 ids.py               ULIDs and BLAKE3 hashes
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
@@ -19,6 +20,7 @@ processes.py         which process this is, and whether another one has ended
 put_progress.py      where the time and the bytes of a save go
 rate_limit.py        a token bucket
 retry.py             waits that can be ended, and retries
-threads.py           a bounded number of threads over a stream of tasks, and a lock that a forked child can use
+threads.py           the start of a thread, many threads over a stream of tasks, work that Ctrl-C does not cut in two, a lock that a
+                     forked child can use
 units.py             times and sizes as people write them
 """

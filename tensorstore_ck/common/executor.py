@@ -3,12 +3,14 @@
 The pieces of work may run anywhere, more than once and in any order: each handles one pack, and writes only objects under new names.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
+from queue import SimpleQueue
 from typing import Any, Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import BackendUnavailableError
 
 Piece = TypeVar("Piece")
@@ -40,19 +42,58 @@ class LocalThreads:
 
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
         """See `Executor`."""
-        queue, waiting = iter(pieces), set[Future[Result]]()
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="tsck") as pool:
+        queue, lock = iter(pieces), threading.Lock()
+        ahead, results = SimpleQueue[bool](), SimpleQueue[Result | _End]()
+        for _ in range(AHEAD * self._threads):
+            ahead.put(True)
+
+        def loop() -> None:
+            end = _End()
             try:
-                while True:
-                    waiting |= {pool.submit(work, piece) for piece in islice(queue, AHEAD * self._threads - len(waiting))}
-                    if not waiting:
-                        return
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        yield future.result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+                while ahead.get():
+                    with lock:
+                        drawn = list(islice(queue, 1))
+                    if not drawn:
+                        break
+                    results.put(work(drawn[0]))
+            except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
+                end.error = exc
+            results.put(end)
+
+        helpers = list[Helper]()
+        try:
+            for _ in range(self._threads):
+                helpers.append(Helper(loop, "tsck"))
+                try:
+                    helpers[-1].start()
+                except (RuntimeError, MemoryError):
+                    helpers.pop()
+                    break
+            if not helpers:
+                yield from map(work, queue)
+            running = len(helpers)
+            while running:
+                result = results.get()
+                if not isinstance(result, _End):
+                    yield result
+                    ahead.put(True)
+                    continue
+                running -= 1
+                if result.error is not None:
+                    raise result.error
+        finally:
+            with lock:
+                queue = iter(())
+            for _ in helpers:
+                ahead.put(False)
+            for helper in helpers:
+                helper.end()
+
+
+class _End:
+    """The last result of a thread."""
+
+    error: BaseException | None = None
 
 
 class DaskCluster:

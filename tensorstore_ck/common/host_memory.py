@@ -1,4 +1,4 @@
-"""How much host memory is free: the default limit of captures, and whether a restore fits."""
+"""How much host memory is free: the default limit of captures, whether a restore fits, and the error of an allocation that failed."""
 
 import contextlib
 import os
@@ -16,6 +16,8 @@ UNCHECKED_BYTES: Final = 256 << 20
 """Smaller allocations are not checked."""
 MARGIN: Final = 1.1
 """An allocation is refused if it needs this many times the free memory, which is an estimate."""
+
+_TORCH_TEXTS: Final = ("can't allocate memory", "not enough memory", "out of memory")
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -39,6 +41,25 @@ def require_memory(needed_bytes: int, what: str, advice: str) -> None:
             f"({free:,} bytes) free: {advice}",
             object_id="memory",
         )
+
+
+def memory_error(error: BaseException, what: str) -> BaseException:
+    """This package's error if `error` is an allocation of Python, numpy or torch that failed; else `error`."""
+    is_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCH_TEXTS)
+    if not is_torch and not isinstance(error, MemoryError):
+        return error
+    found = NoSpaceError(f"{what} ran out of host memory ({str(error) or 'MemoryError'}): free memory on this host", object_id="memory")
+    found.__cause__ = error
+    return found
+
+
+@contextlib.contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Raises a `NoSpaceError` for an allocation that fails inside."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as exc:
+        raise memory_error(exc, what) from exc.__cause__
 
 
 def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:

@@ -52,9 +52,20 @@ class PrivateFolder:
                 self._open()
                 if is_deleted:
                     self.on_remade(self._fd)
-                with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
-                    _fsync(parent)
+                self._sync_entry(parent)
             return self._fd
+
+    def _sync_entry(self, parent: str) -> None:
+        """Makes this folder's entry in `parent` durable. If that fails, the next call makes the folder again, if it is empty."""
+        try:
+            with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
+                _fsync(parent)
+        except OSError:
+            self._fd = -1
+            self._close()
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
+            raise
 
     def close(self) -> None:
         """Closes the handle; the next call opens and checks the folder again."""

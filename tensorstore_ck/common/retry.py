@@ -1,12 +1,12 @@
 """Tries again after a growing delay, which can be ended. Time is injected."""
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from itertools import count
 from typing import Final, TypeVar
 
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 FIRST_WAIT_SECONDS: Final = 0.5
@@ -45,7 +45,7 @@ class RetryPolicy:
         jitter: Callable[[], float] = JITTER,
     ) -> None:
         """`on_retry` is called with the error and the seconds until the next try. `jitter` is between 0 and 1."""
-        self.failed = threading.Event()
+        self.failed = Flag()
         """Set when a thread has failed."""
         self._stop = stop
         self._on_retry = on_retry

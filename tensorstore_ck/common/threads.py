@@ -1,15 +1,28 @@
-"""Threads: a bounded number of them over a stream of tasks (hashing, copying and I/O release the GIL), and a lock that survives a fork."""
+"""Threads: their start, a bounded number of them over a stream of tasks (hashing, copying and I/O release the GIL), work that Ctrl-C does
+not cut in two, and a lock that survives a fork.
+"""
 
+import contextvars
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
+from tensorstore_ck.common.changes import Flag
+
 Task = TypeVar("Task")
+T = TypeVar("T")
 
 
 REMOTE_THREADS: Final = 8
 """Requests to a remote backend at the same time."""
+BEGIN_SECONDS: Final = 30.0
+"""How long a new thread may take to begin."""
+_LOOK_SECONDS: Final = 0.5
+"""How long it may take to notice that a thread died of too little memory."""
 
 
 def cpu_threads() -> int:
@@ -17,11 +30,84 @@ def cpu_threads() -> int:
     return min(len(os.sched_getaffinity(0)), 16)
 
 
-def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: threading.Event | None = None) -> None:
+class Helper(threading.Thread):
+    """A daemon thread that either begins or never will, whatever interrupts its start.
+
+    `threading.Thread.start` waits for a thread that died of too little memory without limit, and Ctrl-C in that wait can leave a lock
+    locked that the new thread needs.
+    """
+
+    def __init__(self, work: Callable[[], object], name: str, *, begin_seconds: float = BEGIN_SECONDS) -> None:
+        """`begin_seconds`: how long `start` waits for the thread."""
+        super().__init__(name=name, daemon=True)
+        self._work: Callable[[], object] = work
+        self._given_up = False
+        self._begin_seconds = begin_seconds
+        self._claim = threading.Lock()
+        """Taken by the new thread when it begins, or by the caller, who gives it up: whoever comes first."""
+        self._begun = threading.Lock()
+        self._begun.acquire()
+        self._started = _Started(self._wait_until_begun)
+
+    def start(self) -> None:
+        """Starts it.
+
+        Raises:
+            RuntimeError, MemoryError: the system has no thread or memory for it now; it never begins.
+        """
+        try:
+            super().start()
+        except Exception:
+            self.give_up()
+            raise
+        if self.give_up():
+            raise RuntimeError(f"can't start new thread: {self.name} did not begin in {self._begin_seconds:g} s")
+
+    def give_up(self) -> bool:
+        """If it has not begun, it never will; returns whether that is so."""
+        if not self._given_up and self._claim.acquire(blocking=False):
+            self._given_up = True
+        return self._given_up
+
+    def end(self) -> None:
+        """Waits for its end, if it has begun; else it never will."""
+        if not self.give_up():
+            self.join()
+
+    def run(self) -> None:
+        """Calls `work`, unless it was given up."""
+        if self._claim.acquire(blocking=False):
+            self._begun.release()
+            self._work()
+
+    def _wait_until_begun(self) -> None:
+        deadline = time.monotonic() + self._begin_seconds
+        while not self._begun.acquire(timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or (self._started.is_set() and not self.is_alive()):
+                return
+        self._begun.release()
+
+
+class _Started(threading.Event):
+    """Takes the place of the event by which `Thread.start` waits for the new thread."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def set(self) -> None:
+        self._flag = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._wait()
+        return True
+
+
+def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: Flag | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 
-    After the first error, or Ctrl-C, no further task begins; the error is raised when the running tasks have ended. `failed` is set at
-    once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
+    Where the system has fewer threads, it uses those. After the first error, or Ctrl-C, no further task begins; the error is raised when
+    the running tasks have ended. `failed` is set at once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
     """
     queue = iter(tasks)
     lock = threading.Lock()
@@ -44,19 +130,72 @@ def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, 
             fail(exc)
 
     stop = object()
-    helpers = [threading.Thread(target=drain, name="tsck", daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    drain()
+    helpers: list[Helper] = []
     try:
+        for _ in range(threads - 1):
+            try:
+                helpers.append(Helper(drain, "tsck"))
+                helpers[-1].start()
+            except (RuntimeError, MemoryError):
+                break
+        drain()
         for helper in helpers:
-            helper.join()
+            helper.end()
     except BaseException as exc:  # noqa: BLE001 - Ctrl-C: raised below, once the others have ended
         fail(exc)
         for helper in helpers:
-            helper.join()
+            helper.end()
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
+
+
+def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
+    """What `call` returns. Ctrl-C does not interrupt `call`: Python runs signal handlers in the main thread, and another one calls it.
+
+    In the main thread, Ctrl-C is raised at once, and `call` goes on in the background; with `finish` it is raised when `call` has ended.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return call()
+    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = True, context.run(call)
+        except BaseException as exc:  # noqa: BLE001 - raised in the main thread
+            outcome.put((False, exc))
+        else:
+            outcome.put(result)
+
+    helper = Helper(run, "tsck-shielded")
+    try:
+        try:
+            helper.start()
+        except (RuntimeError, MemoryError):
+            return call()
+        return _outcome(outcome, helper)
+    except BaseException:
+        if finish:
+            helper.end()
+        raise
+
+
+def _outcome(outcome: "SimpleQueue[tuple[bool, T | BaseException]]", helper: Helper) -> T:
+    while True:
+        is_alive = helper.is_alive()
+        try:
+            is_result, found = outcome.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            if not is_alive:
+                raise MemoryError("a thread ended without a result") from None
+            continue
+        if is_result:
+            return found  # type: ignore[return-value]
+        assert isinstance(found, BaseException)
+        try:
+            raise found
+        finally:
+            del found  # it would be in its own traceback
 
 
 class ProcessLock:
@@ -66,10 +205,9 @@ class ProcessLock:
         self._pid = os.getpid()
         self._lock = threading.RLock()
 
-    def __enter__(self) -> None:
+    @property
+    def here(self) -> AbstractContextManager[object]:
+        """This process's lock, for `with`: taking it is C code, so that Ctrl-C cannot leave it locked."""
         if self._pid != os.getpid():
             self._pid, self._lock = os.getpid(), threading.RLock()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock

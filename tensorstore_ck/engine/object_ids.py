@@ -8,12 +8,13 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
-from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.threads import Helper, ProcessLock
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, in_series, series_of
 
@@ -38,7 +39,7 @@ class ObjectIds:
 
     def __call__(self) -> Ulid:
         """A new name."""
-        with self._lock:
+        with self._lock.here:
             if self._pid != os.getpid() or abs(self._clock() - self._begun_ns) >= SERIES_SECONDS * 1e9:
                 self._begin()
             record = self._record
@@ -64,8 +65,8 @@ class ObjectIds:
         process = self._find_process()
         self._record = None if process is None else WriterRecord(series_of(self._new_id()), process, self._begun_ns)
         if self._record is not None:
-            thread = threading.Thread(target=self._write, args=(self._record,), name="tsck writer record", daemon=True)
-            with suppress(RuntimeError):  # no thread available: then leftovers of this process wait for their age
+            thread = Helper(partial(self._write, self._record), "tsck writer record")
+            with suppress(RuntimeError, MemoryError):  # no thread available: then leftovers of this process wait for their age
                 thread.start()
                 self._thread = thread
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
-from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.threads import Helper, ProcessLock, shielded
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.cache import Batch, Table, TableBusyError
@@ -78,10 +78,14 @@ class BlockIndex:
         for block, location in blocks:
             if not location.bases:
                 by_pack.setdefault(location.pack, []).append((block, location))
-        with self._lock:
-            self._waiting.extend(_Note(published_at, pack, items) for pack, items in by_pack.items())
-        if not self._write_waiting(wait=False):  # no save waits for the cache
-            self._write_later()
+
+        def write() -> None:
+            with self._lock.here:
+                self._waiting.extend(_Note(published_at, pack, items) for pack, items in by_pack.items())
+            if not self._write_waiting(wait=False):  # no save waits for the cache
+                self._write_later()
+
+        shielded(write)
 
     def close(self) -> None:
         """Waits a moment for the blocks not yet written."""
@@ -89,10 +93,10 @@ class BlockIndex:
             self._thread.join(_CLOSE_SECONDS)
 
     def _write_later(self) -> None:
-        with self._lock:
+        with self._lock.here:
             if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._write_patiently, name="tsck block index", daemon=True)
-                with suppress(RuntimeError):  # no more threads: the next save tries again
+                thread = Helper(self._write_patiently, "tsck block index")
+                with suppress(RuntimeError, MemoryError):  # no more threads: the next save tries again
                     thread.start()
                     self._thread = thread
 
@@ -103,7 +107,7 @@ class BlockIndex:
 
     def _write_waiting(self, *, wait: bool) -> bool:
         """Writes the waiting blocks; False, and they keep waiting, if another process has the table's lock."""
-        with self._lock:
+        with self._lock.here:
             notes = list(self._waiting)
             self._waiting.clear()
         try:
@@ -111,7 +115,7 @@ class BlockIndex:
                 for note in notes:
                     _write(batch, note)
         except TableBusyError:
-            with self._lock:
+            with self._lock.here:
                 self._waiting.extend(notes)
             return False
         except StoreError:  # the cache must not fail a save, which may be published, even if the log cannot be read to fill another one

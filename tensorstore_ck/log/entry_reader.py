@@ -6,11 +6,11 @@ entry missing before another one is damage.
 
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
@@ -123,8 +123,13 @@ class EntryReader:
         if self._backend.is_local or len(numbers) == 1:
             yield from self._read_in_order(numbers)
             return
-        with ThreadPoolExecutor(min(_READERS, len(numbers)), thread_name_prefix="tsck-log") as pool:
-            yield from pool.map(self.read, numbers)
+        found: dict[int, Entry | None] = {}
+
+        def read(n: int) -> None:
+            found[n] = self.read(n)
+
+        for_each(numbers, read, min(_READERS, len(numbers)))
+        yield from (found[n] for n in numbers)
 
     def _read_in_order(self, numbers: range) -> Iterator[Entry]:
         for n in numbers:

@@ -7,14 +7,15 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
-from tensorstore_ck.common.retry import JITTER, next_delay
-from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.retry import JITTER
+from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
@@ -33,8 +34,11 @@ Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
 _CACHE_TRIES: Final = 4
-_FIRST_CONFLICT_DELAY: Final = 0.005
-_MAX_CONFLICT_DELAY: Final = 1.0
+_REMEMBERED_WRITES: Final = 1000
+_LONGEST_DELAY_TRIES: Final = 3
+"""The first pause after a lost race, in tries. Pauses must not grow: the winner pauses never, so losers would starve."""
+_LEAST_TRY_SECONDS: Final = 0.001
+_MOST_TRY_SECONDS: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 """Seconds between tries to find out whether an entry was written: about 100 in all."""
 _RESEND_SECONDS: Final = 120.0
@@ -59,7 +63,7 @@ class Appended(NamedTuple):
 
 
 class Log:
-    """One store's log, and its fold in a table. Thread-safe."""
+    """One store's log, and its fold in a table. Thread-safe. Ctrl-C interrupts no change of either: see `shielded`."""
 
     def __init__(
         self,
@@ -105,6 +109,8 @@ class Log:
         self._lock = ProcessLock()
         self._durable_n = 0
         self._undecided: UndecidedError | None = None
+        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
+        """The numbers and write ids of the entries that this object tried to append."""
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -121,10 +127,14 @@ class Log:
             if view is not None:
                 return view
             self.sync()
-        with self._lock:
-            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
-            self._sync()
-            return self._take_view()
+
+        def fold() -> RefTable:
+            with self._lock.here:
+                self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
+                self._sync()
+                return self._take_view()
+
+        return shielded(fold)
 
     def sync(self) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
@@ -133,16 +143,20 @@ class Log:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
             LogChangedError: the log went back or was forked, and the store was opened with ``rollback="error"``.
         """
-        with self._lock:
-            self.table.return_to_disk()
-            for _ in range(_CACHE_TRIES):
-                with suppress(EmptiedError, TableError):
-                    try:
-                        return self._sync()
-                    except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
-                        self._follower.fill(self.table)
-            self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
-            return self._sync()
+
+        def sync() -> Head:
+            with self._lock.here:
+                self.table.return_to_disk()
+                for _ in range(_CACHE_TRIES):
+                    with suppress(EmptiedError, TableError):
+                        try:
+                            return self._sync()
+                        except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
+                            self._follower.fill(self.table)
+                self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
+                return self._sync()
+
+        return shielded(sync)
 
     def newest_view(self) -> RefTable:
         """A view at the newest entry that was acknowledged before this call, or a later one."""
@@ -173,9 +187,13 @@ class Log:
         Raises:
             InvalidOptionError: the state folder cannot be written.
         """
-        with self._lock:
-            head = self.sync()
-            return head, self._watermark.accept(head, self._clock())
+
+        def accept() -> tuple[Head, Head | None]:
+            with self._lock.here:
+                head = self.sync()
+                return head, self._watermark.accept(head, self._clock())
+
+        return shielded(accept)
 
     def seen(self) -> Head | None:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
@@ -187,13 +205,17 @@ class Log:
         Raises:
             BrokenLogError: the log is damaged, or this host's first checkpoint was not made from it.
         """
-        with self._lock:
-            self._is_strict = True
-            for _ in range(_CACHE_TRIES):
-                with suppress(EmptiedError, TableError):
-                    self.sync()
-                    return self._follower.verify(self.table)
-            raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+        def verify() -> None:
+            with self._lock.here:
+                self._is_strict = True
+                for _ in range(_CACHE_TRIES):
+                    with suppress(EmptiedError, TableError):
+                        self.sync()
+                        return self._follower.verify(self.table)
+                raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+        shielded(verify)
 
     @property
     def is_changed(self) -> bool:
@@ -202,7 +224,7 @@ class Log:
 
     def close(self) -> None:
         """Saves how far the log was seen."""
-        self._watermark.close()
+        shielded(self._watermark.close, finish=True)
 
     def _fill(self, table: Table) -> None:
         try:
@@ -273,14 +295,34 @@ class Log:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
-        with self._lock:
-            for attempt in itertools.count():
-                appended = self._append_once(build, write_id)
-                if appended is not None:
-                    return appended
-                write_id = None
-                self._sleep(next_delay(attempt, _FIRST_CONFLICT_DELAY, _MAX_CONFLICT_DELAY, jitter=self._jitter))
-        raise AssertionError("unreachable")
+
+        def append(write_id: bytes | None) -> Appended:
+            with self._lock.here:
+                for lost in itertools.count():
+                    began_ns = self._clock()
+                    appended = self._append_once(build, write_id)
+                    if appended is not None:
+                        return appended
+                    write_id = None
+                    self._sleep(self._conflict_delay(lost, self._clock() - began_ns))
+            raise AssertionError("unreachable")
+
+        return shielded(lambda: append(write_id))
+
+    def wrote(self, n: int) -> bool:
+        """Whether this object appended entry `n`, even if it never learned that: it was interrupted, or the answer was lost.
+
+        Raises:
+            StoreError: the entry cannot be read.
+        """
+        tried = [write_id for number, write_id in list(self._written) if number == n]
+        entry = self.chain.read(n) if tried else None
+        return entry is not None and entry.write_id in tried
+
+    def _conflict_delay(self, lost: int, try_ns: int) -> float:
+        """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
+        try_seconds = min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS)
+        return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1) * self._jitter()
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
         """The snapshot that `appended` should publish; None if the log aborted it before. The log decides that, not the cache.
@@ -326,6 +368,7 @@ class Log:
         """
         name = self.chain.name(entry.n)
         self._make_durable(entry.n - 1)
+        self._written.append((entry.n, entry.write_id))
         sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
         for delay in RESEND_DELAYS:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
@@ -354,11 +397,14 @@ class Log:
             except StoreError as exc:
                 trouble = str(exc)
             self._sleep(delay)
+        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
         self._undecided = UndecidedError(
-            f"log entry {name} may or may not have been written ({trouble}): open the store again when the backend answers; "
+            f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
             f"the operation happened if that entry has the write id {entry.write_id.hex()}",
             object_id=entry.write_id.hex(),
         )
+        if not self._shared:
+            self._undecided.retry = "after_reopen"
         raise self._undecided
 
     def _make_durable(self, n: int) -> None:

@@ -64,7 +64,7 @@ def _record_fsck(engine: Engine, began_ns: int, report: FsckReport, counts: Mapp
     for finding in report.findings:
         is_of_log = finding.kind == BrokenLogError.kind or finding.object.startswith(f"{engine.config.log}/")
         if finding.severity == "error" and (is_of_log or finding.object == CONFIG_NAME):
-            return f"{finding.object} is damaged, and nothing is appended to a damaged log"
+            return f"{finding.object} is unreadable or damaged, and nothing is appended to a damaged log"
     return _record(engine, FSCK, began_ns, OK if report.ok else FINDINGS, counts)
 
 

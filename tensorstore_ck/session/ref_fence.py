@@ -1,9 +1,10 @@
 """What one store handle has seen of refs: the fencing that keeps a job given up for dead from overwriting its successor's work."""
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.publish import AnyHead, Expected
@@ -13,7 +14,7 @@ from tensorstore_ck.engine.write.suspicious_save import SaveChecks, require_chec
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, DeltaOption, check_codec_name, check_delta
 from tensorstore_ck.format.record import MAX_STEP, check_metrics, encode_metadata
-from tensorstore_ck.log import RefTable, validate_ref_name
+from tensorstore_ck.log import BranchHead, RefTable, validate_ref_name
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -38,27 +39,81 @@ class _Ref(NamedTuple):
     """Whether this handle has moved the ref, and not only restored it."""
     least_step: int | None = None
     """The step of the head, if this handle only restored it: a save without `expect` may not have a lower one."""
+    is_staged: bool = False
+    """Whether `current` is staged and will be on the ref later."""
 
 
 class RefFence:
-    """What this handle saved and restored."""
+    """What this handle saved and restored. Thread-safe.
+
+    If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `settle`.
+    """
 
     def __init__(self) -> None:
         self._refs: dict[str, _Ref] = {}
+        self._forgotten: dict[str, _Ref] = {}
+        """Branches that this handle forgot: `undo` may bring them back."""
+        self._attempts: dict[str, Ulid] = {}
+        """The last save of this rank's group to a ref: rank 0 wrote the entry."""
         self._restored: Digest | None = None
+        self._lock = threading.Lock()
 
     def note(self, ref: str, head: Digest | None, current: Digest) -> None:
         """This handle moved the ref to `head`, or continues from there; the state in memory is `current`."""
-        self._refs[ref] = _Ref(head, current, is_moved=True)
+        with self._lock:
+            self._refs[ref] = _Ref(head, current, is_moved=True)
+
+    def note_attempt(self, ref: str, snapshot: Ulid) -> None:
+        """Rank 0 of this process's group may publish this snapshot."""
+        self._attempts[ref] = snapshot
+
+    def settle(self, engine: Engine, view: RefTable, ref: str) -> bool:
+        """Notes where the ref is, if this handle moved it there without noting that; returns whether it did.
+
+        Raises:
+            StoreError: the log cannot be read.
+        """
+        branch = view.branch(ref)
+        with self._lock:
+            seen = self._refs.get(ref)
+            if branch is None or (seen is not None and branch.root in (seen.head, seen.current)):
+                return False
+            if seen is None and ref in self._forgotten and self._forgotten[ref].head == branch.root:
+                self._refs[ref] = self._forgotten.pop(ref)
+                return True
+        attempt = view.snapshot(self._attempts[ref]) if ref in self._attempts else None
+        if (attempt is None or attempt.root != branch.root) and not self._wrote(engine, branch, is_known=seen is not None):
+            return False
+        with self._lock:
+            is_ahead = seen is not None and seen.is_staged
+            self._refs[ref] = _Ref(branch.root, seen.current if seen is not None and is_ahead else branch.root, True, is_staged=is_ahead)
+        return True
+
+    @staticmethod
+    def _wrote(engine: Engine, branch: BranchHead, *, is_known: bool) -> bool:
+        """Whether this handle appended the entry that moved a branch; of a branch that it has not seen, only with a save of its own: else
+        it only finished what an earlier process had staged.
+        """
+        if not engine.log.wrote(branch.n):
+            return False
+        if is_known:
+            return True
+        entry = engine.log.chain.read(branch.n)
+        ops = () if entry is None else entry.ops
+        return any(op.name == "put" and op.fields["snapshot"] == branch.ulid and op.fields.get("staged") is None for op in ops)
 
     def note_staged(self, ref: str, root: Digest) -> None:
         """The state in memory is `root`, which will be on the ref once it is published."""
-        seen = self._refs.get(ref)
-        self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True)
+        with self._lock:
+            seen = self._refs.get(ref)
+            self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True, is_staged=True)
 
     def note_published(self, ref: str, root: Digest) -> None:
         """An earlier staged snapshot is on the ref now; the state in memory may be a later one."""
-        self._refs[ref] = self._refs[ref]._replace(head=root)
+        with self._lock:
+            seen = self._refs.get(ref)
+            if seen is not None:  # else this process only finished the save of another one
+                self._refs[ref] = seen._replace(head=root, is_staged=seen.is_staged and seen.current != root)
 
     def adopt(self, view: RefTable, ref: str) -> None:
         """Continues from the head of the ref, if this handle has not seen it."""
@@ -72,7 +127,8 @@ class RefFence:
 
     def current(self, ref: str) -> Digest | None:
         """The snapshot that the state in memory is, if this handle has saved or restored there."""
-        return self._refs[ref].current if ref in self._refs else None
+        seen = self._refs.get(ref)
+        return seen.current if seen is not None else None
 
     def note_moved(self, ref: str, snapshot: Snapshot) -> Snapshot:
         """`snapshot`, to which this handle moved the ref."""
@@ -81,9 +137,12 @@ class RefFence:
         return snapshot
 
     def drop(self, refs: Iterable[str]) -> None:
-        """This handle forgot the refs: its next save to one starts it again."""
-        for ref in refs:
-            self._refs.pop(ref, None)
+        """This handle forgot the refs: its next save to one starts it again, unless `undo` brings it back."""
+        with self._lock:
+            for ref in refs:
+                seen = self._refs.pop(ref, None)
+                if seen is not None:
+                    self._forgotten[ref] = seen
 
     def note_restored(self, found: Resolved) -> None:
         """The state in memory is what was found at an address."""
@@ -91,9 +150,10 @@ class RefFence:
         self._restored = info.root
         if ref is None:
             return
-        is_moved = ref in self._refs and self._refs[ref].is_moved
-        is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has saved to the branch yet
-        self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
+        with self._lock:
+            is_moved = ref in self._refs and self._refs[ref].is_moved
+            is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has saved to the branch yet
+            self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "PutOptions") -> None:
         """Refuses to take a ref over by mistake: a script that restored the newest snapshot of a job, and then starts its own.
@@ -141,6 +201,7 @@ class RefFence:
         if sync:
             engine.log.sync()
         view = engine.log.view()
+        self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tensorstore_ck.common.host_memory import default_limit_bytes
+from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, StoreError
@@ -65,7 +65,8 @@ class Session:
         ranks = process_group(group)
         if ranks is not None:
             self.queue.require_no_worker()
-        return self.queue.run(lambda: self._put(state, ref, ranks, **options))
+        with memory_errors(f"the save to {ref!r}"):
+            return self.queue.run(lambda: self._put(state, ref, ranks, **options))
 
     def put_captured(self, captured: CapturedState, ref: str, *, step: int | None, **options: Any) -> Snapshot:
         """Saves a state that was taken apart already; `options` as of `Store.put_snapshot`."""
@@ -103,7 +104,8 @@ class Session:
                 put.check_known()
             return put
 
-        return self.queue.submit(make, on_full)
+        with memory_errors(f"the save to {ref!r}"):
+            return self.queue.submit(make, on_full)
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
@@ -128,9 +130,14 @@ class Session:
         """See `Store.close`."""
         try:
             self.queue.close()
-        finally:
-            self.groups.close()
-            self.engine.close()
+        except Exception:  # of a save; after Ctrl-C the store stays open, as its saves go on
+            self._close_engine()
+            raise
+        self._close_engine()
+
+    def _close_engine(self) -> None:
+        self.groups.close()
+        self.engine.close()
 
     def _is_staged(self, address: str) -> bool:
         """Whether the address means a snapshot that is staged and not published yet."""

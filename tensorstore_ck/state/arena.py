@@ -37,7 +37,7 @@ class Arena:
         self._is_closed = False
         self._lock = threading.Lock()
         self._free: list[Array] = []
-        self._in_use_bytes = 0
+        self._in_use: set[Slot] = set()
 
     @property
     def allocated_bytes(self) -> int:
@@ -51,12 +51,20 @@ class Arena:
         Raises:
             NoSpaceError: the system refuses memory that the limit allows.
         """
+        slot = Slot(self, size_bytes)
+        return slot if self.fill(slot) else None
+
+    def fill(self, slot: "Slot") -> bool:
+        """Gives a slot its memory; returns False if it does not fit now. Never waits. Whatever interrupts it, `Slot.release` undoes it.
+
+        Raises:
+            NoSpaceError: the system refuses memory that the limit allows.
+        """
         with self._lock:
-            memory = self._find(size_bytes)
-            if memory is None:
-                return None
-            self._in_use_bytes += memory.nbytes
-            return Slot(self, size_bytes, memory)
+            slot.memory = self._find(slot.size_bytes)
+            if slot.memory is not None:
+                self._in_use.add(slot)
+            return slot.memory is not None
 
     def close(self) -> None:
         """Frees unused memory now, and the rest when it is released."""
@@ -67,11 +75,10 @@ class Arena:
     def take_back(self, slot: "Slot") -> None:
         """Takes a slot's memory back; only `Slot.release` calls it."""
         with self._lock:
+            self._in_use.discard(slot)
             memory, slot.memory = slot.memory, None
-            if memory is not None:
-                self._in_use_bytes -= memory.nbytes
-                if not self._is_closed:
-                    self._free.append(memory)
+            if memory is not None and not self._is_closed:
+                self._free.append(memory)
 
     def _find(self, size_bytes: int) -> Array | None:
         left = self.limit_bytes - self._in_use_bytes
@@ -88,18 +95,22 @@ class Arena:
             del self._free[0]
         return _new_pages(wanted, pinned=self._is_pinned)
 
+    @property
+    def _in_use_bytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self._in_use if slot.memory is not None)
+
     def _free_bytes(self) -> int:
         return sum(memory.nbytes for memory in self._free)
 
 
 class Slot:
-    """Memory of one capture, made by `Arena.take`."""
+    """Memory of one capture: see `Arena.take`."""
 
-    def __init__(self, arena: Arena, size_bytes: int, memory: Array) -> None:
+    def __init__(self, arena: Arena, size_bytes: int) -> None:
         self.arena = arena
         self.size_bytes = size_bytes
-        self.memory: Array | None = memory
-        """None after the release."""
+        self.memory: Array | None = None
+        """None before `Arena.fill` and after the release."""
         self.arrivals: list[DeviceArrival] = []
         """Copies from devices into it that may still be under way."""
 

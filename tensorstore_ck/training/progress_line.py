@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, Self, TextIO
 
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.events import Event, Observed, event_text
 from tensorstore_ck.redaction import one_line
@@ -58,7 +60,7 @@ class ProgressLine:
         self._ended: deque[str] = deque()
         """Lines to print, for saves that ended."""
         self._drawn = ""
-        self._stopping = threading.Event()
+        self._stopping = Flag()
         self._thread: threading.Thread | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
 
@@ -74,7 +76,7 @@ class ProgressLine:
         if self._thread is None and self._shown:
             self._stopping.clear()
             self._unsubscribe = self._store.on_event(self._note)
-            self._thread = threading.Thread(target=self._run, name="tsck-progress", daemon=True)
+            self._thread = Helper(self._run, "tsck-progress")
             self._thread.start()
 
     def stop(self) -> None:

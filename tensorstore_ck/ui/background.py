@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from tensorstore_ck.common.changes import Flag
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import StoreError
 
 Progress = Callable[[str, int, int], None]
@@ -60,7 +62,7 @@ class Background:
         self._abandon_seconds = abandon_seconds
         self._reads: OrderedDict[tuple[str, str], Read] = OrderedDict()
         self._lock = threading.Lock()
-        self._ends = threading.Event()
+        self._ends = Flag()
         self._alone = threading.Lock()
 
     def read(self, uuid: str, kind: str) -> Read:
@@ -80,7 +82,7 @@ class Background:
         with self._lock:
             if not read.is_running and not self._ends.is_set():
                 read.started_ns, read.what, read.done, read.total = time.time_ns(), "", 0, 0
-                read.thread = threading.Thread(target=self._run, args=(read, work), name=f"tsck-ui-{kind}", daemon=True)
+                read.thread = Helper(lambda: self._run(read, work), f"tsck-ui-{kind}")
                 read.thread.start()
             thread = read.thread
         if thread is not None:

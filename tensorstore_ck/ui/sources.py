@@ -16,6 +16,7 @@ from sqlalchemy import select
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.catalog.synced_store import SyncedStore
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, PermissionDeniedError
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore, Store
@@ -215,7 +216,7 @@ class Sources:
             if source.reading is None or not source.reading.is_alive():
                 source.since = time.monotonic()
                 source.progress = (0, 0)
-                source.reading = threading.Thread(target=self._read, args=(source,), name="tsck-ui", daemon=True)
+                source.reading = Helper(lambda: self._read(source), "tsck-ui")
                 source.reading.start()
 
     def _read(self, source: _Source) -> None:

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.session.ref_fence import RefFence
 from tests.effort import PATIENCE_SECONDS
 
 CHILD_SECONDS = PATIENCE_SECONDS
@@ -389,3 +391,60 @@ def test_a_forked_child_uses_the_store(store: tsck.Store, tmp_path: Path) -> Non
     assert put(store, 4).step == 4
     assert steps(store) == [4, 3, 2, 1]
     assert store.fsck(read_data=True).ok
+
+
+def test_a_handle_knows_what_it_forgot_and_brought_back(store: tsck.Store) -> None:
+    put(store, 1)
+    put(store, 2)
+    store.forget("job")
+    store.undo()
+    put(store, 3)
+    assert steps(store) == [3, 2, 1]
+    assert store.resolve("job").parent == store.resolve("job@2").root
+
+
+def test_a_handle_knows_a_move_that_it_could_not_note(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes, or the answer is lost, between the log entry and the note: of a first save, of a later one and of a reset."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    calls: list[Callable[[], object]] = [lambda: put(store, 1), lambda: put(store, 3), lambda: store.reset("job", "job@1")]
+    for call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(RefFence, "note", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        head = store.resolve("job")
+        assert put(store, (head.step or 0) + 1).parent == head.root
+
+
+def test_what_an_earlier_process_staged_is_not_taken_for_this_ones_save(tmp_path: Path) -> None:
+    """It publishes that, but has not restored it."""
+    where = {"create": True, "cache_dir": tmp_path / "cache", "staging": tmp_path / "staging"}
+    with tsck.open(tmp_path / "store", **where) as first:  # type: ignore[call-overload]
+        put(first, 1)
+        fence = first.session.fence
+        first.session.fence._refs.clear()  # as of a handle that only published it
+        head = first.engine.log.newest_view().branch("job")
+        assert head is not None
+        assert first.engine.log.wrote(head.n)
+        assert not fence.settle(first.engine, first.engine.log.view(), "job")
+
+
+def test_a_staged_save_and_a_publication_are_noted_one_after_the_other() -> None:
+    """Each reads where the ref was before it writes."""
+    fence, is_locked = RefFence(), list[bool]()
+
+    class Watched(dict[str, object]):
+        def get(self, ref: str, default: object = None) -> object:
+            is_locked.append(fence._lock.locked())
+            return super().get(ref, default)
+
+    fence._refs = Watched()  # type: ignore[assignment]
+    one, two = Digest(bytes([1] * 32)), Digest(bytes([2] * 32))
+    fence.note_staged("job", one)
+    fence.note_staged("job", two)
+    fence.note_published("job", one)
+    assert (fence._refs["job"].head, fence._refs["job"].current) == (one, two)
+    assert is_locked == [True] * 3

@@ -1,10 +1,8 @@
 """Stores to free space in: a clock that stands until a test moves it, small states, and the contents of a backend."""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -152,8 +150,11 @@ def each_call(run: Callable[[int, T], str], variants: Sequence[T]) -> set[str]:
 
 def stay_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the backend calls come in the same order every time: `for_each` does all tasks in its caller's thread."""
-    idle = SimpleNamespace(start=lambda: None, join=lambda: None)
-    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=lambda **_: idle))
+
+    def start(self: threads.Helper) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads.Helper, "start", start)
 
 
 class Interrupted(Faults):

@@ -342,3 +342,22 @@ def test_what_was_saved_and_forgotten_at_once_waits_for_its_age_too() -> None:
     clock.advance(3600)
     assert [later.why for later in said(store, options).later] == ["age"]
     assert come_true(store, clock, options)["age"] == later.bytes
+
+
+def test_no_age_and_no_undo_window_free_what_a_clock_ahead_wrote() -> None:
+    """The command that is printed frees it, and is not printed again by its own run."""
+    clock = Clock()
+    store = open_store(clock=clock)
+    clock.advance(365 * DAY)
+    for number in range(3):
+        store.put_snapshot(state(number), ref="job", step=number)
+    store.forget("job@0")
+    leave_orphans(store.engine.backend, state(9))
+    clock.advance(-365 * DAY)
+    options = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
+    command = "tsck gc --min-age 0s --undo-window 0s{} -s memory:"
+    kept = said(store)
+    assert {later.why for later in kept.later} == {"age", "undo window"}
+    assert kept.later[-1].commands == (command.format(""),)
+    assert store.gc(options).freed_bytes == sum(later.bytes for later in kept.later)
+    assert said(store, options) == Freeable(0, command.format(" --max-delete 100%"), ())

@@ -28,9 +28,9 @@ def new_id() -> Ulid:
 
 def open_log(backend: Backend, table: Table | None = None, **options: Any) -> Log:
     """A log that never really sleeps."""
-    clock = itertools.count(1000)
-    settings: dict[str, Any] = {"sleep": lambda _seconds: None, "jitter": lambda: 0.0, "actor": "me@host:1"} | options
-    return Log(backend, MemoryTable() if table is None else table, uuid=UUID, clock=lambda: next(clock), new_id=new_id, **settings)
+    numbers = itertools.count(1000)
+    settings: dict[str, Any] = {"clock": lambda: next(numbers), "sleep": lambda _seconds: None, "jitter": lambda: 0.0, "actor": "me@host:1"}
+    return Log(backend, MemoryTable() if table is None else table, uuid=UUID, new_id=new_id, **settings | options)
 
 
 def put_op(

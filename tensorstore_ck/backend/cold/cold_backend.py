@@ -84,7 +84,7 @@ class ColdTierBackend:
         """
         if url is None:
             return self._own
-        with self._lock:
+        with self._lock.here:
             if url not in self._opened:
                 self._opened[url] = self._open(url)
             return self._opened[url]

@@ -4,6 +4,7 @@ The hashes of an object are known to what `OpenVerifier` opens; this module know
 """
 
 import fcntl
+import io
 import os
 import threading
 from collections.abc import Callable
@@ -52,6 +53,8 @@ class UnsentFile:
         self.name = name
         self.size_bytes = os.fstat(fd).st_size
         self._fd = fd
+        self.raw = io.FileIO(fd)
+        """Its owner closes it, by C code alone: nothing that interrupts `close` may keep the lock."""
         self._folder = folder
         self._open_verifier = open_verifier
         self._verify: Verify | None = None
@@ -83,9 +86,8 @@ class UnsentFile:
 
     def close(self) -> None:
         """Closes the file, which releases its lock; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self.raw.close()
 
     def _verifier(self) -> Verify:
         with self._lock:

@@ -51,7 +51,7 @@ class UploadPass:
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self._buffers = threading.local()
-        self._open: list[UnsentFile] = []
+        self._open: list[io.FileIO] = []
         self._left: list[str] = []
 
     def run(self, names: Sequence[str], threads: int) -> list[str]:
@@ -59,8 +59,7 @@ class UploadPass:
         try:
             for_each(self._tasks(names), lambda task: task(), threads, failed=self._policy.failed)
         finally:
-            for file in self._open:
-                file.close()
+            _ = [*map(io.FileIO.close, self._open)]  # C code: Ctrl-C between two of them would keep a lock, for which the next pass waits
         return self._left
 
     def _tasks(self, names: Sequence[str]) -> Iterator[Task]:
@@ -96,7 +95,7 @@ class UploadPass:
                 ) from exc
             self._report(size)  # it was published meanwhile
             return None
-        self._open.append(file)
+        self._open.append(file.raw)
         if file.lock():
             return file
         file.close()

@@ -11,7 +11,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.sync_stores import OpenStore
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Clock
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.prometheus.catalog_state import read_states
 from tensorstore_ck.integrations.prometheus.collector import Readings, StoreCollector
@@ -67,7 +69,7 @@ class Exporter:
         self._clock, self._monotonic = clock, monotonic
         self._reading = threading.Lock()
         self._turn = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._threads: list[tuple[threading.Thread, WatchedStore | None]] = []
         self._beginning = threading.Lock()
         self._said = ""
@@ -111,7 +113,7 @@ class Exporter:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _begin(self, watched: WatchedStore | None, work: Callable[[], object]) -> threading.Thread:
-        thread = threading.Thread(target=work, name="tsck exporter", daemon=True)
+        thread = Helper(work, "tsck exporter")
         with self._beginning:
             thread.start()
             self._threads = [*(each for each in self._threads if each[0].is_alive()), (thread, watched)]

@@ -27,6 +27,7 @@ from tensorstore_ck.log.cache.protocol import (
     TableBusyError,
     TableDamagedError,
     TableError,
+    write_rows,
 )
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "TableDamagedError",
     "TableError",
     "open_table",
+    "write_rows",
 ]

@@ -121,7 +121,7 @@ class FailoverTable(FailoverReader):
             self._busy_since = None
             self._warn(_advice(exc))
             return
-        with self._lock:
+        with self._lock.here:
             self._memory = self._busy_since = None
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class FailoverTable(FailoverReader):
         """A forked child reads the log itself, since it must not use the parent's files and locks."""
         memory = MemoryTable()
         self._fill(memory)
-        with self._lock:
+        with self._lock.here:
             if self._pid != os.getpid():
                 self._memory, self._busy_since, self._pid = memory, None, os.getpid()
 
@@ -148,7 +148,7 @@ class FailoverTable(FailoverReader):
         is_busy = isinstance(cause, TableBusyError)
         memory = MemoryTable()
         self._fill(memory)
-        with self._lock:
+        with self._lock.here:
             is_first = reader is self._current()
             if is_first:
                 self._memory, self._busy_since = memory, self._clock() if is_busy else None

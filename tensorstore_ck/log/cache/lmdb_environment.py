@@ -13,11 +13,11 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import lmdb
 
@@ -28,6 +28,8 @@ from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusy
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
+
+T = TypeVar("T")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CHECK_TRIES: Final = 3
@@ -79,25 +81,28 @@ class Environment:
 
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
-        with self._reading() as txn:
-            return get_row(txn, key)
+        return self._read(lambda txn: get_row(txn, key))
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `scan_pages`."""
-        with self._reading() as txn:
-            return read_page(txn, low, high, reverse)
+        return self._read(lambda txn: read_page(txn, low, high, reverse))
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
-        with self._usable(), self._beginning(write=False) as txn:
+
+        def begin(txn: Any) -> LmdbView:
+            view = LmdbView(txn, prefix, self._guarded, self._release)
             self._view_txns.add(txn)
-            view = LmdbView(txn, prefix, self._usable, self._release)
             self._views.add(view)
             return view
 
+        return self._guarded(lambda: self._in_map(begin, write=False))
+
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """A batch that excludes those of all threads and processes."""
+        """A batch that excludes those of all threads and processes. Not in the main thread, except by `shielded`: Ctrl-C at its end
+        could leave the locks held.
+        """
         self._require_usable()  # in a child, a thread that it does not have may hold the locks
         with self._write_lock:
             self._require_usable()  # another thread may have closed it, and its file descriptors may be other files now
@@ -125,8 +130,7 @@ class Environment:
 
     def begin_writing(self) -> Any:
         """A write transaction, in a map as large as other processes made it; the caller holds the batch's lock."""
-        with self._beginning(write=True) as txn:
-            return txn
+        return self._in_map(lambda txn: txn, write=True)
 
     def grow(self) -> None:
         """Doubles the map; the caller holds the batch's lock and has no open transaction."""
@@ -154,25 +158,27 @@ class Environment:
                 self._close_data_file()
                 self.lock.close()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Any]:
-        with self._usable(), self._beginning(write=False) as txn, txn:
-            yield txn
+    def _read(self, read: Callable[[Any], T]) -> T:
+        """The result of `read` in a transaction."""
 
-    @contextmanager
-    def _beginning(self, *, write: bool) -> Iterator[Any]:
-        """A new transaction, in a map as large as other processes made it; the map does not grow meanwhile."""
-        with self._map_lock:
-            try:
-                txn = self.begin(write=write)
-            except lmdb.MapResizedError:
-                txn = None
-            if txn is not None:
-                yield txn
-                return
-        with self._write_lock, self._map_lock:  # the size can be adopted only while no thread of ours writes
-            self._set_map_bytes(0)
-            yield self.begin(write=write)
+        def use(txn: Any) -> T:
+            with txn:
+                return read(txn)
+
+        return self._guarded(lambda: self._in_map(use, write=False))
+
+    def _in_map(self, use: Callable[[Any], T], *, write: bool) -> T:
+        """The result of `use` with a new transaction, in a map as large as other processes made it; the map does not grow meanwhile.
+
+        No context manager: Ctrl-C could leave one with its locks held.
+        """
+        try:
+            with self._map_lock:
+                return use(self.begin(write=write))
+        except lmdb.MapResizedError:  # only `begin` raises it: nothing was used
+            with self._write_lock, self._map_lock:  # the size can be adopted only while no thread of ours writes
+                self._set_map_bytes(0)
+                return use(self.begin(write=write))
 
     def _set_map_bytes(self, map_bytes: int) -> None:
         """Enlarges the map; 0: to the size that another process gave it. The caller holds `_map_lock`, and no thread of ours writes."""
@@ -181,13 +187,12 @@ class Environment:
                 view.copy_into_memory()
         self._lmdb.set_mapsize(map_bytes)
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        """Checks the environment before a read, and reports what LMDB raises as damage."""
+    def _guarded(self, use: Callable[[], T]) -> T:
+        """The result of `use`; checks the environment before, and reports what LMDB raises as damage."""
         self._require_usable()
         try:
             self._require_intact()
-            yield
+            return use()
         except lmdb.Error as exc:
             raise self._failed(exc) from exc
 

@@ -6,24 +6,30 @@ of this process is open: the environment then lets each view copy its rows into 
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tensorstore_ck.log.cache.lmdb_rows import get_row, read_page
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import Item, scan_pages
 
+T = TypeVar("T")
+
+
+class Guarded(Protocol):
+    """Calls a read after a check of the environment, and turns errors of LMDB into `TableError`."""
+
+    def __call__(self, use: Callable[[], T]) -> T:
+        """The result of `use`."""
+
 
 class LmdbView:
     """The rows whose keys begin with a prefix, as of the view's beginning. Thread-safe."""
 
-    def __init__(
-        self, txn: Any, prefix: bytes, usable: Callable[[], AbstractContextManager[None]], release: Callable[[Any], object]
-    ) -> None:
-        """`usable` checks the environment before a read, and turns errors of LMDB into `TableError`; `release` drops the transaction."""
+    def __init__(self, txn: Any, prefix: bytes, guarded: Guarded, release: Callable[[Any], object]) -> None:
+        """`release` drops the transaction."""
         self._txn = txn
         self._prefix = prefix
-        self._usable = usable
+        self._guarded = guarded
         self._release = release
         self._copied: MemoryTable | None = None
         self._lock = threading.RLock()
@@ -36,8 +42,7 @@ class LmdbView:
         with self._lock:
             if self._copied is not None:
                 return self._copied.get(key)
-            with self._usable():
-                return get_row(self._txn, key)
+            return self._guarded(lambda: get_row(self._txn, key))
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
@@ -50,7 +55,7 @@ class LmdbView:
                 return
             copied = MemoryTable()
             try:
-                with self._usable(), copied.batch() as batch:
+                with copied.batch() as batch:
                     for key, value in self.scan(self._prefix):
                         batch.put(key, value)
             finally:
@@ -66,5 +71,4 @@ class LmdbView:
         with self._lock:
             if self._copied is not None:
                 return list(self._copied._page(low, high, reverse))
-            with self._usable():
-                return read_page(self._txn, low, high, reverse)
+            return self._guarded(lambda: read_page(self._txn, low, high, reverse))

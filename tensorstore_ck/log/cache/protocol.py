@@ -6,10 +6,11 @@ that readers of the log's fold get neither error. Methods may be called from sev
 a batch excludes all other batches.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol
 
+from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.errors import RetryableError
 
 MAX_KEY_BYTES: Final = 511
@@ -86,6 +87,20 @@ class Table(Reader, Protocol):
 
     def close(self) -> None:
         """Releases the table; idempotent."""
+
+
+def write_rows(table: Table, rows: Mapping[bytes, bytes | None]) -> None:
+    """Writes rows that can be lost, in one batch; None deletes. Errors of the cache are ignored; Ctrl-C is raised at the end."""
+
+    def write() -> None:
+        with suppress(TableError), table.batch() as batch:
+            for key, value in rows.items():
+                if value is None:
+                    batch.delete(key)
+                else:
+                    batch.put(key, value)
+
+    shielded(write, finish=True)
 
 
 def check_key(key: bytes) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
@@ -55,14 +56,14 @@ class Pace(NamedTuple):
 
     reads: RateLimit
     writes: RateLimit
-    wait: Callable[[threading.Event, float], object] = threading.Event.wait
+    wait: Callable[[Flag, float], object] = Flag.wait
 
     @property
     def run_bytes(self) -> int:
         """Bytes to read at a time, so that waits stay short."""
         return min(RUN_BYTES, self.reads.burst_bytes, self.writes.burst_bytes)
 
-    def take(self, read_bytes: int, written_bytes: int, failed: threading.Event) -> bool:
+    def take(self, read_bytes: int, written_bytes: int, failed: Flag) -> bool:
         """Waits until both limits permit these bytes. False if `failed` was set meanwhile."""
         self.wait(failed, max(self.reads.take(read_bytes), self.writes.take(written_bytes)))
         return not failed.is_set()
@@ -100,7 +101,7 @@ def copy_piece(
     writer = PackWriter(target, new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if target.is_local else 1)
     buffers = threading.local()
     lock = threading.Lock()
-    failed = threading.Event()
+    failed = Flag()
     read_bytes = 0
 
     def copy(run: Blocks) -> None:

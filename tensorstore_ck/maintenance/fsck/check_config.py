@@ -16,7 +16,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import EntryReader, logs_in
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 from tensorstore_ck.maintenance.fsck.repairable import repair_command
 
 MAX_CANDIDATES: Final = 16
@@ -142,7 +142,7 @@ def repair_config(engine: Engine, other: Engine | None) -> bool:
     A store.json of a newer format is replaced only if a copy of the store, `other`, disproves it.
     """
     problem, own = config_problem(engine), engine.config
-    if problem is None or problem.is_kept or is_of_log(engine.backend, own) is False:
+    if problem is None or problem.is_kept or kind_of(problem.error) == UNREADABLE or is_of_log(engine.backend, own) is False:
         return False
     if isinstance(problem.error, FormatVersionError) and (other is None or (other.config.uuid, other.config.log) != (own.uuid, own.log)):
         return False

@@ -21,7 +21,7 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.gc.runs import cut_runs
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import kind_of, require_reachable
 from tensorstore_ck.maintenance.fsck.last_verified import LastVerified
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
 
@@ -48,13 +48,13 @@ class PieceResult(NamedTuple):
 
     piece: PackPiece
     read_bytes: int
-    bad: Sequence[tuple[int, str]]
-    """(entry, what is wrong with it)."""
+    bad: Sequence[tuple[int, str, str]]
+    """(entry, kind of finding, what is wrong with it)."""
 
 
 def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
     """Reads every block of a piece and compares it with its hash."""
-    bad: list[tuple[int, str]] = []
+    bad: list[tuple[int, str, str]] = []
     runs = list(_cut(piece.entries, RUN_BYTES))
     buffer = memoryview(bytearray(max(map(_stored_bytes, runs), default=0)))
     number = piece.first
@@ -168,8 +168,8 @@ class DataCheck:
 
     def _take(self, result: PieceResult) -> None:
         pack = result.piece.pack
-        for entry, message in result.bad:
-            self._packs.note_bad(pack, entry, message)
+        for entry, kind, message in result.bad:
+            self._packs.note_bad(pack, entry, kind, message)
         self.read_bytes += result.read_bytes
         self._left[pack] -= len(result.piece.entries)
         if not self._left[pack]:
@@ -191,13 +191,13 @@ def _stored_bytes(entries: Rows) -> int:
     return int(entries["stored"].sum(dtype=np.int64))
 
 
-def _check_run(backend: Backend, pack: Ulid, first: int, entries: Rows, buffer: memoryview) -> Iterator[tuple[int, str]]:
+def _check_run(backend: Backend, pack: Ulid, first: int, entries: Rows, buffer: memoryview) -> Iterator[tuple[int, str, str]]:
     name, start = pack_name(pack), int(entries["offset"][0])
     try:
         backend.read_into(name, start, buffer)
     except StoreError as exc:
         require_reachable(backend, exc)
-        yield from ((first + number, str(exc)) for number in range(len(entries)))
+        yield from ((first + number, kind_of(exc), str(exc)) for number in range(len(entries)))
         return
     for number, (block, offset, check, stored, raw, codec, _, _) in enumerate(entries.tolist()):
         data = buffer[offset - start : offset - start + stored]
@@ -210,4 +210,4 @@ def _check_run(backend: Backend, pack: Ulid, first: int, entries: Rows, buffer: 
         except StoreError as exc:
             problem = f"cannot be decoded ({exc})"
         if problem is not None:
-            yield first + number, f"{name}: the block at offset {offset} {problem}: the pack was damaged"
+            yield first + number, "corrupt_object", f"{name}: the block at offset {offset} {problem}: the pack was damaged"

@@ -20,7 +20,7 @@ from tensorstore_ck.log import Entry, EntryReader, Head, Log, RefTable, chain_br
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
 CACHE_NAME: Final = "cache of this host"
 MAX_NUMBER: Final = (1 << 63) - 1
@@ -58,6 +58,11 @@ class LogCheck:
     """Damaged checkpoints -> their correct content."""
     vouched: dict[int, Digest] = field(default_factory=dict)
     """Entry hashes that sound checkpoints name."""
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether an entry could not be read, so that nothing is known of what depends on it."""
+        return any(problem.kind == UNREADABLE for problem in self.problems) and bool(self.lost)
 
     @property
     def view(self) -> RefTable:
@@ -154,7 +159,7 @@ class _LogChecker:
                     found[n] = self._chain.read(n)
                 except StoreError as exc:
                     require_reachable(self._backend, exc)
-                    found[n] = LogProblem(exc.kind, self._chain.name(n), str(exc))
+                    found[n] = LogProblem(kind_of(exc), self._chain.name(n), str(exc))
 
             for_each(window, read, 1 if self._backend.is_local else _READERS)
             for n in window:
@@ -232,7 +237,7 @@ class _LogChecker:
             return None
         except StoreError as exc:
             require_reachable(self._backend, exc)
-            self._note(exc.kind, name, f"{exc}; {_DERIVED}")
+            self._note(kind_of(exc), name, f"{exc}; {_DERIVED}" if isinstance(exc, DamageError) else str(exc))
             return None
         if found.n != n:
             self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}; {_DERIVED}")

@@ -18,7 +18,7 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.compact import read_footer
 from tensorstore_ck.gc.listing import ListedObject
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
 FOOTER_CACHE_BYTES: Final = 64 << 20
 
@@ -32,10 +32,11 @@ class PackProblem(NamedTuple):
 
 @dataclass(slots=True)
 class BadBlocks:
-    """Damaged blocks of one pack."""
+    """Damaged blocks of one pack; of kind ``unreadable`` if any of them could not be read."""
 
     entries: set[int] = field(default_factory=set)
     message: str = ""
+    kind: str = "corrupt_object"
 
 
 class Packs:
@@ -64,7 +65,7 @@ class Packs:
             footer = self._read_footer(pack, name)
         except StoreError as exc:
             require_reachable(self._backend, exc)
-            problem = PackProblem(exc.kind, str(exc))
+            problem = PackProblem(kind_of(exc), str(exc))
             with self._lock:
                 return self.problems.setdefault(pack, problem)
         self._footers.put(pack, footer)
@@ -81,12 +82,13 @@ class Packs:
         """Reads every listed pack's header and footer."""
         for_each(sorted(self.listed), lambda pack: self._count(self.footer(pack)), 1 if self._backend.is_local else REMOTE_THREADS)
 
-    def note_bad(self, pack: Ulid, entry: int, message: str) -> None:
-        """Notes a damaged block."""
+    def note_bad(self, pack: Ulid, entry: int, kind: str, message: str) -> None:
+        """Notes a damaged or unreadable block."""
         with self._lock:
             bad = self.bad.setdefault(pack, BadBlocks())
             bad.entries.add(entry)
-            bad.message = bad.message or message
+            if not bad.message or (kind == UNREADABLE != bad.kind):
+                bad.kind, bad.message = kind, message
 
     def unread(self, names: Collection[str]) -> list[Ulid]:
         """The listed packs with these names that have no known damaged block."""

@@ -22,7 +22,7 @@ from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.maintenance.fsck.affected import AffectedTensors
 from tensorstore_ck.maintenance.fsck.block_tables import Ids
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import kind_of, require_reachable
 
 MAX_NAMED: Final = 10
 """Tensors named per snapshot."""
@@ -111,7 +111,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
         misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
         if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
-            damages.append(Damage(misfit.kind, misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
+            damages.append(Damage(kind_of(misfit), misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
         damages += [
             Damage(problem.kind, problem.object, problem.message, tuple(hits.names(part, problem.rows)), problem.blocks)
             for problem in problems
@@ -173,7 +173,7 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
             raise CorruptObjectError(f"{name} is not the record that the log names", object_id=name)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        damages.append(Damage(exc.kind, name, str(exc), ()))
+        damages.append(Damage(kind_of(exc), name, str(exc), ()))
         return None, size
     return record, size
 
@@ -188,7 +188,7 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
         part = decode_named_part(data, record, rank)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        return Damage(exc.kind, name, str(exc), ()), size
+        return Damage(kind_of(exc), name, str(exc), ()), size
     engine.keep_part(ulid, part)  # the reader needs it next
     return part, size
 
@@ -199,7 +199,7 @@ def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
         return locate_blocks(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        return Damage(exc.kind, exc.object_id, f"{exc} (it locates moved blocks)", ())
+        return Damage(kind_of(exc), exc.object_id, f"{exc} (it locates moved blocks)", ())
 
 
 def _extent_problems(
@@ -218,7 +218,7 @@ def _extent_problems(
             )
             bad = packs.bad.get(pack)
             if bad is not None:
-                message = message if wrong.any() else bad.message
+                kind, message = (kind, message) if wrong.any() else (bad.kind, bad.message)
                 wrong |= np.isin(extents["entry"], np.fromiter(bad.entries, np.int64))
         else:
             kind, message = footer

@@ -41,7 +41,7 @@ from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, c
 from tensorstore_ck.maintenance.fsck.check_markers import check_markers
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
-from tensorstore_ck.maintenance.fsck.findings import Findings, FsckReport, Severity, object_problem
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Findings, FsckReport, Severity, kind_of, object_problem
 from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
 from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
 from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
@@ -141,6 +141,8 @@ class Fsck:
         """
         self._check_config()
         self._check_log()
+        if self.log.is_unreadable:
+            return FsckReport(self._found.all(), self.log.entries, 0, 0, 0, 0)
         try:
             return self._check_objects()
         except PlaceUnavailableError as exc:
@@ -186,7 +188,7 @@ class Fsck:
     def _check_config(self) -> None:
         problem = config_problem(self.engine)
         if problem is not None:
-            self._found.add(problem.error.kind, CONFIG_NAME, str(problem.error), hit="every ref: the store cannot be opened")
+            self._found.add(kind_of(problem.error), CONFIG_NAME, str(problem.error), hit="every ref: the store cannot be opened")
             self._found.advise(CONFIG_NAME, problem.advice, repairable=problem.is_repairable)
 
     def _check_log(self) -> None:
@@ -197,7 +199,11 @@ class Fsck:
         if head is None and not log.problems:  # a later first sync would clear the cache with this check's notes
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
-        more = [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
+        more = (
+            []
+            if log.is_unreadable
+            else [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
+        )
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
@@ -244,7 +250,7 @@ class Fsck:
             step = "" if infos[ulid].step is None else f"@{infos[ulid].step}"
             addresses = [f"{ref}{step}" for ref in refs.get(ulid, ())]
             for damage in found.damages:
-                if damage.blocks is not None:
+                if damage.blocks is not None and damage.kind != UNREADABLE:
                     self.hit.add(*damage.blocks)
             for damage in merge_damages(found.damages):
                 self._found.add(damage.kind, damage.object, damage.message, hit=describe_hit(addresses, infos[ulid], damage.names))
@@ -275,16 +281,15 @@ class Fsck:
             if problem is not None and problem.kind == MissingObjectError.kind:
                 continue  # freed meanwhile: snapshots that needed it have findings
             if not is_needed:
-                self._left_behind(key, problem or ((CorruptObjectError.kind, bad.message) if bad else None))
+                self._left_behind(key, problem or ((bad.kind, bad.message) if bad else None))
             elif problem is not None:
-                rest = (
-                    f"the blocks that snapshots refer to are intact: {repair_command()} copies them to a new pack"
-                    if self._options.reads_data
-                    else "its data was not read: run `tsck fsck --read-data`"
-                )
-                self._found.add(problem.kind, key.name, f"{problem.message}; {rest}", repairable=True)
+                rest = "its data was not read: run `tsck fsck --read-data`"
+                if self._options.reads_data:
+                    rest = f"the blocks that snapshots refer to are intact: {repair_command()} copies them to a new pack"
+                message = problem.message if problem.kind == UNREADABLE else f"{problem.message}; {rest}"
+                self._found.add(problem.kind, key.name, message, repairable=True)
             elif bad is not None:
-                self._found.add(CorruptObjectError.kind, key.name, f"{bad.message}; no snapshot refers to that block", severity="notice")
+                self._found.add(bad.kind, key.name, f"{bad.message}; no snapshot refers to that block", severity="notice")
 
     def _advise(self) -> None:
         """Adds to the findings how damage can be repaired."""

@@ -11,12 +11,18 @@ from typing import Final, Literal
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.html_table import html_table
-from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PlaceUnavailableError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, PlaceUnavailableError, StoreError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc.report import Freeable
 
 MAX_HITS: Final = 10
+UNREADABLE: Final = "unreadable"
+"""Kind of findings about objects that a read does not reach: they may be intact, so nothing is repaired."""
+_UNREADABLE_ADVICE: Final = (
+    "it may be intact: check the disk, the mount and the rights, then run `tsck fsck` again; nothing is repaired while an object is "
+    "unreadable; if a file stays so, move it out of the store, and it counts as missing"
+)
 _RUN_FSCK: Final = re.compile(r"; run `tsck fsck[^`]*`( to see what it hits, and restore an older snapshot)?")
 """Advice in errors that fsck itself leaves out."""
 
@@ -29,7 +35,7 @@ class Finding:
     """One result of fsck."""
 
     kind: str
-    """``corrupt_object``, ``missing_object``, ``broken_log``, ``unreferenced`` ..."""
+    """``corrupt_object``, ``missing_object``, ``unreadable``, ``broken_log``, ``unreferenced`` ..."""
     object: str
     """Its name in the store."""
     message: str
@@ -90,6 +96,11 @@ class _Gathered:
     hit_count: int = 0
 
 
+def kind_of(exc: StoreError) -> str:
+    """The kind of a finding about an object that was read with this error."""
+    return UNREADABLE if isinstance(exc, BackendUnavailableError | PermissionDeniedError) else exc.kind
+
+
 def require_reachable(backend: Backend, exc: StoreError) -> None:
     """Raises `exc` if the whole backend is unreachable, not just one object."""
     if isinstance(exc, PlaceUnavailableError):
@@ -104,7 +115,7 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
 
 
 def object_problem(backend: Backend, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
-    """(kind, message) if a small object is damaged.
+    """(kind, message) if a small object is damaged or unreadable.
 
     Raises:
         MissingObjectError: it does not exist.
@@ -115,7 +126,7 @@ def object_problem(backend: Backend, name: str, decode: Callable[[bytes, str], o
         raise
     except StoreError as exc:
         require_reachable(backend, exc)
-        return exc.kind, str(exc)
+        return kind_of(exc), str(exc)
     return None
 
 
@@ -135,6 +146,8 @@ class Findings:
     ) -> None:
         """Adds damage; of several messages for one object the first is kept, and of several severities the worst."""
         message = _RUN_FSCK.sub("", message)
+        if kind == UNREADABLE:
+            message, repairable = f"{message}; {_UNREADABLE_ADVICE}", False
         with self._lock:
             gathered = self._found.setdefault((object_name, kind), _Gathered(message, severity, repairable))
             if severity == "error":
@@ -147,8 +160,8 @@ class Findings:
     def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
         """Adds how an object can be repaired."""
         with self._lock:
-            for (name, _), gathered in self._found.items():
-                if name == object_name:
+            for (name, kind), gathered in self._found.items():
+                if name == object_name and kind != UNREADABLE:
                     gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
 
     def names(self, object_name: str) -> bool:

@@ -4,12 +4,11 @@ It is in the host's table, so each host goes through the store by itself, and st
 ``f/<pack>``, values nanoseconds since 1970; 0 if damage was found, until the pack is read again and found sound.
 """
 
-import contextlib
 from collections.abc import Collection
 from typing import Final
 
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid
-from tensorstore_ck.log.cache import Table, TableError
+from tensorstore_ck.log.cache import Table, write_rows
 
 _KEY: Final = b"f/"
 _FLUSH_PACKS: Final = 256
@@ -52,12 +51,7 @@ class LastVerified:
 
     def flush(self) -> None:
         """Writes the notes."""
-        with contextlib.suppress(TableError), self._table.batch() as batch:
-            for pack, time_ns in self._pending.items():
-                if time_ns is None:
-                    batch.delete(_KEY + pack)
-                else:
-                    batch.put(_KEY + pack, time_ns.to_bytes(8, "big"))
+        write_rows(self._table, {_KEY + pack: None if ns is None else ns.to_bytes(8, "big") for pack, ns in self._pending.items()})
         self._pending.clear()
         self._pending_bytes = 0
 

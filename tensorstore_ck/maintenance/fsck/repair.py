@@ -12,7 +12,7 @@ from typing import Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, DamageError, SnapshotExpiredError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, record_name
@@ -24,7 +24,7 @@ from tensorstore_ck.maintenance.fsck.check_markers import repair_markers
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
-from tensorstore_ck.maintenance.fsck.findings import DAMAGED, FsckReport
+from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
 from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
@@ -90,6 +90,10 @@ def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Eng
     return _Repair(engine.limited_to(rate), options, None if other is None else other.limited_to(rate)).run()
 
 
+def _unreadable(report: FsckReport) -> list[Finding]:
+    return [finding for finding in report.findings if finding.kind == UNREADABLE]
+
+
 class _Repair:
     def __init__(self, engine: Engine, options: FsckOptions, other: Engine | None) -> None:
         self._engine = engine
@@ -106,6 +110,8 @@ class _Repair:
         seen = host_head(self._engine.log)
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
+        if _unreadable(before):
+            return RepairReport(before, (), (), (), before)
         self._bad, self._read = fsck.packs.bad, fsck.read
         fsck = self._repair_log(fsck, seen)
         if self._is_broken(fsck.log, seen):
@@ -127,6 +133,8 @@ class _Repair:
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
         report = fsck.run()
+        if found := _unreadable(report):
+            raise BackendUnavailableError(f"the repair stops: {found[0].object}: {found[0].message}", object_id=found[0].object)
         self._bad = fsck.packs.bad
         return fsck, report
 

@@ -6,6 +6,7 @@ A lost entry is written again only if the rest of the log, or this host's memory
 import contextlib
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.log import Entry, Head
@@ -51,8 +52,12 @@ def repair_cache(engine: Engine, log: LogCheck) -> list[str]:
     log.follow(engine.log.chain)
     if cache_problem(log, engine.log) is None:
         return []
-    with contextlib.suppress(TableError), engine.table.batch() as batch:
-        batch.clear(b"")
+
+    def clear() -> None:
+        with contextlib.suppress(TableError), engine.table.batch() as batch:
+            batch.clear(b"")
+
+    shielded(clear, finish=True)
     engine.log.sync()
     return [CACHE_NAME]
 

@@ -20,7 +20,7 @@ from tensorstore_ck.log import ObjectKey, RefTable, Relocation
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
 
 def repair_command(*, reads_data: bool = False) -> str:
@@ -88,13 +88,13 @@ def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
 
 
 def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
-    """Whether the map of a relocation is the one that the log names. If it is useless all the same, the log entry is false."""
+    """Whether the map of a relocation is the one that the log names, or unreadable. If it is useless then, the log entry is false."""
     name = ObjectKey("moved", relocation.moved).name
     try:
         decode_relocation(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
     except StoreError as exc:
         require_reachable(backend, exc)
-        return False
+        return kind_of(exc) == UNREADABLE
     return True
 
 

@@ -11,9 +11,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.format.sealed import take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, RoundLedger, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
@@ -42,9 +45,9 @@ class StoreThread:
     def __init__(self, store: Any) -> None:
         calls: _Calls = queue.SimpleQueue()
         self._calls = calls
-        self._is_broken = threading.Event()
+        self._is_broken = Flag()
         # A daemon: a call that hangs must not keep the process from ending.
-        thread = threading.Thread(target=_serve, args=(store, calls, self._is_broken), name="tsck-group", daemon=True)
+        thread = Helper(partial(_serve, store, calls, self._is_broken), "tsck-group")
         thread.start()
         self.close = weakref.finalize(self, _end, calls, thread)
         """Ends the thread; later calls time out. Idempotent."""
@@ -81,7 +84,7 @@ def _end(calls: _Calls, thread: threading.Thread) -> None:
         thread.join(_END_SECONDS)
 
 
-def _serve(store: Any, calls: _Calls, is_broken: threading.Event) -> None:
+def _serve(store: Any, calls: _Calls, is_broken: Flag) -> None:
     clone: Any = None
     while (item := calls.get()) is not None:
         call, action = item

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, derived_hash
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, WantedBlock, deliver, read_blocks
 from tensorstore_ck.log import SnapshotInfo
@@ -296,7 +297,7 @@ class _Passing:
 
     def run(self) -> list[WantedBlock]:
         """Returns the blocks that other ranks should have fetched and did not."""
-        fetching = threading.Thread(target=self._fetch, name="tsck", daemon=True)
+        fetching = Helper(self._fetch, "tsck")
         fetching.start()
         left: list[WantedBlock] = []
         try:

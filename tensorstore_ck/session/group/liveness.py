@@ -7,7 +7,10 @@ import queue
 import threading
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
+
+from tensorstore_ck.common.threads import Helper
 
 DEAD_AFTER_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 10.0
@@ -44,10 +47,10 @@ class Heartbeat:
         """
         ends: queue.SimpleQueue[None] = queue.SimpleQueue()
         # A daemon: a call that hangs must not keep the process from ending.
-        thread = threading.Thread(target=_beat, args=(self._store, name, seconds, ends), name="tsck-alive", daemon=True)
+        thread = Helper(partial(_beat, self._store, name, seconds, ends), "tsck-alive")
         try:
             thread.start()
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             return
         self._finalizer = weakref.finalize(self, _end, ends, thread)
 

@@ -5,13 +5,13 @@ error of a rank's disk, or a copy that takes too long, costs that copy alone; a 
 permanently. Publishing waits for the exchange; no save fails because of it.
 """
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers.exchange import Exchange
 from tensorstore_ck.session.peers.held_copies import HeldCopies
@@ -101,7 +101,7 @@ class Replicator:
                 if isinstance(exc, PeerProtocolError) or not isinstance(exc, PeerLostError):
                     self._link.break_off()  # others may wait for this rank
 
-        sending = threading.Thread(target=guarded, args=(self._sending.run,), name="tsck-peers", daemon=True)
+        sending = Helper(lambda: guarded(self._sending.run), "tsck-peers")
         sending.start()
         guarded(lambda exchange: keys.extend(self._keeping.run(exchange)))
         sending.join()

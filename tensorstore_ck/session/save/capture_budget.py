@@ -1,17 +1,17 @@
 """The memory that states are captured into: allocated at the first capture, and waited for when it is full."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
 from tensorstore_ck.session.save.queued_put import QueuedPut
 
 if TYPE_CHECKING:
-    from tensorstore_ck.state.arena import Arena, Slot
+    from tensorstore_ck.state.arena import Arena
 
 SAY_SECONDS: Final = 5.0
 """How long a save waits before that is logged."""
@@ -20,21 +20,24 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 
 class CaptureMemory:
-    """Slots of one arena. The caller holds `changed`, which is notified when a slot is released."""
+    """Slots of one arena. `changed` is notified when a slot is released."""
 
-    def __init__(self, open_arena: "Callable[[], Arena]", changed: threading.Condition) -> None:
+    def __init__(self, open_arena: "Callable[[], Arena]", changed: Changes) -> None:
         self._open_arena = open_arena
         self._changed = changed
         self.arena: Arena | None = None
 
-    def try_take(self, queued: QueuedPut) -> "Slot | None":
-        """Memory for one capture; None if there is none now.
+    def try_take(self, queued: QueuedPut) -> bool:
+        """Gives `queued` a slot for its capture; returns False if there is none now.
 
         Raises:
             NoSpaceError: it needs more than there is in all.
         """
-        if self.arena is None:
-            self.arena = self._open_arena()
+        from tensorstore_ck.state.arena import Slot  # noqa: PLC0415 - loads torch
+
+        with self._changed.lock:
+            if self.arena is None:
+                self.arena = self._open_arena()
         needed, limit = queued.put.needed_bytes, self.arena.limit_bytes
         if needed > limit:
             raise NoSpaceError(
@@ -42,10 +45,11 @@ class CaptureMemory:
                 f"{human_bytes(limit)}: raise it, name tensors that do not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
-        return self.arena.take(needed)
+        queued.slot = Slot(self.arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
+        return self.arena.fill(queued.slot)
 
-    def wait(self, queued: QueuedPut, under_way: int) -> None:
-        """Waits until a slot may be free.
+    def wait(self, queued: QueuedPut, under_way: int) -> bool:
+        """Waits some seconds for a slot; returns whether `queued` has one.
 
         Raises:
             WaitTimeoutError: the other ranks do not wait for it any longer.
@@ -53,17 +57,18 @@ class CaptureMemory:
         began, patience = time.monotonic(), queued.put.patience_seconds
         queued.waited_for = queued.waited_for or under_way
         left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
-        self._changed.wait(min(left, SAY_SECONDS))
+        found = self._changed.wait_for(lambda: self.try_take(queued), min(left, SAY_SECONDS))
         was_quiet = queued.waited_seconds < SAY_SECONDS
         queued.waited_seconds += time.monotonic() - began
         if was_quiet and queued.waited_seconds >= SAY_SECONDS:
             _logger.warning("training waits for memory to capture %s: %d saves are in progress", queued.status, queued.waited_for)
-        if patience is not None and queued.waited_seconds >= patience:
+        if not found and patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(
                 f"no memory came free for the save of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
                 object_id=queued.put.ref,
             )
+        return found
 
     @property
     def allocated_bytes(self) -> int:

@@ -60,6 +60,7 @@ class GroupPut(SinglePut):
         """
         self._own, self._memory = context.groups.of(group)
         self._attempt = begin_put(self._own, ref, timeout_seconds)
+        context.fence.note_attempt(ref, self._attempt.txn)
         super().__init__(context, self._attempt.n, check_options, take_apart, ref=ref, step=step)
         self._group = group
         self.rank = self._own.rank

@@ -9,6 +9,8 @@ import weakref
 from types import FrameType
 from typing import Final
 
+from tensorstore_ck.common.changes import Flag
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.save_queue import EXIT_SECONDS, GIVE_UP_SECONDS, SaveQueue
@@ -37,8 +39,8 @@ class Preemption:
         self._signal_number = signal_number
         self._deadline_seconds = deadline_seconds
         self._deadline = 0.0
-        self._requested = threading.Event()
-        self._finished = threading.Event()
+        self._requested = Flag()
+        self._finished = Flag()
         self._former = signal.signal(signal_number, self._handle)
 
     @property
@@ -79,7 +81,7 @@ class Preemption:
             self._deadline = time.monotonic() + self._deadline_seconds
             self._requested.set()
             # On a thread: the main one may be in the middle of anything, such as a save that holds locks.
-            threading.Thread(target=self._wait_for_deadline, name="tsck-preempted", daemon=True).start()
+            Helper(self._wait_for_deadline, "tsck-preempted").start()
         elif self._finished.is_set():
             self.cancel()
             os.kill(os.getpid(), self._signal_number)

@@ -200,7 +200,7 @@ class PublishStaged:
     def _end(self, status: PutStatus, published: SnapshotInfo | None) -> None:
         """It is published or given up: removes it from the order, and frees the disk, whose errors do not change how the save ended."""
         fence, chain = self._context.fence, self._context.chain(self.ref)
-        if published is not None and fence.knows(self.ref):  # else this process only finished the save of another one
+        if published is not None:
             fence.note_published(self.ref, published.root)
         chain.remove(self._txn)
         with suppress(ValueError):

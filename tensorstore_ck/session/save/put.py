@@ -17,7 +17,7 @@ from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.put import put
 from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import PutRequest
-from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, StoreError
 from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.group.rank_put import RankStates
@@ -88,6 +88,7 @@ class SinglePut:
         engine, fence, options = self._context.engine, self._context.fence, self._options
 
         def check(view: RefTable) -> None:
+            fence.settle(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
             check_quotas(view, self.ref)
@@ -149,9 +150,19 @@ class SinglePut:
         engine = self._context.engine
         with freeable_said(engine):
             options, captured = self._begin(status)
-            request = self._context.fence.at_head(engine, options)
-            check_expected(engine, engine.log.view(), request.ref, request.expect)
-            return put(engine, captured, request, status.meter)
+            return self._at_head(options, lambda request: put(engine, captured, request, status.meter))
+
+    def _at_head(self, options: PutOptions, store: Callable[[PutRequest], SnapshotInfo]) -> SnapshotInfo:
+        """Stores at the newest head; again if an earlier save of this handle, whose answer was lost, is published meanwhile."""
+        engine, fence = self._context.engine, self._context.fence
+        while True:
+            request = fence.at_head(engine, options)
+            try:
+                check_expected(engine, engine.log.view(), request.ref, request.expect)
+                return store(request)
+            except ConflictError:
+                if not fence.settle(engine, engine.log.newest_view(), self.ref):
+                    raise
 
     def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishStaged]:
         """Stages the state; returns the root, and the object that publishes it."""

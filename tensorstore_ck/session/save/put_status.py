@@ -5,11 +5,11 @@ A save ends once: published, or with an error, which is kept until it was raised
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
+from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
@@ -47,7 +47,7 @@ class PutStatus:
         self._ended = False
         self._pid = os.getpid()
         self._on_drop: Callable[[], object] = _nothing
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._callbacks: list[tuple[PutMilestone, Callable[[], object]]] = []
 
     def __str__(self) -> str:
@@ -57,20 +57,20 @@ class PutStatus:
 
     def reach(self, stage: PutMilestone) -> None:
         """It has passed this milestone and those before it."""
-        with self._changed:
+        with self._changed.lock:
             self._reached = max(self._reached, stage)
         self._tell()
 
     def succeed(self, snapshot: Snapshot) -> None:
         """It is published."""
-        with self._changed:
+        with self._changed.lock:
             self.snapshot, self._reached, self._ended = snapshot, PutMilestone.PUBLISHED, True
             self._on_drop = _nothing
         self._tell()
 
     def fail(self, error: BaseException) -> None:
         """It will not be published."""
-        with self._changed:
+        with self._changed.lock:
             self.error, self._ended = error, True
             self._on_drop = _nothing
             self.is_raised |= isinstance(error, SnapshotDroppedError)  # the user asked for it
@@ -78,7 +78,7 @@ class PutStatus:
 
     def drop(self, reason: str) -> bool:
         """Asks it to give up; returns whether it had not ended yet."""
-        with self._changed:
+        with self._changed.lock:
             if not self._ended and not self.dropped:
                 self.dropped = reason
             self._changed.notify_all()
@@ -106,8 +106,7 @@ class PutStatus:
         Raises:
             SnapshotDroppedError: it was dropped.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self.dropped), seconds)
+        self._changed.wait_for(lambda: bool(self.dropped), seconds)
         self.check()
 
     # --- queries ------------------------------------------------------------------------------------------------------
@@ -132,25 +131,23 @@ class PutStatus:
             raise InvalidOptionError(
                 f"the save of {self} belongs to the process from which this one was forked: wait there", object_id=self.ref
             )
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
-                raise WaitTimeoutError(
-                    f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
-                )
-            if self.has_reached(stage):
-                return
-            self.is_raised = True
+        if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
+            raise WaitTimeoutError(
+                f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
+            )
+        if self.has_reached(stage):
+            return
+        self.is_raised = True
         assert self.error is not None
         raise self.error
 
     def wait_for_end(self, timeout_seconds: float | None) -> bool:
         """Waits until it has ended in any way; returns whether it has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._ended, timeout_seconds)
+        return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
     def call_when_settled(self, stage: PutMilestone, callback: Callable[[], object]) -> None:
         """Calls back when the milestone is reached or never will be; at once if that is known."""
-        with self._changed:
+        with self._changed.lock:
             if not self._is_settled(stage):
                 self._callbacks.append((stage, callback))
                 return
@@ -160,7 +157,7 @@ class PutStatus:
         return self._ended or self._reached >= stage
 
     def _tell(self) -> None:
-        with self._changed:
+        with self._changed.lock:
             due = [callback for stage, callback in self._callbacks if self._is_settled(stage)]
             self._callbacks = [(stage, callback) for stage, callback in self._callbacks if not self._is_settled(stage)]
             self._changed.notify_all()

@@ -98,14 +98,28 @@ class QueuedPut:
         """How long it waited for memory."""
         self.waited_for = 0
         """How many saves were in progress when the wait began."""
+        self.is_handed_over = False
+        """Whether it is whole, and goes on even if its caller is interrupted."""
         self.is_resumed = False
         """Whether an earlier process started it."""
         self.called = self.captured = self.begun = called
 
     @property
+    def has_memory(self) -> bool:
+        """Whether it has memory to capture into."""
+        return self.slot is not None and self.slot.memory is not None
+
+    @property
     def stall_seconds(self) -> float:
         """How long the training was blocked."""
         return self.captured - self.called
+
+    def capture(self) -> None:
+        """Copies the state into the slot."""
+        assert self.slot is not None
+        with self.status.meter.timed("capture", self.put.needed_bytes):
+            self.put.capture_into(self.slot)
+        self.captured = time.monotonic()
 
     def release(self) -> None:
         """Releases its memory."""
@@ -118,6 +132,15 @@ class QueuedPut:
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
+
+    def capture_fields(self, put: Put) -> dict[str, int | float]:
+        """What an event reports of the capture; `put` is this one's, which the thread may have dropped already."""
+        return {
+            "capture_seconds": self.status.meter.snapshot().stage_seconds["capture"],
+            "stall_seconds": self.stall_seconds,
+            "captured_bytes": put.needed_bytes,
+            "frozen_bytes": put.frozen_bytes,
+        }
 
     def seconds_fields(self) -> dict[str, float]:
         """The times that an event reports of a save that has ended."""

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
 
+from tensorstore_ck.common.changes import Changes
+from tensorstore_ck.common.host_memory import memory_error
+from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
@@ -25,7 +28,7 @@ from tensorstore_ck.session.save.queued_put import Admission, Put, QueuedPut, St
 from tensorstore_ck.session.save.worker import Worker
 
 if TYPE_CHECKING:
-    from tensorstore_ck.state.arena import Arena, Slot
+    from tensorstore_ck.state.arena import Arena
 
 OnFull = Literal["block", "skip", "replace"]
 """What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
@@ -51,7 +54,7 @@ class SaveQueue:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._stores: Worker[QueuedPut] = Worker("tsck-save", self._changed, self._store, self._broken)
         self._copies: Worker[QueuedPut] = Worker("tsck-copy", self._changed, self._copy, self._broken)
         self._uploads: Worker[QueuedPut] = Worker("tsck-publish", self._changed, self._publish, self._broken)
@@ -95,28 +98,20 @@ class SaveQueue:
         try:
             for number in admission.dropped:
                 self._drop_number(number)
-            if queued.slot is None:
-                queued.slot = self._wait_for_memory(queued)
-            self._report_stall(queued)
-            with queued.status.meter.timed("capture", put.needed_bytes):
-                put.capture_into(queued.slot)
-            queued.captured = time.monotonic()
-            queued.status.on_drop(lambda: self._release_if_waiting(queued))
-            self._stores.put(queued)
+            while not queued.has_memory and not self._memory.wait(queued, len(self._queued())):
+                pass
+            if queued.waited_seconds:
+                self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
+            queued.capture()
+            if not shielded(lambda: self._enqueue(queued), finish=True):
+                self._store_here(queued)
         except BaseException as exc:
-            self._release(queued)
-            put.fail(exc)
+            if not queued.is_handed_over:  # else Ctrl-C came when it was whole: the thread goes on with it
+                self._release(queued)
+                put.fail(exc)
             raise
         queued.status.reach(PutMilestone.CAPTURED)
-        self._emit(
-            queued.status,
-            "captured",
-            capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
-            stall_seconds=queued.stall_seconds,
-            captured_bytes=put.needed_bytes,
-            frozen_bytes=put.frozen_bytes,
-            **self._in_use(),
-        )
+        self._emit(queued.status, "captured", **queued.capture_fields(put), **self._in_use())
         return pending
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
@@ -158,14 +153,13 @@ class SaveQueue:
         queued = QueuedPut(cast(Put, put), time.monotonic(), is_background=True)
         queued.status.is_raised = queued.is_resumed = True
         queued.status.reach(PutMilestone.STAGED)
-        self._uploads.put(queued)
+        shielded(lambda: self._hand_over(queued, self._uploads, self._publish), finish=True)
 
     def wait_idle(self, *, uploads: bool = True) -> None:
         """Waits until no save is in progress; returns at once in a callback of a save."""
         self._enter()
         if not self._is_worker():
-            with self._changed:
-                self._changed.wait_for(self._is_idle if uploads else lambda: self._stores.thread is None)
+            self._changed.wait_for(self._is_idle if uploads else lambda: self._stores.thread is None)
 
     def require_no_worker(self) -> None:
         """Raises in a callback of a save: a save there might wait for itself.
@@ -181,11 +175,10 @@ class SaveQueue:
 
     def wait_for_upload(self) -> bool:
         """Waits until one more staged save has ended; False if there are none."""
-        with self._changed:
-            staged = self._queued(self._uploads, self._copies)
-            if staged:
-                self._changed.wait_for(lambda: self._queued(self._uploads, self._copies)[:1] != staged[:1])
-            return bool(staged)
+        staged = self._queued(self._uploads, self._copies)
+        if staged:
+            self._changed.wait_for(lambda: self._queued(self._uploads, self._copies)[:1] != staged[:1])
+        return bool(staged)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -197,13 +190,10 @@ class SaveQueue:
         self._enter()
         puts = self._queued()
         if not self._is_worker():
-            with self._changed:
-                done = self._changed.wait_for(self._is_done, deadline_seconds)
-            if not done:
+            if not self._changed.wait_for(self._is_done, deadline_seconds):
                 for queued in puts:
                     queued.status.drop("abandoned")
-            with self._changed:
-                self._changed.wait_for(self._is_idle, give_up_seconds)
+            self._changed.wait_for(self._is_idle, give_up_seconds)
         return DrainReport.of([queued.status for queued in puts], self._safe)
 
     def leave_resumed(self) -> None:
@@ -224,7 +214,7 @@ class SaveQueue:
         if report.staged or report.under_way:
             _logger.error("the store is closed with saves in progress: %s", report)
         self._memory.close()
-        with self._changed:
+        with self._changed.lock:
             error = self._unraised.take_all()
         if error is not None:
             raise error
@@ -232,33 +222,39 @@ class SaveQueue:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _admit(self, queued: QueuedPut, on_full: OnFull) -> Admission:
-        with self._changed:
-            unraised = self._unraised.first()
-            if unraised is not None:
-                return Admission(admitted=False, failed=unraised.number)
-            dropped: list[int] = []
-            while (slot := self._memory.try_take(queued)) is None:
+        unraised = self._first_unraised()
+        if unraised is not None:
+            return Admission(admitted=False, failed=unraised.number)
+        dropped: list[int] = []
+        while not self._memory.try_take(queued):
+            with self._changed.lock:
                 oldest = next((each for each in self._stores.waiting() if not each.status.dropped), None)
-                if on_full == "skip":
-                    return Admission(admitted=False)
-                if on_full == "replace" and oldest is not None:
-                    oldest.status.drop("replaced")
-                    dropped.append(oldest.number)
-                else:
-                    self._memory.wait(queued, len(self._queued()))
-            queued.slot = slot
-            return Admission(True, tuple(dropped))
+            if on_full == "skip":
+                return Admission(admitted=False)
+            if on_full == "replace" and oldest is not None:
+                oldest.status.drop("replaced")
+                dropped.append(oldest.number)
+            elif self._memory.wait(queued, len(self._queued())):
+                break
+        return Admission(True, tuple(dropped))
 
-    def _wait_for_memory(self, queued: QueuedPut) -> "Slot":
-        """Memory for a save that rank 0 has admitted."""
-        with self._changed:
-            while (slot := self._memory.try_take(queued)) is None:
-                self._memory.wait(queued, len(self._queued()))
-            return slot
+    def _enqueue(self, queued: QueuedPut) -> bool:
+        """Hands a captured save over to the thread; False: none can be started."""
+        queued.status.on_drop(lambda: self._release_if_waiting(queued))
+        queued.is_handed_over = True
+        try:
+            self._stores.put(queued)
+        except (RuntimeError, MemoryError) as exc:
+            _logger.warning("%s is stored by the thread that saves, which waits for it: %s", queued.status, exc)
+            return False
+        return True
 
-    def _report_stall(self, queued: QueuedPut) -> None:
-        if queued.waited_seconds:
-            self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
+    def _store_here(self, queued: QueuedPut) -> None:
+        self._store(queued)
+        error = queued.status.error
+        if error is not None and not isinstance(error, Exception):  # Ctrl-C
+            queued.status.is_raised = True
+            raise error
 
     def _drop_number(self, number: int) -> None:
         """Drops the save of that number, as rank 0 decided; on this rank it may be running already."""
@@ -268,12 +264,11 @@ class SaveQueue:
 
     def _release(self, queued: QueuedPut) -> None:
         queued.release()
-        with self._changed:
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def _release_if_waiting(self, queued: QueuedPut) -> None:
         """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
-        with self._changed:
+        with self._changed.lock:
             if any(queued is each for each in self._stores.waiting()):
                 self._release(queued)
 
@@ -289,13 +284,13 @@ class SaveQueue:
     # --- errors -------------------------------------------------------------------------------------------------------
 
     def _first_unraised(self) -> QueuedPut | None:
-        with self._changed:
+        with self._changed.lock:
             return self._unraised.first()
 
     def _raise_error_of(self, number: int, put: Put) -> NoReturn:
         """Raises the error that rank 0 raises, of an earlier save; this rank may not have it yet."""
-        with self._changed:
-            self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
+        self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
+        with self._changed.lock:
             queued = self._unraised.numbered(number)
         if queued is not None:
             raise pop_error(queued)
@@ -307,7 +302,7 @@ class SaveQueue:
 
     def _queued(self, *workers: Worker[QueuedPut]) -> list[QueuedPut]:
         """What these workers have, by default all; each once, although two have one that is handed over."""
-        with self._changed:
+        with self._changed.lock:
             busy = [worker for worker in workers or self._workers if worker.thread is not None]
             return list(dict.fromkeys(item for worker in busy for item in worker.items()))
 
@@ -355,7 +350,7 @@ class SaveQueue:
     def _hand_over(queued: QueuedPut, worker: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
         try:
             worker.put(queued)
-        except RuntimeError:  # no thread can be started, as while the interpreter ends
+        except (RuntimeError, MemoryError):  # no thread can be started, as while the interpreter ends
             work(queued)
 
     def _publish(self, queued: QueuedPut) -> None:
@@ -373,6 +368,7 @@ class SaveQueue:
 
     def _fail(self, queued: QueuedPut, exc: BaseException) -> None:
         status = queued.status
+        exc = memory_error(exc, f"the save of {status}")
         status.is_ending = True
         queued.forget_state(exc)
         if status.dropped and isinstance(exc, SnapshotAbortedError):
@@ -383,7 +379,7 @@ class SaveQueue:
             is_waited_for = int(not queued.is_background)
             self._emit(status, "failed", error=str(exc), error_kind=kind, is_waited_for=is_waited_for, **self._totals(queued))
         status.fail(exc)
-        with self._changed:
+        with self._changed.lock:
             if not status.is_raised and queued.is_background:
                 self._unraised.add(queued)
 

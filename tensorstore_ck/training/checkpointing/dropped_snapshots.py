@@ -4,6 +4,7 @@ import threading
 import warnings
 from typing import Final
 
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.store import Store
 
@@ -24,7 +25,7 @@ class DroppedSnapshots:
         self._saves += 1
         if self._saves >= SAVES and (self._thread is None or not self._thread.is_alive()):
             self._saves = 0
-            self._thread = threading.Thread(target=self._free, name="tsck-free-dropped", daemon=True)
+            self._thread = Helper(self._free, "tsck-free-dropped")
             self._thread.start()
 
     def finish(self) -> None:

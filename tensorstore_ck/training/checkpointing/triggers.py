@@ -6,12 +6,12 @@ Most depend on the step, the epoch and the metrics, so all ranks decide the same
 
 import math
 import signal
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
@@ -254,7 +254,7 @@ class on_preemption(DecidedTrigger):  # noqa: N801 - see `on_improvement`
 
     def __init__(self, *signals: int) -> None:
         super().__init__(any_rank=True)
-        self._came = threading.Event()
+        self._came = Flag()
         for number in signals or (signal.SIGTERM,):
             before = signal.getsignal(number)
 

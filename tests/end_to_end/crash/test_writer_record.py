@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +28,11 @@ PROCESS = Process("node7/0123abcd", "boot", "pid:[4026532222]", 42, 4711)
 class AtOnce:
     """A thread that does its work when it is started: faults then come in the same order every time."""
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...] = (), **_: object) -> None:
-        self._target, self._args = target, args
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        self._work = work
 
     def start(self) -> None:
-        self._target(*self._args)
+        self._work()
 
     def join(self, timeout: float) -> None: ...
 
@@ -72,7 +71,7 @@ TURNS = [(False, False), (True, False), (False, True)]
     ("mode", "call", "persistent", "is_local"), [(*CALLS[case], *variant) for case, variant in in_turns(range(len(CALLS)), TURNS)]
 )
 def test_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, call: str, *, persistent: bool, is_local: bool) -> None:
-    monkeypatch.setattr(object_ids, "threading", SimpleNamespace(Thread=AtOnce))
+    monkeypatch.setattr(object_ids, "Helper", AtOnce)
     backend = LocalBackend(str(tmp_path)) if is_local else MemoryBackend()
     init_store(backend)
     with open_over(backend) as good:
@@ -101,7 +100,7 @@ def test_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str,
 
 def test_the_record_costs_no_save_a_call_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call a process, and one when it ends."""
-    monkeypatch.setattr(object_ids, "threading", SimpleNamespace(Thread=AtOnce))
+    monkeypatch.setattr(object_ids, "Helper", AtOnce)
     counted = {}
     for record in (False, True):
         backend, faults = MemoryBackend(), Faults()

@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -328,7 +327,10 @@ class Tree:
 @contextmanager
 def without_helper_threads() -> Iterator[None]:
     """`parallel.for_each` does all tasks in its caller's thread, one after another."""
-    idle = SimpleNamespace(start=lambda: None, join=lambda: None)
+
+    def start(self: threads.Helper) -> None:
+        raise RuntimeError("can't start new thread")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=lambda **_: idle))
+        patch.setattr(threads.Helper, "start", start)
         yield

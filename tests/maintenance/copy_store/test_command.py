@@ -3,7 +3,6 @@
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -19,6 +18,7 @@ from tensorstore_ck.cli.app import Program
 from tensorstore_ck.cli.cmd_copy import copy as copy_command
 from tensorstore_ck.cli.options import byte_rate
 from tensorstore_ck.common import threads
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.executor import Executor, LocalThreads
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.opening import init_store
@@ -39,7 +39,7 @@ class FakeTime:
     def clock(self) -> float:
         return self.now
 
-    def wait(self, failed: threading.Event, seconds: float) -> None:
+    def wait(self, failed: Flag, seconds: float) -> None:
         with self._lock:
             self.now += seconds
 
@@ -84,7 +84,7 @@ def test_a_slow_copy_ends_with_its_first_error(monkeypatch: pytest.MonkeyPatch) 
     waiting = threading.Semaphore(0)
     took = []
 
-    def wait(failed: threading.Event, seconds: float) -> None:
+    def wait(failed: Flag, seconds: float) -> None:
         if threading.current_thread() is threading.main_thread():
             assert waiting.acquire(timeout=PATIENCE_SECONDS)  # another thread waits by now
             raise KeyboardInterrupt
@@ -104,17 +104,17 @@ def test_a_slow_copy_ends_with_its_first_error(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that called has nothing left to do, and waits for them."""
-    failed, begun = threading.Event(), threading.Event()
+    failed, begun = Flag(), threading.Event()
     took: list[bool] = []
 
-    class Interrupted(threading.Thread):
+    class Interrupted(threads.Helper):
         is_interrupted = False
 
-        def join(self, timeout: float | None = None) -> None:
+        def end(self) -> None:
             if not self.is_interrupted:
                 self.is_interrupted = True
                 raise KeyboardInterrupt
-            super().join(timeout)
+            super().end()
 
     def work(task: int) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -123,7 +123,7 @@ def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
             begun.set()
             took.append(failed.wait(PATIENCE_SECONDS))
 
-    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=Interrupted))
+    monkeypatch.setattr(threads, "Helper", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         for_each(range(2), work, 2, failed=failed)
     assert took == [True]

@@ -216,10 +216,9 @@ def settle() -> None:
 def await_work_on(step: int, only: int) -> None:
     side = SIDES[-1]
     if mine(only):
-        with side.store.session.queue._changed:
-            assert side.store.session.queue._changed.wait_for(
-                lambda: getattr(side.store.session.queue._stores._working, "status", None) is side.puts[step]._status, SECONDS
-            )
+        assert side.store.session.queue._changed.wait_for(
+            lambda: getattr(side.store.session.queue._stores._working, "status", None) is side.puts[step]._status, SECONDS
+        )
 
 
 def restore(address: str) -> tuple[bool, int]:

@@ -39,12 +39,12 @@ def put_in_a_thread() -> Iterator[PutInAThread]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a save begins to wait for memory: the lock is held from there until it waits, so no change is missed."""
+    """Set when a save begins to wait for memory."""
     event, plain = threading.Event(), CaptureMemory.wait
 
-    def wait(self: CaptureMemory, item: Any, under_way: int) -> None:
+    def wait(self: CaptureMemory, item: Any, under_way: int) -> bool:
         event.set()
-        plain(self, item, under_way)
+        return plain(self, item, under_way)
 
     monkeypatch.setattr(CaptureMemory, "wait", wait)
     return event

@@ -180,10 +180,9 @@ def test_a_save_of_ranks_waits_for_space_that_one_has_whose_copies_go_to_peers(
             evict(self, needed_bytes)
         except NoSpaceError:
             lacks_space.set()
-            with queues[0]._changed:
-                is_over = not ends_before_the_wait or queues[0]._changed.wait_for(
-                    lambda: not queues[0]._queued(queues[0]._copies, queues[0]._uploads), SECONDS
-                )
+            is_over = not ends_before_the_wait or queues[0]._changed.wait_for(
+                lambda: not queues[0]._queued(queues[0]._copies, queues[0]._uploads), SECONDS
+            )
             assert is_over
             raise
 

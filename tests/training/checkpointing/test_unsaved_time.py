@@ -290,7 +290,7 @@ def test_a_last_save_that_may_have_happened_is_looked_for_at_the_end(tmp_path: P
             job.ckpt.close()
 
 
-def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_after_one_that_may_have_happened_is_no_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, asynchronous=False)
     job.save()
     lose_a_reply(job, happened=True)
@@ -304,4 +304,4 @@ def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Pa
         assert any("the next save checks again" in each for each in job.save())
     job.save()
     job.ckpt.close()
-    assert job.steps() == [4, 2, 1]
+    assert job.steps() == [4, 3, 2, 1]

@@ -1,0 +1,125 @@
+"""An object that the disk does not return (EIO) is unreadable, not damaged: at every object that fsck, gc, tier and a restore read."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import BackendUnavailableError, UnreadableError
+from tensorstore_ck.maintenance.fsck import Finding, FsckOptions, run_repair
+
+AT_ONCE = tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
+
+
+class Disk:
+    """At read number `at`, counted from 1, the file that it reads becomes unreadable."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, root: Path, at: int, *, name: str = "") -> None:
+        self.name = name
+        """The unreadable object; empty if there were fewer reads."""
+        self._root, self._at, self._calls = f"{root}/", at, 0
+        patch.setattr(os, "pread", self._failing(os.pread))
+        patch.setattr(os, "preadv", self._failing(os.preadv))
+
+    def _failing(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: int, *args: object) -> Any:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.startswith(self._root):
+                self._calls += 1
+                if self._calls == self._at:
+                    self.name = path.removeprefix(self._root)
+                if path == self._root + self.name:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(fd, *args)
+
+        return call
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store with a shared block in a relocated pack, and a snapshot that only an undo window holds."""
+    with opened(tmp_path / "store") as store:
+        same = torch.arange(3000.0)
+        for step in (1, 2, 3):
+            own = [torch.full((3000,), float(10 * step + number)) for number in range(8)]
+            store.put_snapshot({"same": same, "own": own}, ref="job", step=step, codec="raw")
+        store.forget("job@1")
+        store.gc(AT_ONCE)
+        store.put_snapshot({"other": torch.ones(3000)}, ref="other", codec="raw")
+        store.forget("other")
+    return tmp_path / "store"
+
+
+def opened(root: Path, **options: Any) -> tsck.Store:
+    return tsck.open(root, create=True, no_sync=True, cache_dir=root.parent / "cache", state_dir=root.parent / "state", **options)
+
+
+def at_every_read(root: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[tsck.Store, Disk], object]) -> set[str]:
+    """The folders of the objects that became unreadable while `act` ran, each in its turn."""
+    folders = set[str]()
+    for at in count(1):
+        with opened(root) as store, monkeypatch.context() as patch:
+            disk = Disk(patch, root, at)
+            act(store, disk)
+        if not disk.name:
+            return folders
+        folders.add(disk.name.partition("/")[0])
+    raise AssertionError("endless")
+
+
+def require_unreadable(findings: Sequence[Finding], name: str) -> None:
+    for finding in findings:
+        if finding.severity == "error":
+            assert (finding.kind, finding.object, finding.repairable) == ("unreadable", name, False), finding
+            assert "check the disk" in finding.message
+        assert "salvage" not in finding.message
+        assert "--repair" not in finding.message
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_fsck(root: Path, monkeypatch: pytest.MonkeyPatch, repair: bool) -> None:
+    def check(store: tsck.Store, disk: Disk) -> None:
+        with suppress(BackendUnavailableError):  # store.json: nothing can be told
+            if repair:
+                repaired = run_repair(store.engine.of_store(), FsckOptions(read_data=True))
+                assert (repaired.mended, repaired.marked) == ((), ())
+                report = repaired.after
+            else:
+                report = store.fsck(read_data=True, record=False)
+                assert not disk.name or any(finding.object == disk.name for finding in report.findings), disk.name
+            require_unreadable(report.findings, disk.name)
+
+    assert at_every_read(root, monkeypatch, check) >= {"store.json", "log", "packs", "parts", "snapshots", "moved"} & {*os.listdir(root)}
+    with opened(root) as store:
+        assert store.fsck(read_data=True).ok
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda store: store.checkout("job"), id="checkout"),
+        pytest.param(lambda store: store.gc(AT_ONCE), id="gc"),
+        pytest.param(lambda store: store.migrate_tiers(), id="tier"),
+    ],
+)
+def test_what_reads_says_that_it_cannot(root: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[tsck.Store], object]) -> None:
+    def run(store: tsck.Store, disk: Disk) -> None:
+        message = ""
+        try:
+            act(store)
+        except (BackendUnavailableError, UnreadableError) as exc:
+            message = str(exc)
+        assert message == "" or (disk.name and disk.name in message), message
+        assert "salvage" not in message
+
+    assert at_every_read(root, monkeypatch, run)
+    with opened(root) as store:
+        assert store.fsck(read_data=True).ok
+        assert torch.equal(store.checkout("job")["own"][7], torch.full((3000,), 37.0))
