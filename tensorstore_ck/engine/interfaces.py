@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
@@ -29,14 +29,6 @@ class ByteTarget(Protocol):
 
     def write(self, start: int, data: memoryview) -> None:
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
-
-
-@runtime_checkable
-class LendingTarget(Protocol):
-    """A `ByteTarget` without memory of its own to read into, whose `write` copies fastest from memory that it lends."""
-
-    def lend(self, size_bytes: int) -> memoryview | None:
-        """Memory for the bytes of one `write`, which is free again when nothing refers to it; None: any memory will do."""
 
 
 class BlockRange(NamedTuple):

@@ -1,7 +1,7 @@
 """Reads the bytes of tensors and arrays (`ByteSource`), and fills them with bytes (`ByteTarget`).
 
 Contiguous CPU memory is read and written in place, by its address, which works for every dtype. Anything else is copied range by range,
-so that no large tensor exists twice; between devices and the host through pinned windows (`device/window_copies.py`).
+so that no large tensor exists twice; from and to devices by `device/window_copies.py`.
 With `CopyTarget` a restore converts dtypes as the bytes arrive. Knows no states or trees.
 """
 
@@ -145,11 +145,6 @@ class CopyTarget:
     def memory(self) -> None:
         """None: bytes must come through `write`."""
 
-    def lend(self, size_bytes: int) -> memoryview | None:
-        """See `LendingTarget`: a pinned window, for a tensor on a device."""
-        on_device = isinstance(self._tensor, torch.Tensor) and self._tensor.is_cuda
-        return copies_of(self._tensor.device).lend(size_bytes) if on_device else None
-
     def write(self, start: int, data: memoryview) -> None:
         """Copies, converts and moves `data`, which begins and ends with an element."""
         item_bytes = self._item_bytes
@@ -160,7 +155,7 @@ class CopyTarget:
                 for target in _parts(self._tensor, first, last):
                     until = position + target.numel() * item_bytes
                     if target.is_cuda:
-                        copies_of(target.device).fill(target, data[position:until], self._dtype)
+                        copies_of(target.device).fill(target, _frombuffer(data[position:until], self._dtype))
                     else:
                         target.copy_(_frombuffer(data[position:until], self._dtype).view(target.shape))
                     position = until

@@ -17,7 +17,7 @@ from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
-from tensorstore_ck.engine.interfaces import ByteTarget, LendingTarget
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
 from tensorstore_ck.errors import CorruptObjectError, DamageError
@@ -150,14 +150,11 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
     first, last = run[0], run[-1]
     name = pack_name(first.pack)
     size = last.offset + last.stored - first.offset
-    if len(run) == 1 and first.codec == Codec.RAW:
-        place, is_final = _place_of(first)
-        if place is not None:
-            engine.backend.read_into(name, first.offset, place)
-            _verify(engine, first, place, name)
-            if not is_final:
-                first.target.write(first.start, place)
-            return
+    if len(run) == 1 and first.codec == Codec.RAW and (memory := first.target.memory()) is not None:
+        place = memory[first.start : first.start + first.raw]
+        engine.backend.read_into(name, first.offset, place)
+        _verify(engine, first, place, name)
+        return
     buffer = getattr(buffers, "buffer", None)
     if buffer is None or len(buffer) < size:
         buffer = buffers.buffer = bytearray(max(size, MERGE_BYTES if len(run) > 1 else size))
@@ -166,22 +163,15 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
     for _, same in groupby(run, key=lambda block: block.offset):
         blocks = list(same)
         at = blocks[0].offset - first.offset
-        into, is_final = _place_of(blocks[0])
+        whole = blocks[0].target.memory()
+        into = None if whole is None else whole[blocks[0].start : blocks[0].start + blocks[0].raw]
         raw = decode(blocks[0].codec, fetched[at : at + blocks[0].stored], blocks[0].raw, name, into)
         _verify(engine, blocks[0], raw, name)
         expected = blocks[0].source.part.block_id(blocks[0].row)
-        for block in blocks[raw is into and is_final :]:
+        for block in blocks[raw is into :]:
             if block.raw != blocks[0].raw or block.source.part.block_id(block.row) != expected:
                 raise CorruptObjectError(f"{block.source.name}: two blocks claim one place in {name}", object_id=block.source.name)
             deliver(block.target, block.start, raw)
-
-
-def _place_of(block: WantedBlock) -> tuple[memoryview | None, bool]:
-    """Where to put the bytes of a block, if it matters, and whether they need not be delivered then."""
-    whole = block.target.memory()
-    if whole is not None:
-        return whole[block.start : block.start + block.raw], True
-    return (block.target.lend(block.raw) if isinstance(block.target, LendingTarget) else None), False
 
 
 def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
@@ -198,12 +188,13 @@ def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest
     """Reads a block that is encoded against others, and delivers it."""
     (block,) = run
     place = _location(block)
-    into, is_final = _place_of(block)
+    whole = block.target.memory()
+    into = None if whole is None else whole[block.start : block.start + block.raw]
     raw = decode_at(engine.backend, place, into, at_hand)
     if at_hand and block_id(raw) != block.source.part.block_id(block.row):
         raw = decode_at(engine.backend, place, into)  # what is in a caller's memory may have been changed since
     _verify(engine, block, raw, pack_name(place.pack))
-    if raw is not into or not is_final:
+    if raw is not into:
         deliver(block.target, block.start, raw)
 
 

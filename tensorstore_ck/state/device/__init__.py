@@ -1,8 +1,8 @@
-"""Tensors on CUDA devices: copies through pinned memory, and the ids of blocks without a copy. Knows tensors; no state, no store.
+"""Tensors on CUDA devices: copies, and the ids of blocks without a copy. Knows tensors; no state, no store.
 
 side_streams.py    copies from devices that go on while the caller computes
 windows.py         pinned host memory, cut into windows that are reused
-window_copies.py   copies from and to devices through windows, on one stream a direction
+window_copies.py   copies from and to devices, on one stream a direction
 block_ids.cu       BLAKE3 of many blocks, for a GPU
 kernel.py          compiles and launches it, and checks what it returns
 device_blocks.py   the ids of a state's blocks on devices

@@ -1,6 +1,6 @@
-"""Pinned host memory for copies from and to devices, cut into windows that are reused.
+"""Pinned host memory for copies from devices, cut into windows that are reused.
 
-Devices copy from and to pinned memory at the speed of the bus. Pinning 1 GiB takes a third of a second, so a process pins a little, once.
+Devices copy to pinned memory at the speed of the bus. Pinning 1 GiB takes a third of a second, so a process pins a little, once.
 """
 
 import threading
@@ -16,7 +16,7 @@ import torch
 Window = npt.NDArray[np.uint8]
 
 WINDOW_BYTES: Final = 4 << 20
-"""A block, by default: each thread that reads or writes has one or two."""
+"""A block, by default: each thread that reads has one or two."""
 SLAB_BYTES: Final = 64 << 20
 """Pinned together."""
 MAX_SLABS: Final = 4
@@ -33,7 +33,7 @@ class Windows:
     def __init__(self, allocate: Callable[[int], Window] = _pinned) -> None:
         self._allocate = allocate
         self._lock = threading.Lock()
-        self._slabs: list[Window] = []
+        self._slabs = 0
         self._free: deque[Window] = deque()  # without a lock: windows also come back from within the garbage collector
 
     def take(self) -> Window | None:
@@ -42,9 +42,9 @@ class Windows:
         if window is None:
             with self._lock:
                 window = self._pop()
-                if window is None and len(self._slabs) < MAX_SLABS:
+                if window is None and self._slabs < MAX_SLABS:
                     slab = self._allocate(SLAB_BYTES)
-                    self._slabs.append(slab)
+                    self._slabs += 1
                     self._free.extend(slab[start : start + WINDOW_BYTES] for start in range(0, SLAB_BYTES, WINDOW_BYTES))
                     window = self._pop()
         if window is None:
@@ -52,11 +52,6 @@ class Windows:
         lent: Window = np.frombuffer(window.data, np.uint8)
         weakref.finalize(lent, self._free.append, window).atexit = False
         return lent
-
-    def contain(self, memory: Window) -> bool:
-        """Whether memory lies in a window."""
-        start = memory.ctypes.data
-        return any(slab.ctypes.data <= start < slab.ctypes.data + slab.nbytes for slab in self._slabs)
 
     def _pop(self) -> Window | None:
         try:

@@ -129,30 +129,14 @@ def test_a_window_is_not_lent_again_while_its_bytes_are_used(streams: Streams) -
     assert all(set(bytes(view)) == {number} for number, view in enumerate(fetched))
 
 
-@pytest.mark.parametrize("count", [3, SMALL_BYTES, WINDOW_BYTES // 4 + 1])
-def test_what_is_filled_is_complete_and_converted(streams: Streams, count: int) -> None:
-    values = torch.arange(count, dtype=torch.float32)
-    data = memoryview(bytearray(values.view(torch.uint8).numpy().tobytes()))
-    target = torch.zeros(count, 2, dtype=torch.float64)[:, 0]
-    WindowCopies(CPU, Windows(Slabs())).fill(target, data, torch.float32)
-    data[:] = bytes(len(data))
-    assert torch.equal(target, values.double())
-
-
-def test_what_is_read_into_a_window_is_filled_from_there(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = WindowCopies(CPU, Windows(Slabs()))
-    monkeypatch.delattr(np, "copyto")
-    lent = copies.lend(SMALL_BYTES)
-    assert lent is not None
-    lent[:] = bytes(range(256)) * (SMALL_BYTES // 256)
-    taken = [copies.lend(SMALL_BYTES) for _ in range(COUNT - 1)]
-    target = torch.zeros(SMALL_BYTES // 4 - 4, dtype=torch.int32)
-    copies.fill(target, lent[8:-8], torch.int32)
-    assert target.view(torch.uint8).numpy().tobytes() == bytes(lent[8:-8])
-    assert None not in taken
-    assert copies.lend(SMALL_BYTES) is None
-    assert copies.lend(SMALL_BYTES - 1) is None
-    assert copies.lend(WINDOW_BYTES + 1) is None
+@pytest.mark.parametrize("stored", [torch.float32, torch.float64])
+def test_what_is_filled_is_complete_and_converted(streams: Streams, stored: torch.dtype) -> None:
+    elements = torch.arange(1000, dtype=stored)
+    dense, strided = torch.zeros(10, 100), torch.zeros(1000, 2)[:, 0]
+    for target in (dense, strided):
+        WindowCopies(CPU, Windows(Slabs())).fill(target, elements)
+    elements.zero_()
+    assert [dense.view(-1).tolist(), strided.tolist()] == [list(range(1000))] * 2
 
 
 def test_copies_follow_work_that_is_queued(streams: Streams) -> None:
