@@ -5,6 +5,7 @@ request.py           what a save says besides the state
 part_writer.py       one rank's blocks and its part
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written
+unchanged_blocks.py  blocks on devices that are in the store already, and need not be read
 delta_bases.py       which blocks may be encoded against others
 rank_parts.py        what each rank has written and checked; the record of all
 publish.py           the log entry that publishes
