@@ -1,8 +1,8 @@
 """Uploads unsent objects to the store: complete objects and pieces are not sent again after a crash.
 
 The journal is written before the first byte of an object is sent, and when the object is complete. A store with resumable uploads
-reports which pieces it has; in any other one, the leftover of an earlier try is deleted and the object written again, which is safe
-since an unsent object is not published. One process at a time uploads an object.
+reports which pieces it has; in any other one an object appears whole or not at all. One process at a time uploads a file, but another one
+may have published it: nothing in the store is deleted or replaced.
 """
 
 import time
@@ -56,8 +56,8 @@ class Uploader:
         stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
         on_retry: OnRetry = lambda error, seconds: None,
-    ) -> None:
-        """Returns when every object is durable in the store. Retries transient faults without end.
+    ) -> list[str]:
+        """Returns when every object is durable in the store, under the name that the journal says. Retries transient faults without end.
 
         Args:
             names: Unsent objects, in the order in which they begin. Those that are no longer unsent must be in the store.
@@ -66,18 +66,25 @@ class Uploader:
                 that have to be sent again. The sum is the objects' size at the end.
             on_retry: Called with transient faults, by any thread.
 
+        Returns:
+            The objects that are not in the store, since another object has their name there: see `UploadPass.taken`.
+
         Raises:
             MissingObjectError: an object is neither here nor in the store.
             StoreError: the store refused, or the staged file cannot be read.
         """
         left = list(dict.fromkeys(names))
         policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        taken: list[str] = []
         attempt = 0
         while left:
-            left = UploadPass(self._folder, self._store, policy, self._limit, on_bytes).run(left, self._threads)
+            upload_pass = UploadPass(self._folder, self._store, policy, self._limit, on_bytes)
+            left = upload_pass.run(left, self._threads)
+            taken += upload_pass.taken
             if left:
                 policy.pause(policy.delay(attempt))
                 attempt += 1
+        return taken
 
     def drop(self, names: Iterable[str]) -> None:
         """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
@@ -86,7 +93,7 @@ class Uploader:
             entry = self._folder.journal.read(name)
             if store is not None and entry is not None and entry.token and not entry.is_complete:
                 try:
-                    store.give_up_upload(name, entry.token)
+                    store.give_up_upload(entry.store_name, entry.token)
                 except BackendUnavailableError:
                     store = None  # gc removes the pieces like those of other interrupted writes
                 except StoreError:
