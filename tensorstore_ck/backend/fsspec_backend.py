@@ -127,7 +127,12 @@ class FsspecBackend:
 
     def open_writer(self, name: str) -> ObjectWriter:
         with remote_errors("write", name, self.url, self.secrets):
-            return _FileWriter(self, name, self._filesystem.get().open(self._path(name), "wb"))
+            return _FileWriter(self, name, self._filesystem.get().open(self._path(name), "wb"), deletes=True)
+
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        with remote_errors("write", name, self.url, self.secrets):
+            mode = "wb" if self._create_call is None else "xb"
+            return _FileWriter(self, name, self._filesystem.get().open(self._path(name), mode), deletes=False)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = f"{self._root}/{check_prefix(prefix)}"
@@ -175,8 +180,10 @@ class FsspecBackend:
 class _FileWriter:
     """An fsspec file behind a lock."""
 
-    def __init__(self, backend: FsspecBackend, name: str, file: Any) -> None:
+    def __init__(self, backend: FsspecBackend, name: str, file: Any, *, deletes: bool) -> None:
+        """`deletes`: whether `abort` may delete the object, since nobody else writes under this name."""
         self._backend = backend
+        self._deletes = deletes
         self._name = name
         self._file = file
         self._lock = threading.Lock()
@@ -215,8 +222,9 @@ class _FileWriter:
                 self._file.discard()
             with contextlib.suppress(Exception):
                 self._file.closed = True  # else adlfs writes it when it is collected, over a later object of that name
-            with contextlib.suppress(Exception):
-                self._backend.delete([self._name])
+            if self._deletes:
+                with contextlib.suppress(Exception):
+                    self._backend.delete([self._name])
 
 
 def _modified_ns(info: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -149,21 +149,32 @@ class LocalBackend:
         path = self._path(name)
         with os_errors("write", name):
             fd = self._open_new(path)
-            try:
-                is_direct = self._sync and use_direct(fd)
-            except OSError:
-                os.close(fd)
-                self._unlink_quietly(path)
-                raise
 
         def seal(fd: int) -> None:
             with os_errors("write", name):
                 self._fsync_and_close(fd)
                 self._sync_folder(os.path.dirname(path))
 
-        if is_direct:
-            return DirectWriter(fd, partial(self._unlink_quietly, path), name, seal)
-        return LocalWriter(fd, partial(self._unlink_quietly, path), name, seal)
+        return self._writer(fd, path, name, seal)
+
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        path = self._path(name)
+        temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
+        with os_errors("write", name):
+            fd = self._open_new(temporary)
+
+        def seal(fd: int) -> None:
+            try:
+                with os_errors("write", name):
+                    self._fsync_and_close(fd)
+                    os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
+                    self._sync_folder(os.path.dirname(path))
+            except MissingObjectError as exc:  # another process deleted our temporary as a leftover
+                raise BackendUnavailableError(f"cannot write {name}: its temporary was deleted; try again", object_id=name) from exc
+            finally:
+                self._unlink_quietly(temporary)
+
+        return self._writer(fd, temporary, name, seal)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -186,6 +197,16 @@ class LocalBackend:
         """Nothing stays open between calls."""
 
     # --- files ---
+
+    def _writer(self, fd: int, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
+        try:
+            with os_errors("write", name):
+                is_direct = self._sync and use_direct(fd)
+        except BaseException:
+            os.close(fd)
+            self._unlink_quietly(path)
+            raise
+        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal)
 
     def _linked(self, path: str) -> Created:
         try:

@@ -61,6 +61,9 @@ class MemoryBackend:
     def open_writer(self, name: str) -> ObjectWriter:
         return _MemoryWriter(self, check_name(name))
 
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        return self.open_writer(name)
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         with self._lock:

@@ -6,7 +6,7 @@ from several threads. Errors are this package's: `MissingObjectError` for a name
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -46,10 +46,14 @@ class ObjectWriter(Protocol):
         """Drops the object, removing what can be removed; never raises."""
 
 
+def writing(backend: "Backend", name: str) -> AbstractContextManager[ObjectWriter]:
+    """A writer of a new object, for a ``with`` block: see `finishing`."""
+    return finishing(backend.open_writer(name))
+
+
 @contextmanager
-def writing(backend: "Backend", name: str) -> Iterator[ObjectWriter]:
-    """A writer that is closed at the end of the ``with`` block, or aborted where that raises."""
-    writer = backend.open_writer(name)
+def finishing(writer: ObjectWriter) -> Iterator[ObjectWriter]:
+    """Closes a writer at the end of the ``with`` block, or aborts it where that raises."""
     try:
         yield writer
         writer.close()
@@ -89,6 +93,13 @@ class Backend(Protocol):
 
     def open_writer(self, name: str) -> ObjectWriter:
         """Begins a large object under a name that was never used."""
+
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        """Begins a large object that another process may be writing, too, with the same bytes.
+
+        The object appears whole and durable, or not at all, and never replaces another one: `close` then raises `BackendUnavailableError`.
+        `abort` leaves the name alone. A backend without an exclusive create cannot promise that: look for the name before.
+        """
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose name begins with `prefix` (``""`` or ending in ``/``), recursively, in no order; none for a missing folder."""

@@ -28,4 +28,4 @@ class ReadOnlyBackend:
     def _refuse(self, *names: object, **_: object) -> NoReturn:
         raise read_only_error(f"a change of {names[0]}" if names and isinstance(names[0], str) else "a deletion", self._inner.url)
 
-    put = replace = create = sync_folders = open_writer = delete = abort_upload = _refuse
+    put = replace = create = sync_folders = open_writer = open_whole_writer = delete = abort_upload = _refuse

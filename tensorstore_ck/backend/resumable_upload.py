@@ -21,6 +21,10 @@ class UploadGoneError(Exception):
     """The backend has dropped an upload: begin a new one. The uploader handles it; its callers never see it."""
 
 
+class NameTakenError(Exception):
+    """The store has an object of this name, perhaps the same one. The uploader handles it; its callers never see it."""
+
+
 class Upload(Protocol):
     """The upload of one object."""
 
@@ -34,6 +38,7 @@ class Upload(Protocol):
 
         Raises:
             UploadGoneError: the backend no longer has this upload.
+            NameTakenError: there is an object that this upload did not make.
         """
 
     def complete(self) -> None:
@@ -41,6 +46,7 @@ class Upload(Protocol):
 
         Raises:
             UploadGoneError: the backend no longer has this upload, or not all of its pieces.
+            NameTakenError: there is an object that this upload did not make.
         """
 
 

@@ -152,6 +152,9 @@ class S3Backend:
     def open_writer(self, name: str) -> ObjectWriter:
         return S3Writer(self._creator, self._new(name))
 
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        return self.open_writer(name)
+
     def delete(self, names: Iterable[str]) -> None:
         remaining = iter(names)
         while batch := [{"Key": self._key(name)} for name in islice(remaining, DELETE_BATCH)]:

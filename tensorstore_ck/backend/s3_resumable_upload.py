@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.backend.remote_errors import error_code
-from tensorstore_ck.backend.resumable_upload import Upload, UploadGoneError, UploadPiece
+from tensorstore_ck.backend.resumable_upload import NameTakenError, Upload, UploadGoneError, UploadPiece
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, UploadedPieces, is_taken, new_object
-from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
+from tensorstore_ck.errors import MissingObjectError, StoreError
 
 _NOT_THE_PIECES: Final = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall", "NoSuchUpload"}
 
@@ -97,7 +97,7 @@ class PutUpload:
             self._destination.creator.put(self._destination.new, body)
         except StoreError as exc:
             if is_taken(exc):
-                raise _taken(self._destination.new) from exc
+                raise NameTakenError(self._destination.new.name) from exc
             raise
 
     def complete(self) -> None:
@@ -128,21 +128,12 @@ class MultipartUpload:
             creator.complete(new, UploadedPieces(self._upload_id, self._tags, size_bytes))
         except StoreError as exc:
             if is_taken(exc):
-                raise _taken(new) from exc
+                raise NameTakenError(new.name) from exc
             code = error_code(exc.__cause__) if exc.__cause__ is not None else ""
             if not isinstance(exc, MissingObjectError) and code not in _NOT_THE_PIECES:
                 raise
             if not self._destination.is_there():
                 raise UploadGoneError(f"the upload of {new.name} cannot be completed") from exc
-
-
-def _taken(new: NewObject) -> CorruptObjectError:
-    """A staged object cannot get another name: the staged manifests refer to this one."""
-    return CorruptObjectError(
-        f"{new.name} in the store is not the staged object: another writer of this bucket took its name. Find out which one; "
-        "the staged snapshot cannot be published: drop it (`tsck staging drop`) and save it again",
-        object_id=new.name,
-    )
 
 
 def _tags(destination: Destination, upload_id: str, pieces: Sequence[UploadPiece]) -> dict[int, str]:

@@ -87,6 +87,10 @@ class ThrottledBackend:
         """A writer that waits."""
         return _ThrottledWriter(self, name, self._inner.open_writer(name))
 
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        """A writer that waits."""
+        return _ThrottledWriter(self, name, self._inner.open_whole_writer(name))
+
     def _wait(self, limit: RateLimit | None, size: int) -> None:
         if limit is not None and (seconds := limit.take(size)) > 0:
             self._sleep(seconds)

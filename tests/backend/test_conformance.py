@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tensorstore_ck.backend import Backend, Buffer, Created, open_backend, s3
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.protocol import finishing
 from tensorstore_ck.backend.s3 import S3Backend
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
 from tests.servers import ObjectServer, S3Server
@@ -249,6 +251,25 @@ def test_aborted_writer_leaves_nothing_and_a_closed_one_its_object(backend: Back
     writer.close()
     writer.abort()
     assert backend.get("packs/0A/one", max_bytes=10) == b"abc"
+
+
+def write_whole(backend: Backend, name: str, data: bytes) -> None:
+    with finishing(backend.open_whole_writer(name)) as writer:
+        writer.append([data])
+
+
+@on("local", "memory", "fsspec-memory", *S3_KINDS, pytest.param("azure", marks=[LARGE_BODIES, pytest.mark.slow]))
+def test_a_whole_writer_replaces_and_deletes_nothing(backend: Backend) -> None:
+    """Another process may be writing the same object, or have published it. GCS's fake ignores the condition of an upload session."""
+    name = "packs/0A/one"
+    write_whole(backend, name, b"abc")
+    with pytest.raises(BackendUnavailableError):
+        write_whole(backend, name, b"other")
+    with suppress(BackendUnavailableError):
+        backend.open_whole_writer(name).abort()
+    assert backend.get(name, max_bytes=10) == b"abc"
+    assert names(backend) == {name}
+    assert list(backend.list_uploads()) == []
 
 
 @on("memory", *S3_KINDS)

@@ -19,7 +19,7 @@ from tensorstore_ck.ui import Sources, make_app
 from tests.effort import PATIENCE_SECONDS
 from tests.ui.conftest import ACCESS, BASE, enter
 
-WRITES: Final = ("put", "replace", "create", "sync_folders", "open_writer", "delete", "abort_upload")
+WRITES: Final = ("put", "replace", "create", "sync_folders", "open_writer", "open_whole_writer", "delete", "abort_upload")
 MAX_PAGES: Final = 400
 Queries = Callable[[Mapping[str, str]], list[dict[str, str]]]
 """What to ask of a page, by what the store has: ``root``, ``old``, ``ref``, ``tensor``."""

@@ -5,6 +5,7 @@ unsent/<name>   objects that are not published yet: durable, never evicted
 copies/<name>   objects that the store has as well: a cache, evicted oldest first
 uploads/<ulid>  the journal of uploads
 staged/<key>    manifests of staged snapshots
+claims/<key>    which process publishes that snapshot, locked by it
 users           a file that every process that stages here has locked
 ```
 
@@ -16,15 +17,17 @@ durable in the store before it is published here; this module does not know the 
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.backend.staging.claims import Claims
 from tensorstore_ck.backend.staging.folder_lock import FolderLock
 from tensorstore_ck.backend.staging.sparse_files import FileUse, SparseFileCache, files_below
-from tensorstore_ck.backend.staging.unsent_file import OpenVerifier, UnsentFile, unverified
+from tensorstore_ck.backend.staging.unsent_file import OpenVerifier, UnsentFile, inode_of, unverified
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.free_space import Space, writing_to
@@ -61,6 +64,7 @@ class StagingFolder:
         self.copies = SparseFileCache(self._private)
         self._root = LocalBackend(".", within=self._private)
         self.journal = UploadJournal(self._root)
+        self._claims = Claims(self._private)
         self._lock: FolderLock | None = None
 
     def check(self) -> None:
@@ -100,6 +104,7 @@ class StagingFolder:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.end()
+        self._claims.release_all()
         self._private.close()
 
     def orphans(self, named: Collection[str]) -> list[str]:
@@ -108,9 +113,10 @@ class StagingFolder:
         return sorted(found - set(named))
 
     def drop_temporaries(self) -> None:
-        """Deletes the leftovers of interrupted writes. No other process may use the folder."""
+        """Deletes the leftovers of interrupted writes, and claims without a manifest. No other process may use the folder."""
         for info in self._root.list_uploads():
             self._root.abort_upload(info.name)
+        self._claims.delete_others(self.list_manifests())
 
     # --- space ---
 
@@ -161,7 +167,8 @@ class StagingFolder:
         """Turns unpublished objects, which are now durable in the store and named there, into copies. Idempotent."""
         names = list(names)
         for name in names:
-            source, target = f"unsent/{check_name(name)}", self.copies.path(name)
+            entry = self.journal.read(name)
+            source, target = f"unsent/{check_name(name)}", self.copies.path(name if entry is None else entry.store_name)
             try:
                 with os_errors("publish", name), contextlib.suppress(FileNotFoundError):
                     os.utime(source, dir_fd=self._private.fd(), follow_symlinks=False)
@@ -178,7 +185,8 @@ class StagingFolder:
     # --- manifests ---
 
     def write_manifest(self, key: str, data: bytes) -> None:
-        """Writes or replaces a manifest, atomically and durably."""
+        """Writes or replaces a manifest, atomically and durably. This process publishes it: see `claim`."""
+        self.claim(key)
         self._root.replace(f"staged/{key}", data)
 
     def read_manifest(self, key: str) -> bytes:
@@ -196,6 +204,21 @@ class StagingFolder:
     def delete_manifest(self, key: str) -> None:
         """Deletes a manifest, if it is there."""
         self._root.delete([f"staged/{key}"])
+        self._claims.delete(key)
+
+    def claim(self, key: str) -> bool:
+        """Whether this process may continue the save of that manifest, from now on until `release` or `leave`.
+
+        False if another process has it that lives, or this one already: it will publish it.
+        """
+        try:
+            return self._claims.take(key)
+        except NoSpaceError:  # what is staged must be published for all that, or the disk would stay full
+            return True
+
+    def release(self, key: str) -> None:
+        """Leaves the save of a manifest to other processes."""
+        self._claims.release(key)
 
     # --- uploads ---
 
@@ -216,7 +239,23 @@ class StagingFolder:
         """
         with os_errors("read", name):
             path, flags = f"unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-            return UnsentFile(os.open(path, flags, dir_fd=self._private.fd()), name, self.path, self.open_verifier)
+            return UnsentFile(
+                os.open(path, flags, dir_fd=self._private.fd()), name, self.path, partial(self._inode, path), self.open_verifier
+            )
+
+    def has_unsent(self, name: str) -> bool:
+        """Whether an unpublished object is here."""
+        try:
+            self.unsent.size(name)
+        except MissingObjectError:
+            return False
+        return True
+
+    def _inode(self, path: str) -> tuple[int, int] | None:
+        try:
+            return inode_of(os.stat(path, dir_fd=self._private.fd(), follow_symlinks=False))
+        except FileNotFoundError:
+            return None
 
 
 def _sum(files: Iterable[FileUse]) -> int:

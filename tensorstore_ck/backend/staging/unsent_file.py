@@ -46,11 +46,20 @@ def verify_all(verify: Verify, size_bytes: int, read: ReadInto) -> None:
         verify(offset, piece)
 
 
+def inode_of(status: os.stat_result) -> tuple[int, int]:
+    """What tells a file from another one under its name."""
+    return status.st_dev, status.st_ino
+
+
 class UnsentFile:
     """An open object that is not published yet. Reads are thread-safe."""
 
-    def __init__(self, fd: int, name: str, folder: str, open_verifier: OpenVerifier = unverified) -> None:
+    def __init__(
+        self, fd: int, name: str, folder: str, inode: Callable[[], tuple[int, int] | None], open_verifier: OpenVerifier = unverified
+    ) -> None:
+        """`inode` is called for the file that the object has now."""
         self.name = name
+        self._inode = inode
         self.size_bytes = os.fstat(fd).st_size
         self._fd = fd
         self.raw = io.FileIO(fd)
@@ -61,12 +70,16 @@ class UnsentFile:
         self._lock = threading.Lock()
 
     def lock(self) -> bool:
-        """Whether this process got the right to upload it, until it is closed or the process dies."""
+        """Whether this process got the right to upload it, until it is closed or the process dies.
+
+        False if another process has it, or published it or dropped it since the file was opened.
+        """
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        with os_errors("look at", self.name):
+            return inode_of(os.fstat(self._fd)) == self._inode()
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fills `target` from `offset`, and verifies it.
@@ -78,16 +91,30 @@ class UnsentFile:
             self._read(offset, target)
             self._verifier()(offset, target)
         except CorruptObjectError as exc:
-            raise StagedDamageError(
-                f"the staging disk damaged {self.name} in {self._folder} after it was written ({exc}), and there is no other copy: save "
-                "again, and check that disk",
-                object_id=self.name,
-            ) from exc
+            raise self._damage(exc) from exc
+
+    def verify(self) -> None:
+        """Reads and verifies all of it.
+
+        Raises:
+            StagedDamageError: the disk has other bytes than those that were written, or fewer.
+        """
+        try:
+            verify_all(self._verifier(), self.size_bytes, self._read)
+        except CorruptObjectError as exc:
+            raise self._damage(exc) from exc
 
     def close(self) -> None:
         """Closes the file, which releases its lock; idempotent."""
         self._fd = -1
         self.raw.close()
+
+    def _damage(self, cause: CorruptObjectError) -> StagedDamageError:
+        return StagedDamageError(
+            f"the staging disk damaged {self.name} in {self._folder} after it was written ({cause}), and there is no other copy: save "
+            "again, and check that disk",
+            object_id=self.name,
+        )
 
     def _verifier(self) -> Verify:
         with self._lock:

@@ -1,4 +1,4 @@
-"""How far each object's upload came: one small file per object, replaced atomically and durably.
+"""How far each object's upload came, and to which name: one small file per object, replaced atomically and durably.
 
 The upload of an object without an entry was never begun. An entry that cannot be read means: begun, by an unknown upload.
 """
@@ -20,6 +20,13 @@ class JournalEntry(NamedTuple):
     token: str = ""
     """With which the upload continues, if the store has resumable uploads."""
     is_complete: bool = False
+    stored_as: str = ""
+    """Its name in the store, if that is another one: the name that it was staged under cannot be used any more."""
+
+    @property
+    def store_name(self) -> str:
+        """Its name in the store."""
+        return self.stored_as or self.name
 
 
 class UploadJournal:
@@ -66,6 +73,8 @@ def _decode(data: bytes, name: str) -> JournalEntry:
     except ValueError:
         fields = None
     match fields:
-        case {"name": str(of), "token": str(token), "is_complete": bool(is_complete)} if _key(of) == _key(name):
-            return JournalEntry(of, token, is_complete)
+        case {"name": str(of), "token": str(token), "is_complete": bool(is_complete), **more} if _key(of) == _key(name):
+            stored_as = str(more.get("stored_as", ""))
+            if not stored_as or stored_as.partition("/")[0] == of.partition("/")[0]:
+                return JournalEntry(of, token, is_complete, stored_as)
     return JournalEntry(name)

@@ -1,25 +1,28 @@
 """One pass over unsent objects: sends pieces of several in parallel, and leaves what cannot be finished now for the next pass.
 
-Left are objects that another process uploads, and those whose upload the store has dropped. Memory: a buffer of one piece per thread.
+Left are objects that another process uploads, and those whose upload the store has dropped. An object that is in the store under its name
+may be published: it is compared, and neither deleted nor replaced. Memory: a buffer of one piece per thread.
 The rate of uploads is limited here; that of plain reads and writes in `backend.throttled`.
 """
 
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Backend, writing
-from tensorstore_ck.backend.resumable_upload import ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
+from tensorstore_ck.backend.protocol import Backend, finishing
+from tensorstore_ck.backend.resumable_upload import NameTakenError, ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.retry import RetryPolicy
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.errors import MissingObjectError
+from tensorstore_ck.errors import MissingObjectError, StoreError
 
 WRITE_BYTES: Final = 16 << 20
 """Written at once to a store without resumable uploads; the blocks at its ends are read and hashed twice."""
@@ -32,6 +35,7 @@ class _Transfer:
     """A resumable upload in progress."""
 
     file: UnsentFile
+    entry: JournalEntry
     upload: Upload
     pieces_left: int
     reported_bytes: int
@@ -53,6 +57,8 @@ class UploadPass:
         self._buffers = threading.local()
         self._open: list[io.FileIO] = []
         self._left: list[str] = []
+        self.taken: list[str] = []
+        """Those whose name in the store has other bytes, or cannot be read: they need another name."""
 
     def run(self, names: Sequence[str], threads: int) -> list[str]:
         """Uploads what it can; returns what is left."""
@@ -69,17 +75,17 @@ class UploadPass:
             file = self._locked(name)
             if file is None:
                 continue
-            entry = self._folder.journal.read(name)
-            if entry is not None and entry.is_complete:
-                if self._stored_bytes(name) == file.size_bytes:
-                    self._report(file.size_bytes)
-                    file.close()
-                    continue
-                entry = JournalEntry(name)
+            entry = self._folder.journal.read(name) or JournalEntry(name)
+            stored_bytes = self._stored_bytes(entry.store_name)
+            if stored_bytes is not None:
+                yield partial(self._accept_stored, file, entry, stored_bytes)
+                continue
+            if entry.is_complete:
+                entry = entry._replace(token="", is_complete=False)  # the store lost it
             if pieces is None:
                 yield partial(self._send_whole, file, entry)
             else:
-                yield from self._send_in_pieces(file, self._begin(pieces, file, entry))
+                yield from self._send_in_pieces(file, entry, self._begin(pieces, file, entry))
 
     def _locked(self, name: str) -> UnsentFile | None:
         """The object, if it has to be uploaded and this process has the right to."""
@@ -87,7 +93,8 @@ class UploadPass:
         try:
             file = self._folder.open_unsent(name)
         except MissingObjectError as exc:
-            size = self._stored_bytes(name)
+            entry = self._folder.journal.read(name)
+            size = self._stored_bytes(name if entry is None else entry.store_name)
             if size is None:
                 raise MissingObjectError(
                     f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was replaced",
@@ -98,27 +105,55 @@ class UploadPass:
         self._open.append(file.raw)
         if file.lock():
             return file
-        file.close()
-        self._left.append(name)
+        self._leave(file)
         return None
+
+    def _leave(self, file: UnsentFile) -> None:
+        file.close()
+        self._left.append(file.name)
+
+    # --- in the store already ---
+
+    def _accept_stored(self, file: UnsentFile, entry: JournalEntry, stored_bytes: int) -> None:
+        """The store has an object of that name, from an earlier try or another process: if it is this one, nothing is left to send."""
+        if stored_bytes == file.size_bytes and (entry.is_complete or self._is_same(file, entry.store_name)):
+            if not entry.is_complete:
+                self._policy.call(lambda: self._store.sync_folders(entry.store_name))
+                self._folder.note(entry._replace(is_complete=True))
+            self._report(file.size_bytes)
+        else:
+            file.verify()  # a damaged file is no other object: the store may have it
+            self.taken.append(file.name)
+        file.close()
+
+    def _is_same(self, file: UnsentFile, store_name: str) -> bool:
+        """Whether an object of the store has the file's bytes; False if it cannot be read."""
+        staged, stored = (bytearray(min(WRITE_BYTES, file.size_bytes)) for _ in range(2))
+        for offset in range(0, file.size_bytes, WRITE_BYTES):
+            size = min(WRITE_BYTES, file.size_bytes - offset)
+            file.read_into(offset, memoryview(staged)[:size])
+            try:
+                self._policy.call(partial(self._store.read_into, store_name, offset, memoryview(stored)[:size]))
+            except StoreError:
+                return False
+            if staged[:size] != stored[:size]:
+                return False
+        return True
 
     # --- in pieces ---
 
-    def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry | None) -> Upload:
-        name, size, answered = file.name, file.size_bytes, self._policy.call
-        if entry is not None:
-            token = entry.token
-            try:
-                return answered(lambda: store.resume_upload(name, size, token))
-            except UploadGoneError:
-                self._folder.journal.delete([name])
+    def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry) -> Upload:
+        name, size, answered = entry.store_name, file.size_bytes, self._policy.call
+        if entry.token:
+            with suppress(UploadGoneError):
+                return answered(lambda: store.resume_upload(name, size, entry.token))
         upload = answered(lambda: store.begin_upload(name, size))
-        self._folder.note(JournalEntry(name, upload.token))
+        self._folder.note(entry._replace(token=upload.token))
         return upload
 
-    def _send_in_pieces(self, file: UnsentFile, upload: Upload) -> Iterator[Task]:
+    def _send_in_pieces(self, file: UnsentFile, entry: JournalEntry, upload: Upload) -> Iterator[Task]:
         missing = upload.missing
-        transfer = _Transfer(file, upload, len(missing), reported_bytes=0)
+        transfer = _Transfer(file, entry._replace(token=upload.token), upload, len(missing), reported_bytes=0)
         self._report(file.size_bytes - sum(piece.size_bytes for piece in missing), transfer)
         if not missing:
             yield partial(self._finish, transfer)
@@ -134,7 +169,7 @@ class UploadPass:
             try:
                 self._policy.call(send)
                 self._report(piece.size_bytes, transfer)
-            except UploadGoneError:
+            except (UploadGoneError, NameTakenError):
                 transfer.is_gone = True
         with self._lock:
             transfer.pieces_left -= 1
@@ -143,18 +178,17 @@ class UploadPass:
             self._finish(transfer)
 
     def _finish(self, transfer: _Transfer) -> None:
-        name = transfer.file.name
         try:
             if transfer.is_gone:
                 raise UploadGoneError
             self._policy.call(transfer.upload.complete)
-        except UploadGoneError:
+        except (UploadGoneError, NameTakenError):
             self._report(-transfer.reported_bytes)
-            self._folder.journal.delete([name])
-            self._left.append(name)
+            self._folder.note(transfer.entry._replace(token=""))
+            self._leave(transfer.file)
         else:
-            self._folder.note(JournalEntry(name, transfer.upload.token, is_complete=True))
-        transfer.file.close()
+            self._folder.note(transfer.entry._replace(is_complete=True))
+            transfer.file.close()
 
     def _body(self, file: UnsentFile, piece: UploadPiece) -> io.BytesIO:
         """The piece, in this thread's buffer."""
@@ -172,27 +206,28 @@ class UploadPass:
 
     # --- whole ---
 
-    def _send_whole(self, file: UnsentFile, entry: JournalEntry | None) -> None:
-        is_begun = entry is not None
-        if not is_begun:
-            self._folder.note(JournalEntry(file.name))
+    def _send_whole(self, file: UnsentFile, entry: JournalEntry) -> None:
+        self._folder.note(entry)
+        tries = count()
 
         def send() -> None:
-            nonlocal is_begun
-            if is_begun:
-                self._store.delete([file.name])
-            is_begun = True
-            self._write(file)
+            if next(tries) and self._exists(entry.store_name):
+                raise NameTakenError
+            self._write(file, entry.store_name)
 
-        self._policy.call(send)
-        self._folder.note(JournalEntry(file.name, is_complete=True))
-        file.close()
+        try:
+            self._policy.call(send)
+        except NameTakenError:
+            self._leave(file)
+        else:
+            self._folder.note(entry._replace(is_complete=True))
+            file.close()
 
-    def _write(self, file: UnsentFile) -> None:
+    def _write(self, file: UnsentFile, store_name: str) -> None:
         buffer = memoryview(bytearray(min(WRITE_BYTES, file.size_bytes)))
         reported = 0
         try:
-            with writing(self._store, file.name) as writer:
+            with finishing(self._store.open_whole_writer(store_name)) as writer:
                 for offset in range(0, file.size_bytes, WRITE_BYTES):
                     view = buffer[: file.size_bytes - offset]
                     self._take_turn(len(view))
@@ -209,11 +244,18 @@ class UploadPass:
     def _take_turn(self, size_bytes: int) -> None:
         self._policy.pause(0 if self._limit is None else self._limit.take(size_bytes))
 
-    def _stored_bytes(self, name: str) -> int | None:
+    def _stored_bytes(self, store_name: str) -> int | None:
         try:
-            return self._policy.call(lambda: self._store.size(name))
+            return self._policy.call(lambda: self._store.size(store_name))
         except MissingObjectError:
             return None
+
+    def _exists(self, store_name: str) -> bool:
+        try:
+            self._store.size(store_name)
+        except MissingObjectError:
+            return False
+        return True
 
     def _report(self, count: int, transfer: _Transfer | None = None) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
 """Uploads unsent objects to the store: complete objects and pieces are not sent again after a crash.
 
 The journal is written before the first byte of an object is sent, and when the object is complete. A store with resumable uploads
-reports which pieces it has; in any other one, the leftover of an earlier try is deleted and the object written again, which is safe
-since an unsent object is not published. One process at a time uploads an object. What leaves the disk is verified first
-(`unsent_file`): the pieces that the store has were verified by the process that sent them.
+reports which pieces it has; in any other one an object appears whole or not at all. One process at a time uploads a file, but another one
+may have published it: nothing in the store is deleted or replaced.
+What leaves the disk is verified first (`unsent_file`): the pieces that the store has were verified by the process that sent them.
 """
 
 import time
@@ -62,8 +62,8 @@ class Uploader:
         stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
         on_retry: OnRetry = lambda error, seconds: None,
-    ) -> None:
-        """Returns when every object is durable in the store. Retries transient faults without end.
+    ) -> list[str]:
+        """Returns when every object is durable in the store, under the name that the journal says. Retries transient faults without end.
 
         Args:
             names: Unsent objects, in the order in which they begin. Those that are no longer unsent must be in the store.
@@ -72,12 +72,16 @@ class Uploader:
                 that have to be sent again. The sum is the objects' size at the end.
             on_retry: Called with transient faults, by any thread.
 
+        Returns:
+            The objects that are not in the store, since another object has their name there: see `UploadPass.taken`.
+
         Raises:
             MissingObjectError: an object is neither here nor in the store.
             StagedDamageError: the staging disk damaged an object, and the store does not have it.
             StoreError: the store refused, or the staged file cannot be read.
         """
         left = list(dict.fromkeys(names))
+        taken: list[str] = []
         attempt = reported_bytes = 0
 
         def report(count: int) -> None:
@@ -90,15 +94,18 @@ class Uploader:
                 self._replace_damaged(self._damaged[name], stop, on_retry)
         while left:
             policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+            upload_pass = UploadPass(self._folder, self._store, policy, self._limit, report)
             try:
-                left = UploadPass(self._folder, self._store, policy, self._limit, report).run(left, self._threads)
+                left = upload_pass.run(left, self._threads)
             except StagedDamageError as exc:
                 self._replace_damaged(exc, stop, on_retry)
                 report(-reported_bytes)
                 continue
+            taken += upload_pass.taken
             if left:
                 policy.pause(policy.delay(attempt))
                 attempt += 1
+        return taken
 
     def replace(self, name: str, data: Buffer) -> None:
         """Writes an unsent object again, which the disk damaged."""
@@ -112,7 +119,7 @@ class Uploader:
             entry = self._folder.journal.read(name)
             if store is not None and entry is not None and entry.token and not entry.is_complete:
                 try:
-                    store.give_up_upload(name, entry.token)
+                    store.give_up_upload(entry.store_name, entry.token)
                 except BackendUnavailableError:
                     store = None  # gc removes the pieces like those of other interrupted writes
                 except StoreError:
@@ -129,6 +136,9 @@ class Uploader:
         """
         name, policy = error.object_id, RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
         self._damaged[name] = error
+        entry = self._folder.journal.read(name)
+        if entry is not None and entry.stored_as:  # `drop` would forget that name
+            raise error
         read = partial(self._store.read_into, name)
         try:
             size_bytes = policy.call(lambda: self._store.size(name))

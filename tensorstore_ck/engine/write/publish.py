@@ -68,6 +68,7 @@ def publish(
     arrange: Callable[[RefTable, Op], list[Op]],
     condemned: Callable[[RefTable], Objects],
     staged: Ulid | None = None,
+    snapshot: Ulid | None = None,
     began_ns: int | None = None,
 ) -> SnapshotInfo:
     """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
@@ -75,13 +76,14 @@ def publish(
     Args:
         engine: The store.
         record: The snapshot's.
-        encoded: Its bytes in the store, under the ULID `txn`, or `staged`.
+        encoded: Its bytes in the store.
         txn: The transaction. If the log has an outcome for it already, that one holds.
         anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
         arrange: The operations at one head of the log, the given one that publishes among them, after it has checked that the ref is where
             it must be; none: nothing is published.
         condemned: What of the snapshot is condemned at that head, and must be rescued; raises `SnapshotExpiredError` where gc freed some.
-        staged: The transaction under which the snapshot was staged; it is the snapshot's ULID.
+        staged: The transaction under which the snapshot was staged.
+        snapshot: The ULID of its record; by default `staged`, or else `txn`.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
 
     Raises:
@@ -91,7 +93,7 @@ def publish(
         SnapshotExpiredError: gc freed something that it relies on.
         UndecidedError: the backend went away in the middle of the commit.
     """
-    snapshot = txn if staged is None else staged
+    snapshot = snapshot or staged or txn
     duration_ns = None if began_ns is None else max(0, engine.clock() - began_ns)
     put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
 

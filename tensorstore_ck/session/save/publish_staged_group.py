@@ -27,7 +27,9 @@ from tensorstore_ck.session.save.heal_staged import NOT_DAMAGED, Healing, heal, 
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest, decode_lead, encode_lead
+from tensorstore_ck.session.staging.outcome import published_as
 from tensorstore_ck.session.staging.publish import give_up
+from tensorstore_ck.session.staging.renew import RenewedParts, is_lost
 
 TRIES: Final = 5
 
@@ -117,9 +119,13 @@ class PublishStagedGroup(PublishStaged):
                 raise problem
             if status.dropped == "abandoned":
                 status.check()
-            lead = None if self._lead is None else encode_lead(self._lead)
-            disk = report(self._tier, self._txn, self._manifests, damage)
-            return {"txn": self._txn, "cancelled": status.dropped, "lead": lead, "disk": disk}
+            return {
+                "txn": self._txn,
+                "cancelled": status.dropped,
+                "lead": None if self._lead is None else encode_lead(self._lead),
+                "renewed": [[rank, parts.record()] for rank, parts in self._renewed.items()],
+                "disk": report(self._tier, self._txn, self._manifests, damage),
+            }
 
         def compare(proposals: list[Body]) -> Body:
             if len({take(proposal, "txn", bytes) for proposal in proposals}) > 1:
@@ -128,6 +134,8 @@ class PublishStagedGroup(PublishStaged):
             if said is None:
                 raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self.ref)
             self._lead = decode_lead(said)
+            for proposal in proposals:
+                self._renewed |= {int(rank): RenewedParts.of_record(parts) for rank, parts in take(proposal, "renewed", list)}
             cancelled = next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")
             healing = NOT_DAMAGED if cancelled else plan([take(proposal, "disk", dict) for proposal in proposals], self._healed)
             return {"cancelled": cancelled, "healing": list(healing)}
@@ -148,7 +156,11 @@ class PublishStagedGroup(PublishStaged):
             try:
                 with status.meter.timed("commit"):
                     self._append(txn)
-            except (ConflictError, SnapshotExpiredError) as exc:
+            except ConflictError as exc:
+                return self._lost(str(exc))
+            except SnapshotExpiredError as exc:
+                if not is_lost(self._context.engine, self._tier.folder, self._manifests, self._lead):
+                    raise  # in the next round the ranks use new names for what gc freed
                 return self._lost(str(exc))
             return {}
 
@@ -169,7 +181,7 @@ class PublishStagedGroup(PublishStaged):
 
     def _state(self, view: RefTable) -> Body | None:
         """What the log says: published ({}), given up, or neither yet (None)."""
-        if view.snapshot(self._txn) is not None:
+        if published_as(self._context.engine, view, self._txn) is not None:
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
 
@@ -178,7 +190,7 @@ class PublishStagedGroup(PublishStaged):
             self._end(status, None)
             raise SnapshotAbortedError(f"the save to {self.ref!r} was staged, but not published: {outcome['lost']}", object_id=self.ref)
         self._context.retry_until_dropped(status, "the log", self._context.engine.log.sync)
-        info = self._context.engine.log.view().snapshot(self._txn)
+        info = published_as(self._context.engine, self._context.engine.log.view(), self._txn)
         if info is None:
             raise BackendUnavailableError(
                 f"this rank does not see the snapshot that was published for {self.ref!r}: do all ranks open one store?",

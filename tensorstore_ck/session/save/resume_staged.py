@@ -1,8 +1,8 @@
 """Continues saves that earlier processes staged and could not publish: their manifests lie on the staging disk.
 
-A save of one process is continued by any process that opens the store with that disk. A save of many ranks needs the disks of all their
-hosts: the ranks of a group exchange what they find, each takes what lies on its own disk, and what is incomplete stays for a job that has
-the missing hosts.
+A save of one process is continued by any process that opens the store with that disk, once the process that staged it has ended. A save of
+many ranks needs the disks of all their hosts: the ranks of a group exchange what they find, each takes what lies on its own disk, and what
+is incomplete stays for a job that has the missing hosts.
 """
 
 import logging
@@ -21,6 +21,7 @@ from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
+from tensorstore_ck.session.staging.outcome import published_as
 from tensorstore_ck.session.staging.publish import clean_up, give_up
 from tensorstore_ck.session.staging.staged_chain import StagedLink
 
@@ -52,7 +53,8 @@ def sweep(tier: StagingTier) -> None:
 def resume_alone(context: SaveContext, tier: StagingTier) -> list[PublishStaged]:
     """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
-    return [_resumed(context, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    found = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    return [_resumed(context, [manifest]) for manifest in found if _claimed(tier.folder, [manifest])]
 
 
 def resume_here(
@@ -66,7 +68,19 @@ def resume_here(
     found: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(tier.folder):
         found.setdefault(manifest.txn, []).append(manifest)
-    return [_resumed(context, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
+    complete = [each for each in found.values() if each[0].lead and len(each) == each[0].ranks]
+    return [_resumed(context, each) for each in complete if _claimed(tier.folder, each) and is_wanted(each)]
+
+
+def _claimed(folder: StagingFolder, manifests: Sequence[Manifest]) -> bool:
+    """Whether this process may continue a save; False if another one that lives publishes it."""
+    for number, manifest in enumerate(manifests):
+        if not folder.claim(manifest.key):
+            for claimed in manifests[:number]:
+                folder.release(claimed.key)
+            _logger.info("a running process publishes what was staged for %s at step %s; it is left to it", manifest.ref, manifest.step)
+            return False
+    return True
 
 
 def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> PublishStaged:
@@ -89,7 +103,8 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
-        here.update(((manifest.txn, manifest.rank), manifest) for manifest in find_manifests(tier.folder) if manifest.ranks > 1)
+        found = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks > 1]
+        here.update(((manifest.txn, manifest.rank), manifest) for manifest in found if _claimed(tier.folder, [manifest]))
         return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
     def compare(proposals: list[Body]) -> Body:
@@ -121,10 +136,18 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
+            else:
+                for manifest in (*mine, *others):
+                    tier.folder.release(manifest.key)
         return {}
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-    attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+    try:
+        attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+    except BaseException:
+        for manifest in here.values():
+            tier.folder.release(manifest.key)
+        raise
     return puts
 
 
@@ -153,7 +176,7 @@ def _finders(proposals: Sequence[Body]) -> dict[bytes, _Finders]:
 def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
     """What to do with it, by the log and by what is missing; and the number of its log entry, for their order."""
     owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
-    if view.snapshot(txn) is not None:
+    if published_as(engine, view, Ulid(txn)) is not None:
         return 0, [txn, PUBLISHED, owners]
     staged = view.staged(txn)
     if staged is None:  # its ranks were stopped before all had staged; or another job is staging it now

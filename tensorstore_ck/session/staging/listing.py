@@ -13,6 +13,7 @@ from tensorstore_ck.errors import MissingObjectError, StoreError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
+from tensorstore_ck.session.staging.outcome import published_as
 
 State = Literal["staged", "published", "given up", "unknown"]
 """What the log says of it; `unknown`: nothing yet."""
@@ -61,16 +62,16 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutI
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
                 known = puts.get(txn) or StagedPutInfo(
-                    ulid_text(txn), None, None, None, _state(view, txn), None, (), 0, 0, 0, (), is_here=True
+                    ulid_text(txn), None, None, None, _state(engine, view, txn), None, (), 0, 0, 0, (), is_here=True
                 )
                 puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
     return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
 
 
-def _state(view: RefTable, txn: Ulid) -> State:
+def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
     if view.staged(txn) is not None:
         return "staged"
-    if view.snapshot(txn) is not None:
+    if published_as(engine, view, txn) is not None:
         return "published"
     return "given up" if view.outcome(txn) is not None else "unknown"
 
@@ -105,7 +106,7 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
         first.ref,
         first.step,
         None if root is None else root.hex(),
-        _state(view, first.txn),
+        _state(engine, view, first.txn),
         first.ranks,
         here,
         sum(each[0] for each in sent.values() if each is not None),
@@ -134,16 +135,16 @@ def _some(items: Sequence[object]) -> str:
 def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, int] | None:
     """The size of an object, and how much of it is in the store; None if it does not exist."""
     store = engine.tier.backend.store if engine.tier is not None else engine.backend
+    entry = folder.journal.read(name)
     try:
         size_bytes = folder.unsent.size(name)
     except MissingObjectError:
-        return _stored_bytes(store, name)
-    entry = folder.journal.read(name)
+        return _stored_bytes(store, name if entry is None else entry.store_name)
     if entry is None or not entry.token or entry.is_complete:
         return size_bytes, size_bytes if entry is not None and entry.is_complete else 0
     pieces = resumable(store)
     try:
-        missing = pieces.resume_upload(name, size_bytes, entry.token).missing if pieces is not None else ()
+        missing = pieces.resume_upload(entry.store_name, size_bytes, entry.token).missing if pieces is not None else ()
     except (StoreError, UploadGoneError):
         return size_bytes, 0
     return size_bytes, size_bytes - sum(piece.size_bytes for piece in missing)

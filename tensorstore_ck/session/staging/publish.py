@@ -1,24 +1,27 @@
 """The second step of a staged save: after its objects are uploaded, one log entry publishes it.
 
-It may be tried again: uploads continue, and of several entries that publish one staged snapshot the first counts. A save that can never be
-published is given up, in the log.
+It may be tried again, by several processes: uploads continue, and of several entries that publish one staged snapshot the first counts. A
+save that can never be published is given up, in the log.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.publish import moving, publish
-from tensorstore_ck.engine.write.rank_parts import condemned_of_ranks
-from tensorstore_ck.errors import MissingObjectError
+from tensorstore_ck.engine.write.publish import moving, publish, store_record
+from tensorstore_ck.engine.write.rank_parts import RankParts, condemned_of_ranks, ulids_of
+from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, read_manifests
+from tensorstore_ck.session.staging.outcome import published_as
 from tensorstore_ck.session.staging.stage import check_accepted, owner_of, pin_for
 
 
-def publish_staged(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
+def publish_staged(
+    engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str, *, renewed: Sequence[RankParts] | None = None
+) -> SnapshotInfo:
     """Publishes a staged snapshot whose objects are in the store; if another process has published it, returns that.
 
     Args:
@@ -27,13 +30,17 @@ def publish_staged(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Uli
         txn: The transaction of the staging.
         attempt: The transaction of this attempt: one that was aborted never publishes.
         ref: The branch.
+        renewed: The parts of all ranks, if some have new names: then the record gets one, too.
 
     Raises:
         ConflictError: the ref is not where it may be.
         SnapshotAbortedError: this attempt, or the staged snapshot itself, was given up.
         SnapshotExpiredError: gc freed blocks that it relies on.
     """
-    record = decode_record(lead.record, record_name(txn))
+    record, encoded, parts, snapshot = decode_record(lead.record, record_name(txn)), lead.record, lead.parts, txn
+    if renewed is not None:
+        record, parts, snapshot = record._replace(parts=ulids_of(renewed)), renewed, engine.put_id()
+        encoded = store_record(engine, snapshot, record)
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         staged = view.staged(txn)
@@ -42,18 +49,28 @@ def publish_staged(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Uli
         check_accepted(engine, view, ref, lead.accepts)
         later = [other for other, info in view.all_staged() if info.ref == ref and info.n > staged.n]
         pins = [pin_for(ref, other, record.root()) for other in later]  # they may share its blocks
-        return [*moving(engine, view, put, record, lead.mark), *_unpin(view, txn), *pins]
+        if renewed is not None and lead.pinned is not None and not view.is_live(lead.pinned):
+            raise SnapshotExpiredError(f"the staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
+        ended = [Op.abort(txn)] if renewed is not None else []
+        return [*moving(engine, view, put, record, lead.mark), *ended, *_unpin(view, txn), *pins]
 
-    return publish(
-        engine,
-        record,
-        lead.record,
-        txn=attempt,
-        staged=txn,
-        anchor=min(rank.anchor for rank in lead.parts),
-        arrange=arrange,
-        condemned=lambda view: condemned_of_ranks(engine, view, txn, lead.parts),
-    )
+    try:
+        return publish(
+            engine,
+            record,
+            encoded,
+            txn=attempt,
+            staged=txn,
+            snapshot=snapshot,
+            anchor=min(rank.anchor for rank in parts),
+            arrange=arrange,
+            condemned=lambda view: condemned_of_ranks(engine, view, snapshot, parts),
+        )
+    except SnapshotAbortedError:
+        published = published_as(engine, engine.log.view(), txn)
+        if published is None:
+            raise
+        return published
 
 
 def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
@@ -64,19 +81,25 @@ def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
             return []
         return [Op.abort(txn), *_unpin(view, txn)]
 
-    return engine.log.published(engine.log.append(build), txn)
+    published = engine.log.published(engine.log.append(build), txn)
+    return published if published is not None else published_as(engine, engine.log.view(), txn)
 
 
 def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
-    """Frees a staging disk: published objects become copies, unneeded ones and the manifest are deleted.
+    """Frees a staging disk of a save that is published, or given up in the log; never of anything else.
 
-    `needed`: the objects that other staged snapshots name.
+    Published objects become copies; unneeded ones and the manifest are deleted. What other staged saves need stays: their manifests, or
+    `needed`, name it. The store has a published object for them, but not under the name that they know if it was renewed.
     """
+    renewed = {name for name in manifest.names if (entry := tier.folder.journal.read(name)) is not None and entry.stored_as}
+    kept: set[str] = set()
+    if renewed or not published:
+        others, _ = read_manifests(tier.folder)
+        kept = set(needed).union(*(other.names for other in others if other.txn != manifest.txn))
     if published:
-        tier.folder.publish(manifest.names)
+        tier.folder.publish(name for name in manifest.names if name not in renewed & kept)
     else:
-        kept = set(needed)
-        tier.uploader.drop(name for name in manifest.names if name not in kept and _is_unsent(tier, name))
+        tier.uploader.drop(name for name in manifest.names if name not in kept and tier.folder.has_unsent(name))
     tier.folder.delete_manifest(manifest.key)
 
 
@@ -85,22 +108,13 @@ def drop(engine: Engine, tier: StagingTier | None, txn: Ulid) -> SnapshotInfo | 
     published = give_up(engine, txn)
     if tier is not None:
         manifests, damaged = read_manifests(tier.folder)
-        needed = {name for manifest in manifests if manifest.txn != txn for name in manifest.names}
         for manifest in manifests:
             if manifest.txn == txn:
-                clean_up(tier, manifest, published=published is not None, needed=needed)
+                clean_up(tier, manifest, published=published is not None)
         for key in damaged:
             if key.startswith(ulid_text(txn)):
                 tier.folder.delete_manifest(key)
     return published
-
-
-def _is_unsent(tier: StagingTier, name: str) -> bool:
-    try:
-        tier.folder.unsent.size(name)
-    except MissingObjectError:
-        return False
-    return True
 
 
 def _unpin(view: RefTable, txn: Ulid) -> list[Op]:

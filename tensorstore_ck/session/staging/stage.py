@@ -34,6 +34,7 @@ from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
+from tensorstore_ck.session.staging.outcome import published_as
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink, StagedLinks
 
 SMALL_BYTES: Final = 16 << 20
@@ -81,7 +82,7 @@ def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int |
             raise SnapshotExpiredError(f"a staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
         pins: list[Op] = []
         for shared in (lead.pinned, *lead.after):
-            info = view.snapshot(shared) if shared is not None else None
+            info = published_as(engine, view, shared) if shared is not None else None
             if info is not None:
                 pins += [*rescue_if_expired(engine, view, info), pin_for(ref, txn, info.root)]
         return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]

@@ -21,12 +21,14 @@ from tensorstore_ck.errors import (
     InvalidOptionError,
     MissingObjectError,
     NoSpaceError,
+    PermissionDeniedError,
     StoreError,
 )
 from tests.backend.staging.places import PACK, PART, PieceStore, held, journals, staging, unsent
 from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 
+OTHER_PACK = "packs/0E/01ARZ3NDEKTSV4RRFFQ69G5F0E"
 OBJECTS = {PACK: random.Random(1).randbytes(3500), PART: b"part" * 75}
 PIECES = {(PACK, 1), (PACK, 2), (PACK, 3), (PACK, 4), (PART, 1)}
 
@@ -115,9 +117,9 @@ class Opened(FaultyBackend):
         super().__init__(inner, faults, atomic_put=False)
         self.opened: list[str] = []
 
-    def open_writer(self, name: str) -> Any:
+    def open_whole_writer(self, name: str) -> Any:
         self.opened.append(name)
-        return super().open_writer(name)
+        return super().open_whole_writer(name)
 
 
 # --- stores that lose things ----------------------------------------------------------------------------------------
@@ -188,16 +190,69 @@ def test_an_upload_that_goes_while_it_is_under_way(tmp_path: Path, marker: str) 
     assert told.total == sum(map(len, OBJECTS.values()))
 
 
-@pytest.mark.parametrize(("make", "what"), [(PieceStore, "gone"), (PieceStore, "torn"), (MemoryBackend, "torn")])
-def test_a_complete_object_that_the_store_lost_is_sent_again(tmp_path: Path, make: type[MemoryBackend], what: str) -> None:
+@pytest.mark.parametrize("make", [PieceStore, MemoryBackend])
+def test_a_complete_object_that_the_store_lost_is_sent_again(tmp_path: Path, make: type[MemoryBackend]) -> None:
     folder, store = staging(tmp_path, OBJECTS), make()
     uploader(folder, store).upload(OBJECTS)
-    if what == "gone":
-        store.delete([PACK])
-    else:
-        store.replace(PACK, b"half")
-    uploader(folder, store).upload(OBJECTS)
+    store.delete([PACK])
+    assert uploader(folder, store).upload(OBJECTS) == []
     assert held(store) == OBJECTS
+
+
+@pytest.mark.parametrize("make", [PieceStore, MemoryBackend])
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize("other", [b"torn", bytes(len(OBJECTS[PACK]))])
+def test_another_object_of_that_name_is_left_alone(tmp_path: Path, make: type[MemoryBackend], other: bytes, is_complete: bool) -> None:
+    """It may be published. The caller chooses another name, under which the next upload sends the file."""
+    folder, store = staging(tmp_path, OBJECTS), make()
+    store.put(PACK, other)
+    folder.journal.write(JournalEntry(PACK, is_complete=is_complete and len(other) != len(OBJECTS[PACK])))
+    assert uploader(folder, store).upload(OBJECTS) == [PACK]
+    assert held(store) == {PACK: other, PART: OBJECTS[PART]}
+    folder.journal.write(JournalEntry(PACK, stored_as=OTHER_PACK))
+    assert uploader(folder, store).upload(OBJECTS) == []
+    assert held(store) == {PACK: other, OTHER_PACK: OBJECTS[PACK], PART: OBJECTS[PART]}
+    folder.publish([PACK])
+    assert folder.copies.get(OTHER_PACK) == OBJECTS[PACK]
+
+
+@pytest.mark.parametrize("make", [PieceStore, MemoryBackend])
+@pytest.mark.parametrize("is_read_only_once", [False, True])
+def test_the_same_object_by_another_process_is_not_sent_again(tmp_path: Path, make: type[MemoryBackend], is_read_only_once: bool) -> None:
+    folder, store, told = staging(tmp_path, OBJECTS), make(), Told()
+    store.put(PACK, OBJECTS[PACK])
+    read = store.read_into
+
+    def read_into(name: str, offset: int, target: memoryview) -> None:
+        if is_read_only_once and offset:
+            raise PermissionDeniedError("may only write")
+        read(name, offset, target)
+
+    store.read_into = read_into  # type: ignore[method-assign]
+    assert uploader(folder, store).upload(OBJECTS, on_bytes=told) == [PACK] * is_read_only_once
+    assert held(store) == OBJECTS
+    assert told.total == sum(map(len, OBJECTS.values())) - len(OBJECTS[PACK]) * is_read_only_once
+
+
+def test_an_object_that_appears_while_it_is_sent_is_compared(tmp_path: Path) -> None:
+    """Another process, with a copy of the file, was faster: the refusal is no error."""
+    store, folder = MemoryBackend(), staging(tmp_path, OBJECTS)
+
+    def appear(count: int) -> None:
+        if count > 0 and PACK not in held(store):
+            store.put(PACK, OBJECTS[PACK])
+
+    assert uploader(folder, store).upload(OBJECTS, on_bytes=appear) == []
+    assert held(store) == OBJECTS
+
+
+def test_a_file_that_was_published_before_it_was_locked_is_not_sent(tmp_path: Path) -> None:
+    folder, store = staging(tmp_path, OBJECTS), MemoryBackend()
+    file = folder.open_unsent(PACK)
+    uploader(folder, store).upload(OBJECTS)
+    folder.publish(OBJECTS)
+    assert not file.lock()
+    file.close()
 
 
 @pytest.mark.parametrize(
@@ -209,14 +264,12 @@ def test_a_complete_object_that_the_store_lost_is_sent_again(tmp_path: Path, mak
         (MemoryBackend, b"x" * 100_000),
     ],
 )
-def test_a_damaged_journal_costs_an_upload(tmp_path: Path, make: type[MemoryBackend], damaged: bytes) -> None:
+def test_a_damaged_journal_costs_a_comparison(tmp_path: Path, make: type[MemoryBackend], damaged: bytes) -> None:
     folder, store = staging(tmp_path, OBJECTS), make()
     uploader(folder, store).upload(OBJECTS)
     for journal in journals(folder):
         (Path(folder.path) / journal).write_bytes(damaged)
-    store.delete([PACK])
-    store.put(PACK, b"torn")
-    uploader(folder, store).upload(OBJECTS)
+    assert uploader(folder, store).upload(OBJECTS) == []
     assert held(store) == OBJECTS
 
 

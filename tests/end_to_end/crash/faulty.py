@@ -126,6 +126,10 @@ class FaultyBackend:
         writer: ObjectWriter = self._faults.call(f"open {name}", lambda: self._inner.open_writer(name))
         return FaultyWriter(writer, self._faults)
 
+    def open_whole_writer(self, name: str) -> ObjectWriter:
+        writer: ObjectWriter = self._faults.call(f"open {name}", lambda: self._inner.open_whole_writer(name))
+        return FaultyWriter(writer, self._faults)
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         found: Iterator[ObjectInfo] = self._faults.call(f"list {prefix}", lambda: iter(tuple(self._inner.list(prefix))))
         return found

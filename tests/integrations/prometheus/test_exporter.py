@@ -275,7 +275,7 @@ def test_a_scrape_reads_nothing_and_a_refresh_writes_nothing(
     store = make_store()
     put(store, "runs/a", 1)
     calls: list[str] = []
-    for name in ("get", "read_into", "size", "list", "put", "replace", "create", "delete", "open_writer"):
+    for name in ("get", "read_into", "size", "list", "put", "replace", "create", "delete", "open_writer", "open_whole_writer"):
         method = getattr(LocalBackend, name)
 
         def counted(self: Any, *args: Any, _name: str = name, _method: Any = method, **options: Any) -> Any:

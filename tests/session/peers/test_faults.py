@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_is_a_missing_copy(pool: Pool, tmp_path: Path
     sender, receiver = pool.run(_cut_short, str(tmp_path), ranks=2)
     assert sender[0] == [key_of(1)]
     assert "rank 1 keeps no copy of the 36.1 KiB that rank 0 staged: " in sender[1][0]
-    assert "ends at 5000" in sender[1][0]
+    assert "ends at 5,000" in sender[1][0]
     assert receiver == ([], [])
     assert _kept_from(tmp_path, 1, 0) == ([], [])
 

@@ -58,7 +58,7 @@ def stop_uploads_of_packs() -> None:
             threading.Event().wait()
         upload(self, names, **options)
 
-    Uploader.upload = stopped  # type: ignore[method-assign]
+    Uploader.upload = stopped  # type: ignore[method-assign, assignment]
 
 
 def manifests(folder: str, rank: int) -> list[Path]:

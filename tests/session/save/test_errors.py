@@ -158,7 +158,7 @@ def test_later_saves_are_not_hurt(place: Scene, at: str, error: type[BaseExcepti
     stop, failed = place.hold(1, at=at)
     later = put_beside(place.store, 2)
     stop.let_go(error("injected"))
-    with pytest.raises(error, match="injected"):
+    with pytest.raises(NoSpaceError if error is MemoryError else error, match="injected"):
         failed.wait(SECONDS)
     assert later.wait(SECONDS).step == 2
     assert place.steps() == [0, 2]

@@ -140,9 +140,9 @@ def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> 
     """What is staged, restored before it is published; then what is published, and a save on top."""
     is_restored = threading.Event()
 
-    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> Any:
         assert "on_retry" not in options or is_restored.wait(SECONDS)
-        real(self, names, **options)
+        return real(self, names, **options)
 
     with patched(Uploader, "upload", upload), Job(folder, ranks, disks) as job:
         kinds: list[str] = []
@@ -190,11 +190,11 @@ def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> t
     """One rank cancels a staged save before its upload; then all save another one."""
     is_reached, is_decided = threading.Event(), threading.Event()
 
-    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> Any:
         if "on_retry" in options:
             is_reached.set()
             assert is_decided.wait(SECONDS)
-        real(self, names, **options)
+        return real(self, names, **options)
 
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
@@ -214,11 +214,11 @@ def refuse_uploads(folder: str, ranks: int, disks: tuple[str, ...], failing: int
     """One rank's upload of one save is refused so many times; then all save another one: the error, the events, and what is published."""
     left = [1] * times if dist.get_rank() == failing else []
 
-    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> None:
+    def upload(real: Any, self: Uploader, names: Any, **options: Any) -> Any:
         if "on_retry" in options and left:
             left.pop()
             raise PermissionDeniedError("the token has expired")
-        real(self, names, **options)
+        return real(self, names, **options)
 
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)

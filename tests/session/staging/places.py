@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -15,6 +16,7 @@ import torch
 
 from tensorstore_ck.backend import s3_multipart_writer, s3_resumable_upload
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingFolder, StagingTier, Uploader
@@ -44,12 +46,16 @@ CAPACITY_BYTES: Final = 64 << 20
 _CHANGING: Final = {"rename", "unlink", "utime", "makedirs"}
 
 
-class Client(FaultyBackend):
-    """One process's connection to the server, which takes objects in pieces."""
+class WholeClient(FaultyBackend):
+    """One process's connection to the server."""
 
-    def __init__(self, server: PieceStore, faults: Faults) -> None:
+    def __init__(self, server: MemoryBackend, faults: Faults) -> None:
         super().__init__(cast(Backend, server), faults, atomic_put=True)
         self.is_local = False
+
+
+class Client(WholeClient):
+    """One process's connection to a server that takes objects in pieces."""
 
     def begin_upload(self, name: str, size_bytes: int) -> Upload:
         return s3_resumable_upload.begin(FakeCreator(self.call), name, name, size_bytes)
@@ -79,7 +85,7 @@ class Life(Faults):
         return effect()
 
 
-UPLOADS: Final = ("put_object", "create_multipart_upload", "upload_part")
+UPLOADS: Final = ("put_object", "create_multipart_upload", "upload_part", "open")
 
 
 class Server(Faults):
@@ -138,7 +144,8 @@ DISK: Final = FaultyOs()
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small pieces, no waiting, and a disk that can fail."""
     monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr("tensorstore_ck.session.save.context.next_delay", lambda *_, **__: NAP_SECONDS)
+    for module in ("context", "publish_staged"):
+        monkeypatch.setattr(f"tensorstore_ck.session.save.{module}.next_delay", lambda *_, **__: NAP_SECONDS)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
     monkeypatch.setattr(folder_module, "os", DISK)
     monkeypatch.setattr(copies_module, "os", DISK)
@@ -154,7 +161,7 @@ class Process:
 
     def __init__(
         self,
-        server: PieceStore,
+        server: MemoryBackend,
         path: Path,
         *,
         store_faults: Faults | None = None,
@@ -162,7 +169,8 @@ class Process:
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         config = read_config(cast(Backend, server)) or init_store(cast(Backend, server))
-        backend = cast(Backend, Client(server, store_faults or Life(disk_faults)))
+        client = Client if isinstance(server, PieceStore) else WholeClient
+        backend = cast(Backend, client(server, store_faults or Life(disk_faults)))
         folder = StagingFolder(path, config.uuid, capacity_bytes, open_verifier)
         folder.check()
         disk_faults = disk_faults or (Life(store_faults) if store_faults is not None else None)
@@ -178,8 +186,15 @@ class Process:
         engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, Staging(path))
         self.folder = folder
         self.events: list[Event] = []
-        self.store = Store(engine, host_memory_bytes=64 << 20)
-        self.store.on_event(self.events.append)
+        self.engine = engine
+        self.uploader = uploader
+
+    @cached_property
+    def store(self) -> Store:
+        """Opened, which continues what is staged."""
+        store = Store(self.engine, host_memory_bytes=64 << 20)
+        store.on_event(self.events.append)
+        return store
 
     @property
     def view(self) -> Any:
@@ -194,6 +209,10 @@ class Process:
         pending = self.put(step, ref, **options)
         pending.staged.wait(SECONDS)
         return pending
+
+    def lose_claims(self) -> None:
+        """Another process can take over what this one staged, as if it were gone."""
+        self.folder._claims.release_all()
 
     def put_at(self, faults: Faults, at: int, told: "Acknowledged", *steps: int) -> None:
         """Saves these, and meets the fault of `faults` at their n-th call."""
@@ -232,7 +251,7 @@ class Acknowledged:
             self.published |= {step} if pending.published.reached() else set()
 
 
-def require_nothing_lost(server: PieceStore, path: Path, told: Acknowledged) -> None:
+def require_nothing_lost(server: MemoryBackend, path: Path, told: Acknowledged) -> None:
     """The next process with that disk publishes what was staged, once and in order, and nothing is left."""
     with process(server, path) as job:
         job.store.finish_staged("job")
@@ -243,8 +262,9 @@ def require_nothing_lost(server: PieceStore, path: Path, told: Acknowledged) -> 
 
 
 @contextlib.contextmanager
-def process(server: PieceStore, path: Path, **options: Any) -> Iterator[Process]:
+def process(server: MemoryBackend, path: Path, **options: Any) -> Iterator[Process]:
     made = Process(server, path, **options)
+    assert made.store is not None
     try:
         yield made
     finally:
@@ -253,7 +273,7 @@ def process(server: PieceStore, path: Path, **options: Any) -> Iterator[Process]
 
 
 @contextlib.contextmanager
-def published(server: PieceStore, path: Path, connection: Faults | None = None) -> Iterator[Process]:
+def published(server: MemoryBackend, path: Path, connection: Faults | None = None) -> Iterator[Process]:
     """One that has published step 0."""
     with process(server, path, store_faults=connection) as job:
         job.put(0).wait(SECONDS)
@@ -269,7 +289,7 @@ def _noise(seed: int, size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(size_bytes)), dtype=torch.uint8)
 
 
-def leave_staged(server: PieceStore, path: Path, *steps: int, **options: Any) -> None:
+def leave_staged(server: MemoryBackend, path: Path, *steps: int, **options: Any) -> None:
     """A job that published step 0, staged these, and ended."""
     refusing = Server()
     with process(server, path, store_faults=refusing) as job:
@@ -326,7 +346,7 @@ def leftovers(folder: StagingFolder) -> list[str]:
     return [name for name in found if name != "users" and not name.startswith("copies/")]
 
 
-def require_all_well(server: PieceStore, path: Path, steps: list[int | None]) -> None:
+def require_all_well(server: MemoryBackend, path: Path, steps: list[int | None]) -> None:
     """Another process, on another host, sees just these steps, each as it was saved; and this host's disk has nothing left."""
     with process(server, path.with_name("elsewhere")) as other:
         assert [snapshot.step for snapshot in reversed(other.store.log("job"))] == steps
@@ -341,7 +361,7 @@ def require_all_well(server: PieceStore, path: Path, steps: list[int | None]) ->
     assert leftovers(folder_of(server, path)) == []
 
 
-def folder_of(server: PieceStore, path: Path) -> StagingFolder:
+def folder_of(server: MemoryBackend, path: Path) -> StagingFolder:
     """What a process with that disk has there."""
     config = read_config(cast(Backend, server))
     assert config is not None

@@ -52,6 +52,15 @@ def test_ranks_that_end_when_some_have_begun_to_publish(pool: Pool, folder: Path
     require_clean(folder, [0, 1, 2], "disk-0", "disk-1")
 
 
+@pytest.mark.parametrize(("eager", "tombstone_seconds"), [(0, 86_400), (1, 0)])
+def test_ranks_publish_what_gc_freed_under_new_names(pool: Pool, folder: Path, eager: int, tombstone_seconds: int) -> None:
+    assert pool.run(jobs.leave_while_one_publishes, str(folder), 2, OWN, eager, ranks=2) == [(1, [])] * 2
+    with tsck.open(folder / "store", cache_dir=folder / "cache-gc") as store:
+        assert store.gc(tsck.GcOptions(min_age_seconds=0, max_delete=1, tombstone_seconds=tombstone_seconds)).deleted_bytes > 0
+    assert pool.run(jobs.resume, str(folder), 2, OWN, ranks=2) == [(1, [0, 1], "")] * 2
+    require_clean(folder, [0, 1], "disk-0", "disk-1")
+
+
 @pytest.mark.parametrize(("ranks", "disks"), [(1, SHARED), (3, OWN)], ids=["fewer of one host", "more of several hosts"])
 def test_other_ranks_go_on(pool: Pool, folder: Path, ranks: int, disks: tuple[str, ...]) -> None:
     pool.run(jobs.leave_staged, str(folder), 2, disks, (1, 2), ranks=2)

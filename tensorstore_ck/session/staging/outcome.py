@@ -1,0 +1,52 @@
+"""What became of a staged save, by the log; and which errors mean that it can never be published."""
+
+from collections.abc import Collection
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    MissingObjectError,
+    SnapshotAbortedError,
+    SnapshotDroppedError,
+    SnapshotExpiredError,
+    StoreError,
+)
+from tensorstore_ck.log import RefTable, SnapshotInfo
+
+
+def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotInfo | None:
+    """The published snapshot that was staged under `txn`, also if it has another ULID (see `renew.py`); None if the log has none.
+
+    Raises:
+        StoreError: the log cannot be read.
+    """
+    info, outcome = view.snapshot(txn), view.outcome(txn)
+    if info is not None or outcome is None or outcome.put:
+        return info
+    entry = next(engine.log.entries(outcome.n))
+    for op in entry.ops:
+        if op.name == "put" and op.fields.get("staged") == txn:
+            return view.snapshot(op.fields["snapshot"]) or SnapshotInfo.of_op(op.fields, entry.n, entry.time_ns)
+    return None
+
+
+def can_never_be_published(error: StoreError, names: Collection[str]) -> bool:
+    """Whether no retry, by any process that has this disk, can ever publish the staged bytes after this error of their publication.
+
+    `names`: the staged objects of the save. Everything else leaves the save on the disk: a fault may pass, credentials can be renewed, a
+    store can be repaired.
+    """
+    match error:
+        case CorruptObjectError() | MissingObjectError():  # of another object, it is the store that is damaged
+            return error.object_id in names
+        case SnapshotDroppedError():  # a request, which the caller carries out
+            return False
+        case ConflictError():  # the branch has another history since: this save is fenced off
+            return True
+        case SnapshotAbortedError():  # the log says so
+            return True
+        case SnapshotExpiredError():  # blocks that it shares are nowhere: what is on the disk gets new names instead
+            return True
+    return False
