@@ -17,7 +17,6 @@ import click
 
 import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
-from tensorstore_ck.cli.hints import COMPLETE
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
@@ -202,9 +201,7 @@ class _Lines(logging.Handler):
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Prints a warning's text, without the place in the code."""
-    context = click.get_current_context(silent=True)
-    complete: Callable[[str], str] = str if context is None else context.meta.get(COMPLETE, str)
-    say(f"tsck: warning: {printable(complete(str(message)))}", err=True)
+    say(f"tsck: warning: {printable(str(message))}", err=True)
 
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "token_normalize_func": _renamed}

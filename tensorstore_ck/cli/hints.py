@@ -3,7 +3,8 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import click
@@ -11,8 +12,6 @@ from click.core import ParameterSource
 
 from tensorstore_ck.redaction import display_url, hidden_options
 
-COMPLETE: Final = "tensorstore_ck.complete"
-"""The key in click's context of the function that completes commands for the current store."""
 _COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
 
 
@@ -39,6 +38,16 @@ def store_arguments(
     for name, folder in folders.items():
         arguments += [f"--{name.replace('_', '-')}", folder] if folder and is_given(name) else []
     return arguments
+
+
+def show_completed(complete: Callable[[str], str]) -> None:
+    """Completes the commands in warnings of any thread, until `Program.main` ends."""
+    show = warnings.showwarning
+
+    def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+        show(complete(str(message)), *where, **more)
+
+    warnings.showwarning = show_warning
 
 
 def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.complete_names import complete_ref
-from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
+from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
 from tensorstore_ck.cli.known_stores import note_store
 from tensorstore_ck.cli.output import printable
 from tensorstore_ck.cli.progress import Bar, CountingBackend
@@ -296,7 +296,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
                 state_dir,
                 rollback,
             )
-            context.meta[COMPLETE] = choice.complete
+            show_completed(choice.complete)
             try:
                 command(*args, choice=choice, **kwargs)
             except StoreError as exc:
