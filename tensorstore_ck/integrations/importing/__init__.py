@@ -17,7 +17,9 @@ key_types.py              which keys a foreign dict may have
 resolve_placeholders.py   the final state, without placeholders
 safetensors_file.py       safetensors files
 sharded_index.py          several files with an index
+file_sets.py              numbered files of one checkpoint, and which are missing
 dcp_folder.py             folders of torch.distributed.checkpoint
+dcp_safetensors.py        folders of its HuggingFaceStorageWriter
 megatron_folder.py        folders of Megatron-core
 megatron_types.py         the types that it pickles
 deepspeed/                folders of DeepSpeed

@@ -436,9 +436,9 @@ def save_accelerate(folder: Path) -> None:
 
 
 def save_shards(folder: Path) -> None:
-    for shard in (2, 4):
-        save_file({f"w{shard}": torch.ones(5)}, folder / f"model-{shard:05}-of-00004.safetensors")
-        torch.save({f"w{shard}": torch.ones(5)}, folder / f"checkpoint-{shard:05}-of-00004.pt")
+    for shard in (1, 2):
+        save_file({f"w{shard}": torch.ones(5)}, folder / f"model-{shard:05}-of-00002.safetensors")
+        torch.save({f"w{shard}": torch.ones(5)}, folder / f"checkpoint-{shard:05}-of-00002.pt")
 
 
 def save_fsdp_ranks(folder: Path) -> None:
