@@ -33,9 +33,9 @@ from tensorstore_ck.state.match_names import (
     value_conflict,
 )
 from tensorstore_ck.state.memory_order import in_order_of
+from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare
-from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Rename, Selection, renamer

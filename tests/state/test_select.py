@@ -299,7 +299,7 @@ def test_a_conversion_leaves_the_scalars_of_optimizers_as_they_are(kind: type[to
     optimizer.step()
     for moments in optimizer.state.values():
         moments["step"].fill_(1001)
-    state = {"scale": torch.tensor(0.1), "optimizers": [optimizer.state_dict()]}
+    state: dict[str, Any] = {"scale": torch.tensor(0.1), "optimizers": [optimizer.state_dict()]}
     into: Any = {
         "new": None,
         "without a state": {"scale": torch.zeros((), dtype=torch.bfloat16), "optimizers": [{"state": {}, "param_groups": []}]},

@@ -11,6 +11,7 @@ torch_file.py             files of torch.save
 zip_directory.py          their zip archives
 safe_unpickler.py         pickles, read without running anything
 pickle_allowlist.py       the names that a pickle may use
+numpy_pickles.py          numpy's values in pickles
 placeholders.py           what stands for an object while a pickle is read
 omegaconf.py              OmegaConf's containers as plain ones
 key_types.py              which keys a foreign dict may have

@@ -16,6 +16,7 @@ from tensorstore_ck.integrations.importing.file_sets import missing_files
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import Unstorable
 from tensorstore_ck.integrations.importing.safetensors_file import SafetensorsContent, is_safetensors, load_safetensors, parse_json
 from tensorstore_ck.state.rank_shares import LocalPiece
 from tensorstore_ck.state.select import listed
@@ -76,6 +77,8 @@ def _add_pieces(part: SafetensorsContent, pieces: defaultdict[str, list[LocalPie
     if type(entries) is not dict or entries.keys() != part.tensors.keys():
         raise MalformedError("its offsets are not those of its tensors")
     for name, tensor in part.tensors.items():
+        if isinstance(tensor, Unstorable):
+            raise MalformedError(f"{printable(name)!r} is {tensor.name}")
         offsets = entries[name].get("saved_offsets") if type(entries[name]) is dict else None
         if type(offsets) is not list or len(offsets) != tensor.ndim or not all(_is_offset(offset) for offset in offsets):
             raise MalformedError(f"it has no valid offset of {printable(name)!r}")

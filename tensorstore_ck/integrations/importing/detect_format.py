@@ -73,6 +73,10 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
         return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
     if sharded_index.is_index(file):
         return _indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
+    if bytes(file.data[257:262]) == b"ustar":
+        raise UnsupportedValueError(
+            f"{file.path} is a tar archive: unpack it; if torch 0.1 wrote it, load it with torch, and save it again", object_id=file.path
+        )
     raise UnsupportedValueError(f"{file.path} has no supported format: give {_FORMATS}", object_id=file.path)
 
 

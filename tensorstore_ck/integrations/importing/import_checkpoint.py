@@ -162,7 +162,7 @@ def opened(
                 "--partial (partial=True)",
                 object_id=origin,
             )
-        resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes)
+        resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes, dropped=known.dropped)
         state, left_out = resolved
         if names is not None:
             state, others = convert_state(read_names(names), state)
