@@ -7,6 +7,8 @@ from typing import Any
 class Unstorable:
     """What a snapshot cannot hold; `resolve_placeholders` rejects it by its path, unless it is excluded."""
 
+    __slots__ = ("held", "name")
+
     def __init__(self, name: str, *held: object) -> None:
         self.name = name
         """In words, or ``module.name``, shortened and printable."""
@@ -16,6 +18,8 @@ class Unstorable:
 
 class UnknownObject(Unstorable):
     """An object that a pickle creates in a way that is not allowed: it accepts whatever the pickle does with it."""
+
+    __slots__ = ()
 
 
 class AllowedGlobal:

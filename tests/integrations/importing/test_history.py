@@ -129,6 +129,7 @@ WRONG: list[tuple[tuple[str, ...], int, str]] = [
     (("old", "--step-from", "name"), 2, "--step-from is for --history"),
     (("--history", "old/*.pt", "--step-from", "name", "--step", "3"), 2, "--step is for a single"),
     (("--history", "old/*.pt", "--step-from", "name", "--as-one"), 2, "--as-one is for a single"),
+    (("--history", "old/*.pt", "--step-from", "name", "--partial"), 2, "--partial is for a single"),
     (("old/step_5.pt", "old/step_10.pt"), 2, "--history imports each"),
     (("old/step_5.pt", "--metric", "a=key:val_loss"), 2, "is for --history"),
     (("old/step_5.pt", "--metric", "a=low"), 2, "NAME=NUMBER"),

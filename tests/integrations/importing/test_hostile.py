@@ -188,6 +188,11 @@ def test_compressed_records(refuse: Refuse, tmp_path: Path) -> None:
     assert "compressed" in refuse(path, tsck.UnsupportedValueError)
 
 
+def test_a_plain_tensor_over_a_quantized_storage(refuse: Refuse, tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.pt", tensor(held=storage("QUInt8Storage")) + b".", {"data/0": bytes(2)})
+    assert "without a scale" in refuse(path, tsck.CorruptObjectError)
+
+
 def test_a_record_twice(refuse: Refuse, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Duplicate"):
         archive(tmp_path / "a.pt", TENSOR, {"data/0": bytes(8), "data.pkl": TENSOR})
