@@ -370,7 +370,7 @@ class Store:
             strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
                 what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
             rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out).
-            dtype: Floating-point tensors are converted to it.
+            dtype: Floating-point tensors are converted to it, except those of one element in an optimizer's state, such as step counters.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
             group: A process group, or a one-dimensional DeviceMesh, whose ranks all restore the snapshot that rank 0 finds, or none does.

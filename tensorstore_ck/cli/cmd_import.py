@@ -53,6 +53,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     "--step-from", metavar="name|key:PATH", help="With --history: where the step is: in the file's name, or at PATH inside the file."
 )
 @click.option("--as-one", is_flag=True, help="One snapshot of a folder, even if its files are of several steps.")
+@click.option("--partial", is_flag=True, help="Import a checkpoint of which files are missing; the snapshot's metadata says so.")
 @click.option("--step", type=int, metavar="N", help="The training step, instead of the one in the checkpoint.")
 @click.option(
     "--metric",
@@ -76,6 +77,7 @@ def import_(
     history: bool,
     step_from: str | None,
     as_one: bool,
+    partial: bool,
     step: int | None,
     metrics: tuple[tuple[str, float | str], ...],
     metadata: tuple[tuple[str, object], ...],
@@ -95,8 +97,8 @@ def import_(
     run again, it skips files whose snapshots are on the branch and still the same.
     """
     if history:
-        if step is not None or as_one or names is not None:
-            option = "--as-one" if as_one else "--step" if step is not None else "--names"
+        if step is not None or as_one or partial or names is not None:
+            option = "--as-one" if as_one else "--partial" if partial else "--step" if step is not None else "--names"
             raise click.UsageError(f"{option} is for a single snapshot, and --history makes several.")
         if step_from is None:
             raise click.UsageError("--history needs --step-from name, or --step-from key:PATH such as key:global_step.")
@@ -115,7 +117,7 @@ def import_(
     (path,) = paths
     with _hinting(choice, path, ref, exclude):
         if dry_run:
-            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one, names=names)
+            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one, partial=partial, names=names)
             emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
             return
         with Bar("importing") as bar, choice.open(bar, codec) as store:
@@ -129,6 +131,7 @@ def import_(
                 metadata=dict(metadata),
                 exclude=exclude,
                 as_one=as_one,
+                partial=partial,
                 names=names,
                 expect=head,
                 started=lambda contents: bar.expect(contents.tensor_bytes),
@@ -147,6 +150,8 @@ def _lines(contents: "CheckpointContents") -> Iterator[str]:
         yield f"converted: {printable(what)}" + (f" ({count} times)" if count > 1 else "")
     if contents.left_out:
         yield f"left out: {first_names(contents.left_out)}"
+    if contents.missing:
+        yield f"missing: {first_names(contents.missing)}"
     for name, why in contents.skipped.items():
         yield f"skipped: {printable(name)} ({why})"
 

@@ -6,6 +6,7 @@ torch nor paths nor fsspec.
 """
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import decode, describe
 from tensorstore_ck.integrations.model_file_names import is_model_file, stored_files
-from tensorstore_ck.integrations.safetensors_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES
+from tensorstore_ck.integrations.safetensors_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -40,7 +41,6 @@ _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4
 """Dtype of safetensors -> bytes of an element; of all others 1."""
 _DTYPES: Final = {
     **TORCH_DTYPES,
-    "float4_e2m1fn_x2": "F4",
     **{f"np:{'|' if kind.endswith('1') else '<'}{kind}": name for kind, name in NUMPY_DTYPES.items()},
 }
 """Stored dtype -> that of safetensors."""
@@ -104,8 +104,7 @@ class SafetensorsFile:
         end = 0
         for name, entry in sorted(entries.items(), key=lambda item: -item[1].item_bytes):
             dtype = _DTYPES[_stored_dtype(content.layout, entry.leaf)]
-            shape = (*entry.shape[:-1], entry.shape[-1] * 2) if dtype == "F4" and entry.shape else entry.shape
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + entry.size)}
+            header[name] = {"dtype": dtype, "shape": file_shape(dtype, entry.shape), "data_offsets": (end, end + entry.size)}
             entries[name] = entry._replace(start=end)
             end += entry.size
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -196,22 +195,30 @@ class SnapshotFiles:
         if not any(id(leaf) in model for leaf in tensors):
             model = set()
         self._tensors: dict[str, dict[str, Leaf]] = {MODEL: {}, STATE: {}}
-        self._left_out = []
+        self._left_out: dict[str, list[str]] = {MODEL: [], STATE: []}
         for leaf in tensors:
             name = leaf.path.removeprefix(f"{MODEL_KEY}.") if id(leaf) in model else leaf.path
+            file = MODEL if id(leaf) in model or not model else STATE
             if _can_hold(layout, leaf, name):
-                self._tensors[MODEL if id(leaf) in model or not model else STATE][name] = leaf
+                self._tensors[file][name] = leaf
             else:
-                self._left_out.append(leaf.path)
+                self._left_out[file].append(leaf.path)
         stored = stored_files(tree).items()
         self._small = {name: leaf for name, leaf in stored if is_model_file(name) and isinstance(leaf, Leaf) and leaf.kind == "value"}
         self.files = [*(name for name in FILES if name == SNAPSHOT or self._tensors.get(name)), *self._small]
         self._made: dict[str, VirtualFile] = {}
 
     def tensors(self, name: str, info: SnapshotInfo) -> VirtualFile:
-        """A file of tensors."""
+        """A file of tensors. Warns if it lacks some, which safetensors cannot hold; its metadata names those."""
         if name not in self._made:
             metadata = {"format": "pt", "root": info.root.hex(), "step": str(info.step)}
+            if left_out := self._left_out[name]:
+                metadata["left_out"] = json.dumps(left_out)
+                shown = ", ".join(left_out[:8]) + (f" and {len(left_out) - 8} more" if len(left_out) > 8 else "")
+                warnings.warn(
+                    f"{name} lacks {shown}, which safetensors cannot hold: read them with checkout, or export as torch or dcp",
+                    stacklevel=2,
+                )
             self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
         return self._made[name]
 
@@ -230,7 +237,7 @@ class SnapshotFiles:
         about["metrics"] = _finite(snapshot.metrics)
         about["metadata"] = _finite(metadata)
         about["values"] = {leaf.path: describe(self._content.values[leaf.index]) for leaf in self._values}
-        about["left_out"] = self._left_out
+        about["left_out"] = [*self._left_out[MODEL], *self._left_out[STATE]]
         return BytesFile(json.dumps(about, indent=1).encode() + b"\n")
 
 
@@ -249,7 +256,9 @@ def _finite(value: Any) -> Any:
 
 
 def _can_hold(layout: Layout, leaf: Leaf, name: str) -> bool:
-    return _stored_dtype(layout, leaf) in _DTYPES and name != METADATA
+    dtype = _DTYPES.get(_stored_dtype(layout, leaf))
+    shape = tuple(leaf.node[3]) if leaf.kind == "view" else layout.tensors[leaf.index].shape
+    return dtype is not None and file_shape(dtype, shape) is not None and name != METADATA
 
 
 def _stored_dtype(layout: Layout, leaf: Leaf) -> str:

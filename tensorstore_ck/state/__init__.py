@@ -29,6 +29,7 @@ restore_into.py         restores into an existing state
 match_names.py          compares stored leaves with a target's
 fill_in_place.py        fills existing tensors
 allocate.py             allocates new tensors; converts dtypes at a restore
+optimizer_scalars.py    counters of optimizers, which `dtype=` does not convert
 rebuild_tree.py         rebuilds containers and values
 select.py               `select=` and `rename=`
 load_report.py          reports what did not fit

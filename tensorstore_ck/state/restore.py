@@ -12,6 +12,7 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.tree import parse
 from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, require_memory_for
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
+from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.restore_into import RestorePlan, restore_into
 from tensorstore_ck.state.select import Rename, Selection
@@ -57,7 +58,7 @@ def restore(
         describer = None if group is None else describer_of(group)
         plan = RestorePlan(content, tree, selection, rename, dtype, describer=describer)
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
-    wanted = require_buildable(tree, content, dtype)
+    wanted = with_exact_scalars(content, require_buildable(tree, content, dtype))
     require_memory_for(content.layout, wanted, target_device)
     fresh = TensorAllocator(content.layout, wanted, target_device)
     content.read(dict(fresh.targets))

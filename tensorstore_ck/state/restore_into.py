@@ -33,6 +33,7 @@ from tensorstore_ck.state.match_names import (
     value_conflict,
 )
 from tensorstore_ck.state.memory_order import in_order_of
+from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
@@ -54,8 +55,8 @@ def restore_into(
     content = plan.content
     finish = plan.visit(into, "", 0)
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
-    for adopted in plan.adopted:
-        plan.wanted += require_buildable(adopted, content, plan.dtype)
+    adopted = [each for tree in plan.adopted for each in require_buildable(tree, content, plan.dtype)]
+    plan.wanted += with_exact_scalars(content, adopted)
     require_memory_for(content.layout, plan.wanted, device)
     fresh = TensorAllocator(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get

@@ -288,3 +288,33 @@ def test_any_slice(data: st.DataObject) -> None:
         return
     assert np.array_equal(snapshot["t"][index].numpy(), expected)
     assert np.array_equal(snapshot["n"][index], expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("target", ["new", "without a state", "without an optimizer"])
+def test_a_conversion_leaves_the_scalars_of_optimizers_as_they_are(kind: type[torch.optim.Optimizer], target: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.LayerNorm(2))
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.1))  # type: ignore[call-arg]
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    for moments in optimizer.state.values():
+        moments["step"].fill_(1001)
+    state: dict[str, Any] = {"scale": torch.tensor(0.1), "optimizers": [optimizer.state_dict()]}
+    into: Any = {
+        "new": None,
+        "without a state": {"scale": torch.zeros((), dtype=torch.bfloat16), "optimizers": [{"state": {}, "param_groups": []}]},
+        "without an optimizer": {"scale": torch.zeros((), dtype=torch.bfloat16), "optimizers": None},
+    }[target]
+    found = restore(stored(state), into=into, dtype=torch.bfloat16)
+    assert found["scale"].dtype is torch.bfloat16
+    for name, moments in state["optimizers"][0]["state"].items():
+        for key, tensor in moments.items():
+            expected = tensor if tensor.numel() == 1 else tensor.bfloat16()
+            assert_same(found["optimizers"][0]["state"][name][key], expected)
+    assert_same(found["optimizers"][0]["param_groups"][0]["lr"], torch.tensor(0.1))
+
+
+def test_a_selection_converts_an_optimizer_s_scalars_no_more_than_the_whole() -> None:
+    state = {"optimizer": {"state": {0: {"step": torch.tensor(1001.0), "m": torch.ones(2)}}, "param_groups": []}}
+    found = restore(stored(state), select=["optimizer.state.*"], dtype=torch.bfloat16)
+    assert_same(found["optimizer"]["state"][0], {"step": torch.tensor(1001.0), "m": torch.ones(2, dtype=torch.bfloat16)})

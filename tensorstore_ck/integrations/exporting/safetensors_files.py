@@ -20,7 +20,7 @@ from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, re
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES
+from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
 from tensorstore_ck.state.allocate import AnyDtype, LeafForm, form_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, decode_torch
 from tensorstore_ck.state.select import listed
@@ -87,7 +87,7 @@ def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
             continue
         form = form_of(content.layout, leaf)
         dtype = _dtype_name(form.dtype)
-        if dtype is None:
+        if dtype is None or file_shape(dtype, form.shape) is None:
             unknown.append(f"{leaf.path} ({form.dtype})")
         elif leaf.path == METADATA:
             raise UnsupportedValueError(
@@ -115,7 +115,11 @@ def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> 
     table: dict[str, Any] = {METADATA: texts}
     at = 0
     for entry in entries:
-        table[entry.leaf.path] = {"dtype": entry.dtype, "shape": entry.form.shape, "data_offsets": [at, at + entry.size_bytes]}
+        table[entry.leaf.path] = {
+            "dtype": entry.dtype,
+            "shape": file_shape(entry.dtype, entry.form.shape),
+            "data_offsets": [at, at + entry.size_bytes],
+        }
         at += entry.size_bytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
     text += b" " * (-len(text) % 8)

@@ -11,13 +11,16 @@ torch_file.py             files of torch.save
 zip_directory.py          their zip archives
 safe_unpickler.py         pickles, read without running anything
 pickle_allowlist.py       the names that a pickle may use
+numpy_pickles.py          numpy's values in pickles
 placeholders.py           what stands for an object while a pickle is read
 omegaconf.py              OmegaConf's containers as plain ones
 key_types.py              which keys a foreign dict may have
 resolve_placeholders.py   the final state, without placeholders
 safetensors_file.py       safetensors files
 sharded_index.py          several files with an index
+file_sets.py              numbered files of one checkpoint, and which are missing
 dcp_folder.py             folders of torch.distributed.checkpoint
+dcp_safetensors.py        folders of its HuggingFaceStorageWriter
 megatron_folder.py        folders of Megatron-core
 megatron_types.py         the types that it pickles
 deepspeed/                folders of DeepSpeed

@@ -210,7 +210,7 @@ class _Reader:
             if box.offsets not in chunk_of:
                 raise MalformedError(f"the piece at {list(box.offsets)[:8]} of {printable(name)!r} has no position")
             pieces.append(LocalPiece(box, self._piece(name, dtype, box, chunk_of[box.offsets])))
-        return _assembled(name, shape, dtype, pieces)
+        return assembled(name, shape, dtype, pieces)
 
     def _piece(self, name: str, dtype: torch.dtype, box: BoxBounds, chunk: _StoredChunk) -> torch.Tensor:
         tensor = self._item(chunk)
@@ -241,7 +241,7 @@ class _Reader:
         raise UnsupportedValueError(f"{path} {what}, which is not supported: load it with torch, then store the state", object_id=path)
 
 
-def _assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[LocalPiece]) -> torch.Tensor | Boxes:
+def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[LocalPiece]) -> torch.Tensor | Boxes:
     """The tensor of these pieces, which must cover it exactly once, for `state.capture`, like a rank's boxes of it.
 
     Each piece stays in its file, and the store gets the boxes, cut into the same blocks as in a save by the ranks that held them.

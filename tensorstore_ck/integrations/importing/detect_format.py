@@ -6,10 +6,11 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations.importing import dcp_folder, megatron_folder, sharded_index, trainer_folder
+from tensorstore_ck.integrations.importing import dcp_folder, dcp_safetensors, megatron_folder, sharded_index, trainer_folder
 from tensorstore_ck.integrations.importing.deepspeed.folder import DeepSpeedContent, find_tag_folder, load_deepspeed
 from tensorstore_ck.integrations.importing.deepspeed.trainers import is_accelerate, load_accelerate, load_trainer
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
+from tensorstore_ck.integrations.importing.file_sets import missing_files
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
@@ -37,6 +38,8 @@ class FoundState(NamedTuple):
     """Files next to it that are not part of it, and why."""
     files: tuple[str, ...] = ()
     """The files that its index names."""
+    missing: tuple[str, ...] = ()
+    """Files that belong to it, and are not there."""
 
 
 def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool = False) -> FoundState:
@@ -51,8 +54,11 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
     is_folder = os.path.isdir(path)
-    found = _in_folder(files, Folder(path), known, as_one=as_one) if is_folder else _in_file(files, files.map(path), known)
-    return _with_lightning(found)
+    if is_folder:
+        return _with_lightning(_in_folder(files, Folder(path), known, as_one=as_one))
+    found = _in_file(files, files.map(path), known)
+    others = ("the files of the other ranks",) if dcp_safetensors.OFFSETS in found.metadata else missing_files([os.path.basename(path)])
+    return _with_lightning(found._replace(missing=found.missing or others))
 
 
 def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundState:
@@ -67,6 +73,10 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
         return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
     if sharded_index.is_index(file):
         return _indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
+    if bytes(file.data[257:262]) == b"ustar":
+        raise UnsupportedValueError(
+            f"{file.path} is a tar archive: unpack it; if torch 0.1 wrote it, load it with torch, and save it again", object_id=file.path
+        )
     raise UnsupportedValueError(f"{file.path} has no supported format: give {_FORMATS}", object_id=file.path)
 
 
@@ -101,13 +111,16 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
         found = _indexed(files, folder, files.map(folder.join(indexes[0])), known)
         others = [name for name in names if name not in (*indexes, *found.files)]
         return found._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
+    if (sharded := dcp_safetensors.load_sharded(files, folder, names, known)) is not None:
+        skipped = tuple((name, "not a file of a rank") for name in names if name not in sharded.files)
+        return FoundState(dcp_safetensors.KIND, sharded.state, {}, {}, skipped=skipped, files=sharded.files, missing=sharded.missing)
     return _members(files, folder, names, known, as_one=as_one)
 
 
 def _indexed(files: Files, folder: Folder, index: MappedFile, known: PickleAllowlist) -> FoundState:
     content = sharded_index.load_indexed(files, folder, index, known)
     what = f"{len(content.files)} files with an index"
-    return FoundState(what, content.state, content.metadata, content.unknown, files=content.files)
+    return FoundState(what, content.state, content.metadata, content.unknown, files=content.files, missing=content.missing)
 
 
 def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
@@ -137,6 +150,11 @@ class _Members(NamedTuple):
         stems = {name: os.path.splitext(name)[0] for name in self.found}
         is_clear = len(set(stems.values())) == len(stems)
         return {stems[name] if is_clear else name: each.state for name, each in self.found.items()}
+
+    def missing(self) -> tuple[str, ...]:
+        """Files that belong to them, and are not there."""
+        own = missing_files(name for name, each in self.found.items() if not each.missing)
+        return tuple(name for each in self.found.values() for name in each.missing) + own
 
     def unknown(self) -> dict[str, str]:
         """Names in their pickles that are not allowed -> the file."""
@@ -176,10 +194,12 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: {hint}", object_id=folder.path)
     if len(found) == 1:
         (only,) = found.values()
-        return only._replace(skipped=tuple(skipped))
+        return only._replace(skipped=tuple(skipped), missing=members.missing())
     if not as_one:
         require_one_step(folder.path, {name: each.state for name, each in found.items()}, names)
-    return FoundState(f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped))
+    return FoundState(
+        f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped), missing=members.missing()
+    )
 
 
 def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowlist) -> FoundState:
@@ -202,7 +222,15 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
             object_id=folder.path,
         )
     state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
-    return FoundState("checkpoint folder of transformers' Trainer", state, {}, members.unknown(), trained.step, tuple(members.skipped))
+    return FoundState(
+        "checkpoint folder of transformers' Trainer",
+        state,
+        {},
+        members.unknown(),
+        trained.step,
+        tuple(members.skipped),
+        missing=members.missing(),
+    )
 
 
 def _with_lightning(found: FoundState) -> FoundState:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.detect_format import find_state
+from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.integrations.importing.mapped_files import Files
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_placeholders
@@ -20,6 +22,7 @@ from tensorstore_ck.integrations.weight_names.states import convert_state
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
+from tensorstore_ck.state.select import listed
 from tensorstore_ck.store import Store
 
 
@@ -42,6 +45,8 @@ class CheckpointContents:
     """Excluded paths."""
     skipped: Mapping[str, str]
     """Files next to it that are not imported -> why."""
+    missing: tuple[str, ...] = ()
+    """Files that belong to it, and are not there."""
 
 
 class Imported(NamedTuple):
@@ -62,6 +67,7 @@ def import_checkpoint(
     metadata: Mapping[str, object] | None = None,
     exclude: Sequence[str] = (),
     as_one: bool = False,
+    partial: bool = False,
     names: str | os.PathLike[str] | None = None,
     expect: str | Snapshot | AnyHead | LastSeen | None = LAST_SEEN,
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
@@ -81,6 +87,8 @@ def import_checkpoint(
         metadata: Added to the checkpoint's own metadata.
         exclude: Globs over paths such as ``hyper_parameters.*``, which are not imported.
         as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
+        partial: Import a checkpoint of which files are missing, such as ``model-00001-of-00003.safetensors`` alone; the snapshot's
+            metadata then says so, as ``partial``.
         names: A file of weight names: import the tensors of a model of Hugging Face under the names of Megatron-core, or the other way
             round, and nothing else. See the guide "Import and export".
         expect: See `Store.put_snapshot`.
@@ -95,7 +103,7 @@ def import_checkpoint(
         MismatchError: a glob of `exclude` matches nothing, or `names` does not fit the tensors. Nothing was stored.
         ConflictError: the ref is elsewhere; nothing was stored.
     """
-    with opened(path, exclude, as_one=as_one, names=names) as (contents, captured, files, _):
+    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as (contents, captured, files, _):
         started(contents)
         snapshot = put_captured(
             store,
@@ -112,10 +120,15 @@ def import_checkpoint(
 
 @renamed_argument(leave_out="exclude")
 def inspect_checkpoint(
-    path: str | os.PathLike[str], *, exclude: Sequence[str] = (), as_one: bool = False, names: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    exclude: Sequence[str] = (),
+    as_one: bool = False,
+    partial: bool = False,
+    names: str | os.PathLike[str] | None = None,
 ) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
-    with opened(path, exclude, as_one=as_one, names=names) as found:
+    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as found:
         return found.contents
 
 
@@ -130,14 +143,26 @@ class Opened(NamedTuple):
 
 @contextmanager
 def opened(
-    path: str | os.PathLike[str], exclude: Sequence[str] = (), *, as_one: bool = False, names: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    exclude: Sequence[str] = (),
+    *,
+    as_one: bool = False,
+    partial: bool = False,
+    names: str | os.PathLike[str] | None = None,
 ) -> Iterator[Opened]:
     """A parsed checkpoint; its tensors are read while they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
-        resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes)
+        lacks = f"lacks {listed(list(map(printable, found.missing)))}"
+        if found.missing and not partial:
+            raise CorruptObjectError(
+                f"{origin} is not the whole checkpoint, it {lacks}: get all files and import their folder, or import what is there with "
+                "--partial (partial=True)",
+                object_id=origin,
+            )
+        resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes, dropped=known.dropped)
         state, left_out = resolved
         if names is not None:
             state, others = convert_state(read_names(names), state)
@@ -151,10 +176,11 @@ def opened(
             sum(spec.size_bytes for spec in tensors),
             len(captured.values),
             found.step,
-            {key: value for key, value in found.metadata.items() if key != STORE_KEY},
+            {key: value for key, value in found.metadata.items() if key != STORE_KEY} | ({"partial": lacks} if found.missing else {}),
             dict(known.converted),
             tuple(left_out),
             dict(found.skipped),
+            found.missing,
         )
         yield Opened(contents, captured, files, state)
 

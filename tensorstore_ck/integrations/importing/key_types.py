@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tensorstore_ck.format.values import MAX_EQUAL_HASHES, RANDOM_HASHES, reject_hash_collisions
 from tensorstore_ck.integrations.importing.malformed import MalformedError
-from tensorstore_ck.integrations.importing.placeholders import UnknownObject
+from tensorstore_ck.integrations.importing.placeholders import Unstorable
 
 MAX_KEY_DEPTH: Final = 8
 """Of nested tuples, whose hash recurses."""
@@ -73,11 +73,6 @@ def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
             if items > left:
                 raise MalformedError(f"it has a key of more than {MAX_KEY_ITEMS} items")
         return items
-    if (
-        kind is frozenset
-        or isinstance(key, UnknownObject)
-        or callable(getattr(key, "build", None))
-        or kind.__module__ in ("torch", "numpy")
-    ):
+    if kind is frozenset or isinstance(key, Unstorable) or callable(getattr(key, "build", None)) or kind.__module__ in ("torch", "numpy"):
         return 1
     raise MalformedError(f"it has a {kind.__name__} as a key, or a tuple that is nested too deep")

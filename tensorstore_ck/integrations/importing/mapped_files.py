@@ -110,12 +110,11 @@ class Folder:
         """Whether there is a file of that name directly in it."""
         return os.path.isfile(os.path.join(self.path, name))
 
-    def join(self, name: object) -> str:
-        """The path of a file in it that a foreign file names.
+    def find(self, name: object) -> str | None:
+        """The path of a file in it that a foreign file names; None if there is no such file.
 
         Raises:
             InvalidNameError: the name leads out of the folder.
-            CorruptObjectError: there is no such file.
         """
         shown = printable(name)
         if type(name) is not str or not 0 < len(name) <= MAX_NAME or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
@@ -127,10 +126,23 @@ class Folder:
         with suppress(OSError, ValueError):
             real = os.path.realpath(path, strict=True)
         if real == self._root:
-            raise CorruptObjectError(f"{self.path} names {shown!r}, which does not exist: get the whole checkpoint", object_id=shown)
+            return None
         if not any(real.startswith(root + os.sep) for root in (self._root, self._blobs) if root is not None):
             raise InvalidNameError(
                 f"{path} is a link that leads out of its folder, to {printable(real)}: copy the checkpoint with `cp -rL` if you trust it",
                 object_id=shown,
             )
         return real
+
+    def join(self, name: object) -> str:
+        """The path of a file in it that a foreign file names.
+
+        Raises:
+            InvalidNameError: the name leads out of the folder.
+            CorruptObjectError: there is no such file.
+        """
+        found = self.find(name)
+        if found is None:
+            shown = printable(name)
+            raise CorruptObjectError(f"{self.path} names {shown!r}, which does not exist: get the whole checkpoint", object_id=shown)
+        return found

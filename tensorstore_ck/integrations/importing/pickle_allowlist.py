@@ -4,24 +4,23 @@ Tensors are created over existing storages, and only if they fit into them. Cont
 `PickleAllowlist.converted` counts. Everything else stays unknown. No name is ever imported.
 """
 
-import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
-from tensorstore_ck.format.values import numpy_dtype
 from tensorstore_ck.integrations.importing.deepspeed.classes import deepspeed_makers
 from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
+from tensorstore_ck.integrations.importing.numpy_pickles import NUMPY_MAKERS, NumpyArrayClass
 from tensorstore_ck.integrations.importing.omegaconf import config_makers
-from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Unstorable
 from tensorstore_ck.state.byte_sources import strided
-from tensorstore_ck.state.registered_types import DTYPES
+from tensorstore_ck.state.registered_types import DTYPE_NAMES, DTYPES
 
 STORAGE_DTYPES: Final = {
     "DoubleStorage": torch.float64,
@@ -37,6 +36,20 @@ STORAGE_DTYPES: Final = {
     "ComplexDoubleStorage": torch.complex128,
     "ComplexFloatStorage": torch.complex64,
 }
+_QUANTIZED_STORAGE_DTYPES: Final = {
+    "QUInt8Storage": torch.quint8,
+    "QInt8Storage": torch.qint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
+_UNSTORABLE: Final = {
+    ("torch._utils", "_rebuild_qtensor"): "a quantized tensor",
+    ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
+    ("torch._utils", "_rebuild_nested_tensor"): "a nested tensor",
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): "a tensor without data (meta)",
+}
+"""Functions of torch -> what they make."""
 _LAYOUTS: Final = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 _ATTRIBUTE_DICTS: Final = (
     "lightning.fabric.utilities.data",
@@ -46,7 +59,6 @@ _ATTRIBUTE_DICTS: Final = (
 )
 _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
 _OLD_NAMES: Final = {"long": "int", "unicode": "str"}
-_NUMPY_CORES: Final = ("numpy.core", "numpy._core")
 
 
 class StorageType:
@@ -75,13 +87,17 @@ class PickleAllowlist:
         """Conversions to other types, in words -> how often."""
         self.parsed_bytes = 0
         """Size of pickles and headers, which limits the size of the state."""
+        self.dropped: list[object] = []
+        """Attributes of tensors, which are not imported."""
         self._table: dict[tuple[str, str], object] = dict(more or {})
         for name, dtype in DTYPES.items():
             self._table["torch", name] = dtype
-        for name, dtype in STORAGE_DTYPES.items():
+        for name, dtype in (STORAGE_DTYPES | _QUANTIZED_STORAGE_DTYPES).items():
             self._table["torch", name] = StorageType(dtype)
-        self._table["numpy", "ndarray"] = _NumpyArrayClass()
+        self._table["numpy", "ndarray"] = NumpyArrayClass()
         self._table["torch.storage", "UntypedStorage"] = StorageType(torch.uint8)
+        for (module, name), words in _UNSTORABLE.items():
+            self._table[module, name] = AllowedGlobal(name, partial(Unstorable, words))
         for (module, name), make in _MAKERS.items():
             self._table[module, name] = AllowedGlobal(name, make)
         for kind, make in _CLASSES.items():
@@ -117,7 +133,7 @@ class PickleAllowlist:
 
         self._table[module, name] = AllowedGlobal(name, convert)
 
-    def _from_type(self, maker: object, kind: object, args: tuple[Any, ...], state: object) -> torch.Tensor:
+    def _from_type(self, maker: object, kind: object, args: tuple[Any, ...], state: object) -> "torch.Tensor | Unstorable":
         """A tensor with attributes. (`safe_unpickle` makes an `UnknownObject` of an unknown subclass.)"""
         if (
             not isinstance(maker, AllowedGlobal)
@@ -127,16 +143,19 @@ class PickleAllowlist:
         ):
             raise MalformedError("it creates a tensor in an unknown way")
         made = maker.make(*args)
-        if not isinstance(made, torch.Tensor):
+        if not isinstance(made, torch.Tensor | Unstorable):
             raise MalformedError("it creates a tensor from something else")
-        if state:
-            self.converted["attributes of a tensor, left out"] += 1
+        self._drop(state)
         return made
 
-    def _parameter_with_state(self, data: Any, requires_grad: Any, hooks: Any, state: object) -> torch.nn.Parameter:
-        if state:
-            self.converted["attributes of a tensor, left out"] += 1
+    def _parameter_with_state(self, data: Any, requires_grad: Any, hooks: Any, state: object) -> "torch.nn.Parameter | Unstorable":
+        self._drop(state)
         return _parameter(data, requires_grad, hooks)
+
+    def _drop(self, attributes: object) -> None:
+        if attributes:
+            self.converted["attributes of a tensor, left out"] += 1
+            self.dropped.append(attributes)
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------
@@ -159,6 +178,8 @@ def _tensor_v3(  # noqa: PLR0917 - as in torch._utils
 
 
 def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
+    if dtype not in DTYPE_NAMES:
+        raise MalformedError(f"it has a tensor of {dtype} without a scale")
     sizes, steps = tuple(shape), tuple(strides)
     if len(sizes) != len(steps) or len(sizes) > MAX_DIMS or any(type(number) is not int for number in (offset, *sizes, *steps)):
         raise MalformedError("it has a tensor whose shape and strides do not fit each other")
@@ -184,7 +205,9 @@ def _finished(tensor: torch.Tensor, requires_grad: Any, bits: Any) -> torch.Tens
     return tensor
 
 
-def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None) -> torch.nn.Parameter:
+def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None) -> "torch.nn.Parameter | Unstorable":
+    if isinstance(data, Unstorable):
+        return data
     if not isinstance(data, torch.Tensor):
         raise MalformedError("it creates a parameter from something else")
     return torch.nn.Parameter(data.detach(), requires_grad is True)
@@ -275,87 +298,6 @@ def _path(*parts: Any) -> str:
     return first + "/".join(parts[1:]) if first.endswith(("/", "\\")) else "/".join(parts) or "."
 
 
-# --- numpy ----------------------------------------------------------------------------------------------------------
-
-
-class _NumpyDtype:
-    """A dtype under construction: its byte order comes last."""
-
-    def __init__(self, name: Any = None, align: Any = False, copy: Any = False) -> None:
-        if type(name) is not str or len(name) > 16:
-            raise MalformedError("it has an unknown numpy dtype")
-        self._dtype = np.dtype(name)
-        self.dtype()
-
-    def build(self, state: Any) -> None:
-        """Takes version, byte order, and fields of other dtypes."""
-        if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
-            raise MalformedError("it has an unknown numpy dtype")
-        if self._dtype.kind in "mM":
-            self._dtype = np.dtype(f"{self._dtype.kind}8{_unit_of(state)}")
-        self._dtype = self._dtype.newbyteorder(state[1])
-
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype, if a store can hold it."""
-        return numpy_dtype(self._dtype.str)
-
-
-def _unit_of(state: tuple[Any, ...]) -> str:
-    """The unit of datetimes, such as ``[25s]``."""
-    try:
-        unit, count, divisor, _ = state[8][1]
-    except (IndexError, TypeError, ValueError):
-        raise MalformedError("it has a numpy datetime without a unit") from None
-    if type(unit) is not bytes or not re.fullmatch(b"generic|[a-zA-Z]{1,2}", unit) or type(count) is not int or divisor != 1 or count < 1:
-        raise MalformedError("it has a numpy datetime of an unknown unit")
-    return "" if unit == b"generic" else f"[{count}{unit.decode()}]"
-
-
-class _NumpyArrayClass:
-    """`numpy.ndarray` as an argument."""
-
-
-def _scalar(dtype: Any, data: Any) -> np.generic:
-    real = _dtype_of(dtype)
-    if type(data) is not bytes or len(data) != real.itemsize:
-        raise MalformedError("it has a numpy scalar of another size than its dtype")
-    scalar: np.generic = np.frombuffer(data, real)[0]
-    return scalar
-
-
-def _empty_array(kind: Any, shape: Any, code: Any) -> "NumpyArray":
-    if not isinstance(kind, _NumpyArrayClass):
-        raise MalformedError("it has an unknown kind of numpy array")
-    return NumpyArray()
-
-
-class NumpyArray(Deferred):
-    """A numpy array."""
-
-    def build(self, state: Any) -> None:
-        """Takes version, shape, dtype, order and bytes."""
-        if type(state) is not tuple or len(state) != 5:
-            raise MalformedError("it has an unknown numpy array")
-        _, shape, dtype, is_fortran, data = state
-        array = _array(data, dtype, shape, "F" if is_fortran else "C")
-        self.value = array.astype(array.dtype.newbyteorder("="), copy=False)  # like numpy
-
-
-def _array(data: Any, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
-    real = _dtype_of(dtype)
-    if type(data) not in (bytes, bytearray) or type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape):
-        raise MalformedError("it has a numpy array of objects, or a malformed one")
-    if len(shape) > 32 or prod(shape) * real.itemsize != len(data) or order not in ("C", "F"):
-        raise MalformedError("it has a numpy array whose shape does not fit its bytes")
-    return np.frombuffer(bytearray(data), real).reshape(shape, order=order)
-
-
-def _dtype_of(dtype: Any) -> np.dtype[Any]:
-    if not isinstance(dtype, _NumpyDtype):
-        raise MalformedError("it has a numpy value without a dtype")
-    return dtype.dtype()
-
-
 _MAKERS: Final[dict[tuple[str, str], Callable[..., Any] | None]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
@@ -367,10 +309,7 @@ _MAKERS: Final[dict[tuple[str, str], Callable[..., Any] | None]] = {
     ("torch", "device"): _device,
     ("torch.serialization", "_get_layout"): _layout,
     ("_codecs", "encode"): _encoded,
-    **{(f"{core}.multiarray", "scalar"): _scalar for core in _NUMPY_CORES},
-    **{(f"{core}.multiarray", "_reconstruct"): _empty_array for core in _NUMPY_CORES},
-    **{(f"{core}.numeric", "_frombuffer"): _array for core in _NUMPY_CORES},
-    ("numpy", "dtype"): _NumpyDtype,
+    **NUMPY_MAKERS,
 }
 _CLASSES: Final[dict[type[Any], Callable[..., Any] | None]] = {
     OrderedDict: _ordered,

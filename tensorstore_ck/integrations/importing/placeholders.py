@@ -4,16 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 
-class UnknownObject:
-    """An object that a pickle creates in a way that is not allowed."""
+class Unstorable:
+    """What a snapshot cannot hold; `resolve_placeholders` rejects it by its path, unless it is excluded."""
 
     __slots__ = ("held", "name")
 
     def __init__(self, name: str, *held: object) -> None:
         self.name = name
-        """``module.name``, shortened and printable."""
+        """In words, or ``module.name``, shortened and printable."""
         self.held: list[object] = list(held)
-        """Its arguments and state in the pickle."""
+        """Its arguments and state in a pickle."""
+
+
+class UnknownObject(Unstorable):
+    """An object that a pickle creates in a way that is not allowed: it accepts whatever the pickle does with it."""
+
+    __slots__ = ()
 
 
 class AllowedGlobal:

@@ -5,7 +5,9 @@ endless state.
 """
 
 import fnmatch
+import glob
 import re
+import shlex
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -14,7 +16,7 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.integrations.importing.pickle_allowlist import Stored
-from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred, UnknownObject
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred, UnknownObject, Unstorable
 from tensorstore_ck.state.registered_types import NamedState
 
 FREE_ITEMS: Final = 1 << 17
@@ -27,6 +29,8 @@ BYTES_PER_ITEM: Final = 16
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple)
 _GONE: Final = object()
+_ALL: Final = "all of it"
+_NO_FORM: Final = "values that a snapshot cannot hold"
 
 
 class ResolvedState(NamedTuple):
@@ -37,7 +41,9 @@ class ResolvedState(NamedTuple):
     """Paths."""
 
 
-def resolve_placeholders(state: Any, exclude: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
+def resolve_placeholders(
+    state: Any, exclude: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int, *, dropped: Sequence[object] = ()
+) -> ResolvedState:
     """The final state, without excluded paths.
 
     Args:
@@ -46,6 +52,7 @@ def resolve_placeholders(state: Any, exclude: Sequence[str], unknown: Mapping[st
         unknown: Names in pickles that are not allowed -> the file. Each must occur in the state, for a message with its path.
         origin: The name of the checkpoint in messages.
         parsed_bytes: The size of its pickles and headers.
+        dropped: What was left out while they were read, in which names may occur, too.
 
     Raises:
         UnsupportedValueError: it holds objects that only their own code could create, or is nested too deep or too large.
@@ -54,6 +61,7 @@ def resolve_placeholders(state: Any, exclude: Sequence[str], unknown: Mapping[st
     resolver = _Resolver(exclude, origin)
     resolver.bound(state, parsed_bytes)
     resolved = resolver.visit(state, "")
+    resolver.note_names(list(dropped))
     resolver.raise_on_leftovers(unknown)
     return ResolvedState(resolved, resolver.left_out)
 
@@ -62,16 +70,17 @@ class _Resolver:
     def __init__(self, exclude: Sequence[str], origin: str) -> None:
         self.left_out: list[str] = []
         self._origin = origin
-        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in exclude}
+        self._patterns = {each: re.compile(f"{fnmatch.translate(each)}|{fnmatch.translate(each + '.*')}") for each in exclude}
         self._unused = set(self._patterns)
         self._refused: dict[str, list[str]] = {}
+        self._needs_code = False
         self._seen: set[str] = set()
         self._noted: set[int] = set()
 
     def raise_on_leftovers(self, unknown: Mapping[str, str]) -> None:
         if self._unused:
-            glob = min(self._unused)
-            raise MismatchError(f"nothing in {self._origin} matches {glob!r}, which is to be excluded", object_id=glob)
+            first = min(self._unused)
+            raise MismatchError(f"nothing in {self._origin} matches {first!r}, which is to be excluded", object_id=first)
         for name, path in unknown.items():
             if name not in self._seen:
                 raise UnsupportedValueError(
@@ -87,10 +96,13 @@ class _Resolver:
         )
         more = len(self._refused) - 4
         first = next(iter(self._refused.values()))[0]
+        why = "objects that only their own code could create, and nothing in a checkpoint is ever run" if self._needs_code else _NO_FORM
+        quoted = shlex.quote(glob.escape(first)) if "'" in first else f"'{glob.escape(first)}'"
+        exclude = f"exclude them (--exclude {quoted}), or " if first != _ALL else ""
+        advice = "save plain values" if exclude else "save plain values, such as the state_dict() of a module"
         raise UnsupportedValueError(
-            f"{self._origin} holds objects that only their own code could create, and nothing in a checkpoint is ever run: {shown}"
-            f"{f' and {more} more kinds' if more > 0 else ''}; exclude them (--exclude '{first}'), or load it where you trust it "
-            "and save plain values",
+            f"{self._origin} holds {why}: {shown}{f' and {more} more kinds' if more > 0 else ''}; {exclude}load it where you trust it and "
+            f"{advice}",
             object_id=first,
         )
 
@@ -147,30 +159,36 @@ class _Resolver:
                 return value
             return kind(None if item is _GONE else item for item in items)
         if isinstance(value, Deferred):
-            self._note_names(value)
+            self.note_names(value)
             made = finished(value)
             return self._note(value, "an unfinished object", path) if isinstance(made, Deferred) else self.visit(made, path)
         if kind is NamedState:
             state = self.visit(value.state, path)
             return value if state is value.state else NamedState(value.name, state)
-        if isinstance(value, UnknownObject):
+        if isinstance(value, Unstorable):
+            self._needs_code = self._needs_code or isinstance(value, UnknownObject)
             return self._note(value, value.name, path)
         if isinstance(value, AllowedGlobal):
             return self._note(value, f"the function {value.name}", path)
         if isinstance(value, Stored):
             return self._note(value, "a bare storage", path)
-        if kind in (set, frozenset) and any(isinstance(item, UnknownObject) for item in value):
-            return self._note(value, next(item.name for item in value if isinstance(item, UnknownObject)), path)
+        if kind in (set, frozenset) and (hidden := _placeholder_in(value)) is not None:
+            self._needs_code = True
+            return self._note(value, hidden, path)
         return value
 
     def _visit_mapping(self, value: Any, path: str) -> Any:
         items = {}
         changed = False
         for key, item in value.items():
-            name = printable(key) if type(key) in (str, int, float, bool) else type(key).__name__
+            hidden = _placeholder_in(key)
+            name = hidden or (printable(key) if type(key) in (str, int, float, bool) else type(key).__name__)
             below = f"{path}.{name}" if path else name
-            if isinstance(key, UnknownObject | Stored | Deferred | AllowedGlobal):
-                self._note(key, key.name if isinstance(key, UnknownObject) else type(key).__name__, below)
+            if hidden is not None:
+                changed = True
+                if not self._is_left_out(below, [key, item]):
+                    self._needs_code = True
+                    self._note([key, item], f"{hidden}, as a key", below)
                 continue
             new = self.visit(item, below)
             changed = changed or new is not item
@@ -188,19 +206,19 @@ class _Resolver:
         return made
 
     def _note(self, value: object, name: str, path: str) -> object:
-        self._note_names(value)
-        self._refused.setdefault(name, []).append(path or "all of it")
+        self.note_names(value)
+        self._refused.setdefault(name, []).append(path or _ALL)
         return value
 
     def _is_left_out(self, path: str, value: Any) -> bool:
-        fitting = [glob for glob, pattern in self._patterns.items() if pattern.match(path)]
+        fitting = [each for each, pattern in self._patterns.items() if pattern.match(path)]
         if fitting:
             self._unused.difference_update(fitting)
             self.left_out.append(path)
-            self._note_names(value)
+            self.note_names(value)
         return bool(fitting)
 
-    def _note_names(self, value: Any) -> None:
+    def note_names(self, value: Any) -> None:
         """Records the names of all placeholders in a value, and in their contents."""
         pending = [value]
         while pending:
@@ -209,7 +227,7 @@ class _Resolver:
                 continue
             if isinstance(item, UnknownObject):
                 self._seen.add(item.name)
-            if isinstance(item, UnknownObject | Deferred):
+            if isinstance(item, Unstorable | Deferred):
                 self._noted.add(id(item))
                 pending.extend(item.held)
             elif type(item) in _CONTAINERS or type(item) in (set, frozenset):
@@ -221,6 +239,15 @@ class _Resolver:
 _CONTAINERS: Final = frozenset({*_MAPPINGS, *_SEQUENCES, NamedState})
 _BYTES: Final = frozenset({str, bytes, bytearray})
 _SETS: Final = frozenset({set, frozenset})
+
+
+def _placeholder_in(value: Any) -> str | None:
+    """The name of a placeholder that is a dict's key or in one, or in a set."""
+    if isinstance(value, tuple | set | frozenset):
+        return next((found for item in value if (found := _placeholder_in(item)) is not None), None)
+    if isinstance(value, Unstorable | AllowedGlobal):
+        return value.name
+    return type(value).__name__ if isinstance(value, Stored | Deferred) else None
 
 
 def _items(container: Any) -> Iterable[Any]:

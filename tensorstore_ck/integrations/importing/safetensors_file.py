@@ -13,7 +13,8 @@ import torch
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import MappedFile
-from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, TORCH_DTYPES
+from tensorstore_ck.integrations.importing.placeholders import Unstorable
+from tensorstore_ck.integrations.safetensors_format import BITS, MAX_HEADER_BYTES, METADATA, TORCH_DTYPES
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPES
 
@@ -24,7 +25,7 @@ _DTYPES: Final = {code: DTYPES[name] for name, code in TORCH_DTYPES.items() if n
 class SafetensorsContent(NamedTuple):
     """The content of a safetensors file."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | Unstorable]
     metadata: dict[str, str]
     """The file's own metadata."""
     header_bytes: int
@@ -94,27 +95,33 @@ def _header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def _tensor(file: MappedFile, name: str, entry: Any, base: int) -> tuple[torch.Tensor, tuple[int, int]]:
+def _tensor(file: MappedFile, name: str, entry: Any, base: int) -> tuple[torch.Tensor | Unstorable, tuple[int, int]]:
     """A tensor, and the start and end of its bytes in the file."""
     shown = printable(name, 100)
     if type(entry) is not dict or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise MalformedError(f"its header has an invalid entry for {shown!r}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    dtype = _DTYPES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
-    if dtype is None:
-        raise MalformedError(f"{shown!r} has the dtype {printable(entry['dtype'], 40)!r}, which this torch does not have")
+    code = entry["dtype"] if type(entry["dtype"]) is str else ""
+    dtype = _DTYPES.get(code)
+    if dtype is None and code not in BITS:
+        raise MalformedError(f"{shown!r} has the dtype {printable(entry['dtype'], 40)!r}, which safetensors does not have")
     for numbers in (shape, offsets):
         if type(numbers) is not list or any(type(number) is not int or not 0 <= number <= MAX_TENSOR_BYTES for number in numbers):
             raise MalformedError(f"{shown!r} has an impossible shape or position")
     if len(shape) > MAX_DIMS or len(offsets) != 2:
         raise MalformedError(f"{shown!r} has an impossible shape or position")
     start, stop = base + offsets[0], base + offsets[1]
-    if not start <= stop <= file.size or prod(shape) * dtype.itemsize != stop - start:
+    bits = BITS[code] if code in BITS or dtype is None else dtype.itemsize * 8
+    if not start <= stop <= file.size or prod(shape) * bits != (stop - start) * 8:
         raise MalformedError(
-            f"{shown!r} claims {prod(shape)} elements of {dtype} in bytes {start} to {stop} of the file, which has {file.size}"
+            f"{shown!r} claims {prod(shape)} elements of {code} in bytes {start} to {stop} of the file, which has {file.size}"
         )
     if prod(size or 1 for size in shape) > MAX_TENSOR_BYTES:
         raise MalformedError(f"{shown!r} has an impossible shape or position")
+    if dtype is None or (code == "F4" and (not shape or shape[-1] % 2)):
+        return Unstorable(f"a tensor of {code}{list(shape)[:8]}, which torch does not have"), (start, stop)
+    if code == "F4":
+        shape = [*shape[:-1], shape[-1] // 2]
     memory = torch.empty(0, dtype=torch.uint8).set_(file.storage(start, stop - start))
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return strided(memory, dtype, tuple(shape), tuple(strides), 0), (start, stop)

@@ -25,6 +25,8 @@ class IndexedContent(NamedTuple):
     """Metadata entries that all files have in common."""
     unknown: dict[str, str]
     files: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Files that the index names, and that do not exist."""
 
 
 def is_index(file: MappedFile) -> bool:
@@ -36,7 +38,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
     """The state in the files that an index names.
 
     Raises:
-        CorruptObjectError: a file is missing or damaged, or does not match the index.
+        CorruptObjectError: a file is damaged, or does not match the index; or none exists.
         InvalidNameError: the index names a file outside of its folder.
     """
     with naming_file(index.path, KIND):
@@ -52,18 +54,22 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         state: dict[Any, Any] = {}
         metadata: dict[str, str] | None = None
         unknown: dict[str, str] = {}
-        for part_name in sorted(names):
-            file = files.map(folder.join(part_name))
+        found_at = {part_name: path for part_name in sorted(names) if (path := folder.find(part_name)) is not None}
+        missing = tuple(sorted(names.keys() - found_at.keys()))
+        if not found_at:
+            folder.join(missing[0])  # raises
+        for part_name, path in found_at.items():
+            file = files.map(path)
             part, described = _load(files, file, known, unknown)
-            missing = sorted(names[part_name] - part.keys())
-            if missing:
-                raise MalformedError(f"it lists {printable(missing[0])!r} in {printable(part_name)}, which lacks it")
+            lacking = sorted(names[part_name] - part.keys())
+            if lacking:
+                raise MalformedError(f"it lists {printable(lacking[0])!r} in {printable(part_name)}, which lacks it")
             twice = state.keys() & part.keys()
             if twice:
                 raise MalformedError(f"two of its files have {printable(min(map(str, twice)))!r}")
             state.update(part)
             metadata = described if metadata is None else dict(metadata.items() & described.items())
-        return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, tuple(sorted(names)))
+        return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, tuple(found_at), missing)
 
 
 def _load(files: Files, file: MappedFile, known: PickleAllowlist, unknown: dict[str, str]) -> tuple[dict[Any, Any], dict[str, str]]:

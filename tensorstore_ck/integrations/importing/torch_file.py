@@ -23,6 +23,11 @@ _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLED: Final = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _FIRST_BYTES: Final = 1024
 _PROTOCOL: Final = 1001
+_PROGRAMS: Final = {
+    "constants.pkl": ("TorchScript", "torch.jit.load"),
+    "archive_format": ("torch.export", "torch.export.load"),
+}
+"""Record in the archive of a program -> its kind, and what loads it."""
 
 
 class LoadedTorchFile(NamedTuple):
@@ -35,10 +40,16 @@ class LoadedTorchFile(NamedTuple):
 
 
 def is_torch_file(file: MappedFile) -> bool:
-    """Whether it begins like a torch file."""
+    """Whether it begins like a torch file, or is an archive of torch in another order."""
     first = bytes(file.data[:_FIRST_BYTES])
-    name = first[30 : 30 + int.from_bytes(first[26:28], "little")]
-    return (is_archive(file.data) and name.endswith(b"/data.pkl")) or (first[:1] == b"\x80" and first[2:15] == _MAGIC_PICKLED)
+    if not is_archive(file.data):
+        return first[:1] == b"\x80" and first[2:15] == _MAGIC_PICKLED
+    if first[30 : 30 + int.from_bytes(first[26:28], "little")].endswith(b"/data.pkl"):
+        return True
+    try:
+        return any(name.partition("/")[2] in ("data.pkl", *_PROGRAMS) for name in read_archive(file.data))
+    except MalformedError:
+        return False
 
 
 def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None) -> LoadedTorchFile:
@@ -62,11 +73,14 @@ def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, star
 def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
     records = read_archive(data)
     (folder, *more) = {name.partition("/")[0] for name in records} or {""}
+    for name, (kind, loader) in _PROGRAMS.items():
+        if f"{folder}/{name}" in records and not more:
+            _unsupported(file.path, f"is a program of {kind}", f"save the state_dict() of what {loader} returns, where you trust it")
     pickle = records.get(f"{folder}/data.pkl")
     if more or pickle is None:
         raise MalformedError("it is a zip archive, but not one that torch.save wrote")
-    if f"{folder}/constants.pkl" in records:
-        _unsupported(file.path, "is a TorchScript program", "save the state_dict() of what torch.jit.load makes of it")
+    if not all(record.is_plain for record in records.values()):
+        _unsupported(file.path, "was compressed or encrypted after torch.save wrote it", "load it with torch, and save it again")
     order = records.get(f"{folder}/byteorder")
     if order is not None and bytes(data[order.start : order.start + order.size]) != b"little":
         _unsupported(file.path, "was saved on a big-endian machine", "load it with torch, and save it again on this machine")
@@ -109,6 +123,12 @@ def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
     return kind.dtype, key, count
 
 
+def _module_class(pid: Any) -> UnknownObject | None:
+    """The class of a module, which is saved with its source; None for another persistent id."""
+    is_module = type(pid) is tuple and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], UnknownObject)
+    return pid[1] if is_module else None
+
+
 # --- before torch 1.6 -----------------------------------------------------------------------------------------------
 
 
@@ -133,6 +153,8 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
     kinds: dict[str, torch.dtype] = {}
 
     def note(pid: Any) -> object:
+        if (module := _module_class(pid)) is not None:
+            return module
         dtype, key, _ = _checked(pid)
         kinds.setdefault(key, dtype)
         return UnknownObject("a storage")
@@ -159,7 +181,9 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         raise MalformedError("something follows its storages")
     storages: dict[str, torch.UntypedStorage] = {}
 
-    def storage(pid: Any) -> Stored:
+    def storage(pid: Any) -> object:
+        if (module := _module_class(pid)) is not None:
+            return module
         dtype, key, count = _checked(pid)
         begin, size = places[key]
         if len(pid) == 6 and pid[5] is not None:

@@ -18,6 +18,8 @@ _END_64: Final = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64: Final = struct.Struct("<4sIQI")
 _ENTRY: Final = struct.Struct("<4s6H3I5H2I")
 _LOCAL: Final = struct.Struct("<4s5H3I2H")
+_ENCRYPTED: Final = 0x41
+"""Flags of a record that is encrypted."""
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 
 
@@ -29,6 +31,8 @@ class ZipRecord(NamedTuple):
     size: int
     checksum: int
     """CRC-32 of the bytes; 0: unknown."""
+    is_plain: bool
+    """Whether the bytes are neither compressed nor encrypted."""
 
 
 def is_archive(data: memoryview) -> bool:
@@ -64,15 +68,16 @@ def _records(data: memoryview) -> dict[str, ZipRecord]:
         extra = data[at + name_size : at + name_size + extra_size]
         at += name_size + extra_size + comment_size
         size, stored, local = _wide(extra, [size, stored, local])
-        if method or flags & 0x41 or size != stored:
-            raise MalformedError(f"its record {printable(name)!r} is compressed or encrypted, which torch never does")
+        is_plain = not method and not flags & _ENCRYPTED
+        if is_plain and size != stored:
+            raise MalformedError(f"its record {printable(name)!r} has two sizes")
         if name in found:
             raise MalformedError(f"it has the record {printable(name)!r} twice")
-        begin = _local_end(data, local, name_size, start)
-        if size > start - begin:
-            raise MalformedError(f"its record {printable(name)!r} claims {size} bytes, where {start - begin} are left")
-        found[name] = ZipRecord(begin, size, checksum)
-        spans.append((local, begin + size))
+        begin = _local_end(data, local, name_size, start, (flags & _ENCRYPTED, method))
+        if stored > start - begin:
+            raise MalformedError(f"its record {printable(name)!r} claims {stored} bytes, where {start - begin} are left")
+        found[name] = ZipRecord(begin, stored, checksum, is_plain)
+        spans.append((local, begin + stored))
     if at != stop:
         raise MalformedError("its zip directory does not end where it should")
     spans.sort()
@@ -121,12 +126,12 @@ def _wide(extra: memoryview, numbers: list[int]) -> list[int]:
     raise MalformedError("its zip directory lacks the size of a large record")
 
 
-def _local_end(data: memoryview, local: int, name_size: int, directory: int) -> int:
+def _local_end(data: memoryview, local: int, name_size: int, directory: int, form: tuple[int, int]) -> int:
     """The start of the bytes of the record whose header is at `local`."""
     if local > directory - _LOCAL.size:
         raise MalformedError("its zip directory points beyond the records")
-    magic, _, _, _, _, _, _, _, _, own_name_size, extra_size = _LOCAL.unpack_from(data, local)
+    magic, _, flags, method, _, _, _, _, _, own_name_size, extra_size = _LOCAL.unpack_from(data, local)
     begin: int = local + _LOCAL.size + own_name_size + extra_size
-    if magic != b"PK\x03\x04" or own_name_size != name_size or begin > directory:
+    if magic != b"PK\x03\x04" or own_name_size != name_size or (flags & _ENCRYPTED, method) != form or begin > directory:
         raise MalformedError("its zip directory points to something that is no record")
     return begin

@@ -64,3 +64,12 @@ def test_errors_are_one_line(run: Tsck) -> None:
             assert len(done.err.splitlines()) == 1
             assert not done.out
     assert run("log", "new").code == 25
+
+
+def test_a_part_of_a_checkpoint(run: Tsck) -> None:
+    save_file({"a": torch.ones(5)}, "model-00001-of-00002.safetensors")
+    refused = run("import", "model-00001-of-00002.safetensors", "--ref", "part")
+    assert (refused.code, "lacks model-00002-of-00002.safetensors: get all files" in refused.err) == (41, True)
+    done = run("import", "model-00001-of-00002.safetensors", "--ref", "part", "--partial")
+    assert "missing: model-00002-of-00002.safetensors" in done.out.splitlines()
+    assert json.loads(run("show", "part", "--json").out)["metadata"] == {"partial": "lacks model-00002-of-00002.safetensors"}

@@ -129,6 +129,7 @@ WRONG: list[tuple[tuple[str, ...], int, str]] = [
     (("old", "--step-from", "name"), 2, "--step-from is for --history"),
     (("--history", "old/*.pt", "--step-from", "name", "--step", "3"), 2, "--step is for a single"),
     (("--history", "old/*.pt", "--step-from", "name", "--as-one"), 2, "--as-one is for a single"),
+    (("--history", "old/*.pt", "--step-from", "name", "--partial"), 2, "--partial is for a single"),
     (("old/step_5.pt", "old/step_10.pt"), 2, "--history imports each"),
     (("old/step_5.pt", "--metric", "a=key:val_loss"), 2, "is for --history"),
     (("old/step_5.pt", "--metric", "a=low"), 2, "NAME=NUMBER"),
@@ -436,9 +437,9 @@ def save_accelerate(folder: Path) -> None:
 
 
 def save_shards(folder: Path) -> None:
-    for shard in (2, 4):
-        save_file({f"w{shard}": torch.ones(5)}, folder / f"model-{shard:05}-of-00004.safetensors")
-        torch.save({f"w{shard}": torch.ones(5)}, folder / f"checkpoint-{shard:05}-of-00004.pt")
+    for shard in (1, 2):
+        save_file({f"w{shard}": torch.ones(5)}, folder / f"model-{shard:05}-of-00002.safetensors")
+        torch.save({f"w{shard}": torch.ones(5)}, folder / f"checkpoint-{shard:05}-of-00002.pt")
 
 
 def save_fsdp_ranks(folder: Path) -> None:

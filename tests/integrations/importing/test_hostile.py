@@ -185,7 +185,12 @@ def test_compressed_records(refuse: Refuse, tmp_path: Path) -> None:
     code = tensor(held=storage(count=b"J" + struct.pack("<i", 1 << 20))) + b"."
     path = archive(tmp_path / "a.pt", code, {"data/0": bytes(1 << 22)}, compression=zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 1 << 16
-    assert "compressed" in refuse(path, tsck.CorruptObjectError)
+    assert "compressed" in refuse(path, tsck.UnsupportedValueError)
+
+
+def test_a_plain_tensor_over_a_quantized_storage(refuse: Refuse, tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.pt", tensor(held=storage("QUInt8Storage")) + b".", {"data/0": bytes(2)})
+    assert "without a scale" in refuse(path, tsck.CorruptObjectError)
 
 
 def test_a_record_twice(refuse: Refuse, tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ from tests.integrations.importing.conftest import Bring, Refuse
 from tests.integrations.importing.same import require_same
 
 DTYPES = "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn float8_e5m2"
+ODD_DTYPES = "float8_e8m0fnu float8_e4m3fnuz float8_e5m2fnuz float4_e2m1fn_x2"
+"""torch converts no numbers to some of them."""
 
 
 def many_tensors() -> dict[str, torch.Tensor]:
     state = {f"a.{name}": torch.arange(1, 7).to(getattr(torch, name)).reshape(2, 3) for name in DTYPES.split()}
+    state |= {f"b.{name}": torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(getattr(torch, name)) for name in ODD_DTYPES.split()}
     return {**state, "empty": torch.empty(0, 4), "scalar": torch.tensor(2.0), "weight": torch.randn(100, 333)}
 
 
@@ -139,7 +142,7 @@ def test_links_out_of_the_folder(refuse: Refuse, model: Path) -> None:
 def test_files_that_are_none(refuse: Refuse, model: Path) -> None:
     file = model / "model-00001-of-00002.safetensors"
     file.unlink()
-    assert "does not exist" in refuse(model, tsck.CorruptObjectError)
+    assert "lacks model-00001-of-00002.safetensors" in refuse(model, tsck.CorruptObjectError)
     os.mkfifo(file)
     assert "no regular file" in refuse(model, tsck.UnsupportedValueError)
     file.unlink()
@@ -233,3 +236,24 @@ def test_headers_of_another_size(refuse: Refuse, tmp_path: Path, size: int) -> N
     header = text_of([("a", entry())])
     (tmp_path / "a.safetensors").write_bytes(size.to_bytes(8, "little") + header + bytes(8))
     refuse(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F6_E2M3", [4]), ("F6_E3M2", [2, 2]), ("F4", [2, 3]), ("F4", [3, 2])])
+def test_dtypes_that_torch_lacks(refuse: Refuse, bring: Bring, tmp_path: Path, dtype: str, shape: list[int]) -> None:
+    header = json.dumps(
+        {"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 3]}, "w": {"dtype": "U8", "shape": [1], "data_offsets": [3, 4]}}
+    )
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(range(4)))
+    if shape == [3, 2]:
+        require_same(bring(path)[0]["a"], torch.arange(3, dtype=torch.uint8).reshape(3, 1).view(torch.float4_e2m1fn_x2))
+        return
+    message = refuse(path, tsck.UnsupportedValueError)
+    assert f"a (a tensor of {dtype}{shape}, which torch does not have); exclude them (--exclude 'a')" in message
+    require_same(bring(path, exclude=["a"])[0], {"w": torch.tensor([3], dtype=torch.uint8)})
+
+
+def test_half_bytes_must_fill_their_place(refuse: Refuse, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [3], "data_offsets": [0, 3]}})
+    (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(3))
+    assert "claims 3 elements of F6_E2M3" in refuse(tmp_path / "odd.safetensors", tsck.CorruptObjectError)

@@ -247,12 +247,6 @@ def test_attributes_of_tensors_are_left_out_and_reported(bring: Bring, tmp_path:
     assert contents.converted["attributes of a tensor, left out"] == 2
 
 
-@pytest.mark.parametrize("value", [torch.ones(3).to_sparse(), torch.ones(2, device="meta")])
-def test_tensors_without_plain_memory_are_refused(refuse: Refuse, tmp_path: Path, value: torch.Tensor) -> None:
-    torch.save({"x": value}, tmp_path / "a.pt")
-    assert "x (torch._utils._rebuild_" in refuse(tmp_path / "a.pt", tsck.UnsupportedValueError)
-
-
 def test_damaged_bytes_of_a_tensor_are_noticed(refuse: Refuse, tmp_path: Path) -> None:
     sizes = (1, 1000, 2_000_000)
     torch.save([*map(torch.ones, sizes), torch.ones(5000)[:10]], tmp_path / "a.pt")

@@ -161,7 +161,11 @@ class _Folder:
             self._known.parsed_bytes += content.header_bytes
             for key, tensor in content.tensors.items():
                 there = model.get(key)
-                if isinstance(there, SourcedTensor) and (there.shape, there.dtype) == (tuple(tensor.shape), tensor.dtype):
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and isinstance(there, SourcedTensor)
+                    and (there.shape, there.dtype) == (tuple(tensor.shape), tensor.dtype)
+                ):
                     size, count = there.source.size_bytes, SAMPLE * there.dtype.itemsize
                     ends = ((0, min(count, size)), (max(size - count, 0), size))
                     flat = tensor.reshape(-1).view(torch.uint8).numpy().data
