@@ -29,7 +29,7 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
-from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState, rng
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import StatefulPart
@@ -115,6 +115,8 @@ class SnapshotMixin:
 
     def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         """See accelerate."""
+        if not self._native.use_seedable_sampler:
+            data_order.note_order(data_loader)
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)  # type: ignore[misc]
         data_order.note_order(prepared)
         return prepared
@@ -352,7 +354,8 @@ class SnapshotMixin:
             raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
         if found is None:
             raise NotFoundError(unknown, object_id=address)
-        self._call_load_hooks(given)
+        with rng.preserved():  # the hooks may draw from the generators
+            self._call_load_hooks(given)
         native.step = self._values[ACCELERATOR_STEP]
         native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[LOADERS], strict=False)]

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
 from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
-from tensorstore_ck.integrations import held_engine
+from tensorstore_ck.integrations import held_engine, persistent_workers
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
@@ -243,6 +243,7 @@ class SnapshotMixin:
         if pointer is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
             return
+        persistent_workers.begin(self._native.callback_handler.train_dataloader)
         TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
         trainer_values.restore(self._native, self._values)
 
