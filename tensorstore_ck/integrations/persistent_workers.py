@@ -36,7 +36,7 @@ def _is_persistent(loader: Any) -> bool:
 
 
 def _dataset_loader(loader: Any) -> Any:
-    """torch's or torchdata's loader; accelerate wraps it."""
+    """The loader of torch or torchdata, which accelerate wraps."""
     return getattr(loader, "base_dataloader", loader)
 
 
