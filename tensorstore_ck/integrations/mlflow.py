@@ -10,7 +10,15 @@ from typing import Any, Final
 
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
-from tensorstore_ck.integrations.tracked_snapshots import Pin, checked_pointer, find_published, pin_snapshot, reference_to, require_version
+from tensorstore_ck.integrations.tracked_snapshots import (
+    Pin,
+    TrackedSnapshot,
+    checked_pointer,
+    find_published,
+    pin_snapshot,
+    reference_to,
+    require_version,
+)
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.log.ref_names import is_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
@@ -58,7 +66,7 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
     pin_snapshot(store, found, pin, owner=f"mlflow:{run_id}", reason=f"logged to MLflow, run {run.info.run_name}")
     step = "" if found.step is None else str(found.step)
     file = {
-        **SnapshotPointer(store.url, found.root)._asdict(),
+        **TrackedSnapshot(store.url, found.root)._asdict(),
         "ref": found.ref,
         "step": found.step,
         "url": reference_to(store, found),
@@ -70,7 +78,7 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
     return found
 
 
-def find_snapshot(run_id: str | None = None, address: str | None = None) -> SnapshotPointer:
+def find_snapshot(run_id: str | None = None, address: str | None = None) -> TrackedSnapshot:
     """The snapshot that a run logged last; or at `address`.
 
     The result is as trustworthy as the tracking server: whoever can write there can name another store.
@@ -104,7 +112,7 @@ def find_snapshot(run_id: str | None = None, address: str | None = None) -> Snap
         near = ", ".join(each.removeprefix(f"{FOLDER}/").removesuffix(".json") for each in logged[:8]) or "no snapshots there"
         raise NotFoundError(f"{where} has not logged {address!r}, but {near}", object_id=address)
     found = SnapshotPointer.decode(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"), f"{path} of {where}")
-    return checked_pointer(*found, f"{path} of {where}")
+    return checked_pointer(found.store, found.address, f"{path} of {where}")
 
 
 def _run(run_id: str | None, *, deleted: bool = False) -> Any:

@@ -4,10 +4,9 @@ A tracker stores no tensors, only where the snapshot is: ``tsck://ROOT::STORE``,
 """
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import InputError, MissingExtraError
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
@@ -16,6 +15,15 @@ Pin = bool | str | float
 
 _ROOT: Final = re.compile(r"[0-9a-f]{64}")
 _REFERENCE: Final = re.compile(r"tsck://(?P<root>[^:/]*)::(?P<store>.*)", re.DOTALL)
+
+
+class TrackedSnapshot(NamedTuple):
+    """What a tracker names."""
+
+    store: str
+    """URL, without credentials."""
+    address: str
+    """The root."""
 
 
 def require_version(package: str, version: str, supported: tuple[tuple[int, int], tuple[int, int]], requirement: str) -> None:
@@ -58,7 +66,7 @@ def reference_to(store: Store | ReadOnlyStore, snapshot: Snapshot) -> str:
     return f"tsck://{snapshot.root}::{store.url}"
 
 
-def decode_reference(reference: str, where: str) -> SnapshotPointer:
+def decode_reference(reference: str, where: str) -> TrackedSnapshot:
     """What such a URL names.
 
     Raises:
@@ -68,7 +76,7 @@ def decode_reference(reference: str, where: str) -> SnapshotPointer:
     return checked_pointer(found["store"] if found else "", found["root"] if found else "", where)
 
 
-def checked_pointer(store: str, root: str, where: str) -> SnapshotPointer:
+def checked_pointer(store: str, root: str, where: str) -> TrackedSnapshot:
     """The snapshot with this root.
 
     Raises:
@@ -76,4 +84,4 @@ def checked_pointer(store: str, root: str, where: str) -> SnapshotPointer:
     """
     if not store or not _ROOT.fullmatch(root):
         raise InputError(f"{where} does not name a snapshot: {root!r} in {store!r}", object_id=where)
-    return SnapshotPointer(store, root)
+    return TrackedSnapshot(store, root)

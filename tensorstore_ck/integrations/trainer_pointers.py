@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensorstore_ck.errors import InputError, MismatchError, NotFoundError
+from tensorstore_ck.training.checkpointing.checkpointer import saved_by
 
 if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore
@@ -25,10 +26,12 @@ class SnapshotPointer(NamedTuple):
     """URL, without credentials."""
     address: str
     """``ref@step``; or, once the save has ended, the root."""
+    run: str = ""
+    """With ``ref@step``: the `Checkpointer.run` that saves it; another process may have published that step later."""
 
     def encode(self) -> str:
         """The text of the file."""
-        return json.dumps(self._asdict(), indent=2)
+        return json.dumps({name: value for name, value in self._asdict().items() if value}, indent=2)
 
     @classmethod
     def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
@@ -39,7 +42,7 @@ class SnapshotPointer(NamedTuple):
         """
         try:
             found = json.loads(text)
-            return cls(str(found["store"]), str(found["address"]))
+            return cls(str(found["store"]), str(found["address"]), str(found.get("run", "")))
         except (ValueError, KeyError, TypeError) as exc:
             raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=path) from exc
 
@@ -61,10 +64,20 @@ class SnapshotPointer(NamedTuple):
 
         Raises:
             MismatchError: it names a step of another store.
+            NotFoundError: its save was never published, and another process has saved that step.
         """
         self.require_store(store.url, path)
         try:
             found = store.resolve(self.address)
+        except NotFoundError:
+            return self.address
+        if self.run and saved_by(store, found) != self.run:
+            raise NotFoundError(
+                f"{path} names a save that was never published: {self.address} is what a later process saved. Resume from another folder, "
+                f"or pass {self.address!r} if you mean that snapshot",
+                object_id=path,
+            )
+        try:
             named = found.ref if found.step is None else f"{found.ref}@{found.step}"
             return named if store.resolve(named).root == found.root else self.address
         except NotFoundError:

@@ -1,9 +1,12 @@
 """From which snapshot a trainer's run resumes, and whether it may save to a ref."""
 
+import os
+import warnings
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from tensorstore_ck.errors import ConflictError, CorruptObjectError, SnapshotMarkedBadError
+from tensorstore_ck.errors import ConflictError, CorruptObjectError, NotFoundError, SnapshotMarkedBadError
+from tensorstore_ck.integrations.light_folders import read_pointer
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Trigger
@@ -51,6 +54,31 @@ def newest_address(store: Store, ref: str, skipped: Collection[str], group: "Pro
         return chosen.address.encode()
 
     return ask_first_rank(store, group, f"the resume of {ref!r}, {len(skipped)} skipped", choose_here).decode() or None
+
+
+def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> str | bool | None:
+    """What a trainer was given to resume from; True, the newest snapshot, for a folder that a kill left before its save was published.
+
+    Only if the newest is of an earlier step: else the folder is of a part of the run that was trained again.
+    """
+    pointer = read_pointer(given) if isinstance(given, str) and os.path.isdir(given) else None
+    if pointer is None or pointer.store != store.url or not pointer.address.startswith(f"{ref}@"):
+        return given
+    store.finish_staged(ref, group)
+
+    def earlier_step() -> bytes:
+        try:
+            store.resolve(pointer.address)
+        except NotFoundError:
+            newest = store.resolve(ref).step if ref in store.branches() else None
+            is_earlier = newest is not None and newest < int(pointer.address.rpartition("@")[2])
+            return str(newest).encode() if is_earlier else b""
+        return b""
+
+    step = ask_first_rank(store, group, f"the snapshot of {given}", earlier_step).decode()
+    if step:
+        warnings.warn(f"{given} names a save that was never published: resuming from {ref}@{step}, the newest that was", stacklevel=3)
+    return True if step else given
 
 
 def ask_first_rank(store: Store, group: "ProcessGroup | None", title: str, answer: Callable[[], bytes]) -> bytes:

@@ -9,8 +9,15 @@ from typing import Any, Final
 
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
-from tensorstore_ck.integrations.tracked_snapshots import Pin, decode_reference, find_published, pin_snapshot, reference_to, require_version
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.tracked_snapshots import (
+    Pin,
+    TrackedSnapshot,
+    decode_reference,
+    find_published,
+    pin_snapshot,
+    reference_to,
+    require_version,
+)
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
@@ -79,7 +86,7 @@ def log_snapshot(
         raise InvalidOptionError(f"{exc} Pass an active run=", object_id="run") from exc
 
 
-def find_snapshot(artifact: Any) -> SnapshotPointer:
+def find_snapshot(artifact: Any) -> TrackedSnapshot:
     """The snapshot that an artifact refers to, such as one from ``run.use_artifact("runs-gpt:latest")``.
 
     The result is as trustworthy as the project in W&B: whoever can write there can name another store.

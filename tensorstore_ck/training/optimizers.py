@@ -130,7 +130,8 @@ def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[
 
 
 def _options(group: Mapping[str, Any]) -> State:
-    return {name: each for name, each in group.items() if name != "params"}
+    """Without what belongs to the parameters of the run that saved: torch keeps this optimizer's own names."""
+    return {name: each for name, each in group.items() if name not in ("params", "param_names")}
 
 
 def is_same(one: Any, two: Any) -> bool:

@@ -2,7 +2,8 @@
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -102,6 +103,16 @@ def set_process_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> No
     if torch.cuda.is_available():
         for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", ()), strict=False):
             torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Gives all of them their states back."""
+    states = get_process_states()
+    try:
+        yield
+    finally:
+        set_process_states(states, None)
 
 
 def seed_process(number: Callable[[str], int]) -> None:

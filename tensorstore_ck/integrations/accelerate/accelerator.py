@@ -4,7 +4,6 @@ Natively each rank writes its own files, old folders are deleted before the new 
 without a check. Here a save is one snapshot of all ranks, published at once, and `total_limit` is a policy of the ref.
 """
 
-import operator
 import os
 import warnings
 from pathlib import Path
@@ -29,7 +28,7 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
-from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState, rng
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import StatefulPart
@@ -115,6 +114,8 @@ class SnapshotMixin:
 
     def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         """See accelerate."""
+        if not self._native.use_seedable_sampler:
+            data_order.note_order(data_loader)
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)  # type: ignore[misc]
         data_order.note_order(prepared)
         return prepared
@@ -156,6 +157,8 @@ class SnapshotMixin:
         if folder is not None and is_native(folder):
             raise InvalidOptionError(f"{folder} is a checkpoint that accelerate wrote: save to another folder", object_id=str(folder))
         self._call_save_hooks(folder)
+        if not native.sync_gradients:
+            warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=2)
         checkpointer = self._checkpointer_of_now()
         self._note_values()
         with held_engine.partitioned(self._engine):
@@ -166,7 +169,7 @@ class SnapshotMixin:
             return None
         if native.is_main_process or (config.save_on_each_node and native.is_local_main_process):
             address = f"{self._ref}@{config.iteration - 1}" if isinstance(saved, PendingSnapshot) else saved.root
-            write_pointer(folder, SnapshotPointer(self._store.url, address))
+            write_pointer(folder, SnapshotPointer(self._store.url, address, checkpointer.run))
             if isinstance(saved, PendingSnapshot):
                 self._folders.add(saved, folder)
             if config.automatic_checkpoint_naming and config.total_limit is not None:
@@ -195,8 +198,7 @@ class SnapshotMixin:
         """A script may prepare or register objects between two saves: what exists now is saved."""
         native = self._native
         objects = [*native._models, *native._optimizers, *native._schedulers, *native._custom_objects, native.scaler]
-        is_same = len(objects) == len(self._saved) and all(map(operator.is_, objects, self._saved))
-        if self._checkpointer is None or not is_same:
+        if self._checkpointer is None or [*map(id, objects)] != [*map(id, self._saved)]:
             self._finish_saves()
             self._checkpointer, self._saved = self._new_checkpointer(), objects
         return self._checkpointer
@@ -305,10 +307,9 @@ class SnapshotMixin:
                 super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
                 if match := AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
                     self._native.project_configuration.iteration = int(match[1]) + 1
-                return
+                return None
             try:
-                self._restore(address, input_dir)
-                return
+                return self._restore(address, input_dir)
             except DamageError as exc:
                 if input_dir is not None:
                     raise
@@ -318,9 +319,9 @@ class SnapshotMixin:
     def _newest_native_folder(self) -> Path:
         """The newest that accelerate wrote; itself it would take one that names a snapshot, or that a kill left empty."""
         if self._native.project_configuration.automatic_checkpoint_naming:
-            for _, folder in reversed(numbered(self._automatic_folders())):
-                if is_native(folder):
-                    return folder
+            native = [folder for _, folder in numbered(self._automatic_folders()) if is_native(folder)]
+            if native:
+                return native[-1]
         raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
     def _address_of(self, given: str | None, skipped: list[str]) -> str | None:
@@ -352,7 +353,8 @@ class SnapshotMixin:
             raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
         if found is None:
             raise NotFoundError(unknown, object_id=address)
-        self._call_load_hooks(given)
+        with rng.preserved():  # the hooks may draw from the generators
+            self._call_load_hooks(given)
         native.step = self._values[ACCELERATOR_STEP]
         native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[LOADERS], strict=False)]

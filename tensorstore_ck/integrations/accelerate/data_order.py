@@ -3,6 +3,8 @@
 A shuffling sampler draws its order when a pass begins. A resumed script begins that pass again, with `skip_first_batches`, and would draw
 another order: the generator is further by then. So each sampler notes its generator's state when a pass begins, and a resumed pass begins
 with that state. Beginning a pass also draws from the process's generator, which gets its state back.
+
+accelerate begins the first pass of a `StatefulDataLoader` when it prepares it, so samplers are noted before that.
 """
 
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+
+from tensorstore_ck.integrations import persistent_workers
 
 State = dict[str, Any]
 
@@ -29,6 +33,12 @@ class NotedSampler(Sampler[Any]):
         if name == "noted":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.noted, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "generator":  # accelerate gives a sampler one, which the sampler must draw from
+            self.noted.generator = value
+        else:
+            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self.noted)
@@ -52,7 +62,7 @@ class NotedSampler(Sampler[Any]):
 
 
 def note_order(loader: DataLoader[Any]) -> None:
-    """Notes the passes of a prepared loader from now on. Samplers that keep their own state are left as they are."""
+    """Notes the passes of a loader from now on. Samplers that keep their own state are left as they are."""
     holder = _holder_of(loader)
     if holder is not None and not isinstance(holder.sampler, NotedSampler) and not hasattr(holder.sampler, "state_dict"):
         holder.sampler = NotedSampler(holder.sampler)
@@ -81,24 +91,31 @@ def capture(loader: Any, active: Any) -> State:
     """
     sampler = sampler_of(loader)
     is_in_pass = active is not None and not active.end_of_dataloader
+    is_drawn = active is None and sampler is not None and sampler.pass_start is not None and getattr(loader, "iteration", 0) == 0
+    has_order = is_in_pass or (is_drawn and _is_stateful(loader))  # of the pass that comes next, if none has begun
     generator = getattr(sampler, "generator", None)
     return {
-        "loader": _loader_state(loader, sampler, is_in_pass=is_in_pass),
+        "loader": _loader_state(loader, sampler, has_order=has_order),
         "iteration": getattr(loader, "iteration", 0) if active is None else active.iteration + (not is_in_pass),
-        "pass_start": sampler.pass_start if sampler is not None and is_in_pass else None,
+        "pass_start": sampler.pass_start if sampler is not None and has_order else None,
         "sampler": None if generator is None else generator.get_state(),
         "seed": getattr(sampler, "initial_seed", None),
+        "has_begun": persistent_workers.has_begun(loader),
     }
 
 
-def _loader_state(loader: Any, sampler: NotedSampler | None, *, is_in_pass: bool) -> State | None:
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _loader_state(loader: Any, sampler: NotedSampler | None, *, has_order: bool) -> State | None:
     """Of a `StatefulDataLoader`: where it is in its pass; ``{}``: it begins another one; None: it keeps its state.
 
     From the state of a pass that ended it would begin that pass again, and draw from the process's generator once more.
     """
-    if not getattr(loader, "use_stateful_dataloader", False):
+    if not _is_stateful(loader):
         return None
-    if is_in_pass or sampler is None:
+    if has_order or sampler is None:
         state: State = loader.state_dict()
         return state
     return None if sampler.pass_start is None else {}
@@ -109,6 +126,8 @@ def restore(loader: Any, state: State) -> bool:
     loader.iteration = state["iteration"]
     if state["loader"] is not None:
         loader.load_state_dict(state["loader"])
+    if state.get("has_begun") and not state["loader"]:  # a StatefulDataLoader makes its iterator where it continues
+        persistent_workers.begin(loader)
     sampler = sampler_of(loader)
     if sampler is None:
         return False

@@ -176,7 +176,7 @@ class _Snapshots:
             return saved is not None
         latest = folder / LATEST if save_latest else None
         if isinstance(saved, PendingSnapshot):
-            write_pointer(folder / tag, SnapshotPointer(self._store.url, f"{self._ref}@{step}"))
+            write_pointer(folder / tag, SnapshotPointer(self._store.url, f"{self._ref}@{step}", self._checkpointer.run))
             self._folders.add(saved, folder / tag, latest)
         else:
             write_pointer(folder / tag, SnapshotPointer(self._store.url, saved.root))

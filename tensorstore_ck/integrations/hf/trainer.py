@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
 from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
-from tensorstore_ck.integrations import held_engine
+from tensorstore_ck.integrations import held_engine, persistent_workers
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
@@ -25,7 +25,7 @@ from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer_resume import Always, newest_address, published_or_newest, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
@@ -114,7 +114,7 @@ class SnapshotMixin:
 
         Args:
             resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``; or a
-                folder, of this Trainer or of transformers.
+                folder, of this Trainer or of transformers. A folder whose save was never published means the newest, with a warning.
             trial: See transformers.
             ignore_keys_for_eval: See transformers.
 
@@ -127,6 +127,7 @@ class SnapshotMixin:
         """
         self._checkpointer, skipped = None, list[str]()
         self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
+        resume_from_checkpoint = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
         output: TrainOutput | None = None
         while output is None:
             address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
@@ -166,8 +167,9 @@ class SnapshotMixin:
         for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
             if is_native(folder):
                 return str(folder)
-        folder = self._native.args.output_dir
-        raise ValueError(f"No valid checkpoint found in output directory ({folder}), and {self._ref!r} has no snapshot")
+        raise ValueError(
+            f"No valid checkpoint found in output directory ({self._native.args.output_dir}), and {self._ref!r} has no snapshot"
+        )
 
     def _light_folder(self, address: str, given: str | bool | None) -> str:
         """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
@@ -204,12 +206,10 @@ class SnapshotMixin:
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """With DeepSpeed transformers would load a checkpoint of DeepSpeed in the middle of this."""
-        is_light = (
-            self._native.is_deepspeed_enabled and resume_from_checkpoint is not None and read_pointer(resume_from_checkpoint) is not None
-        )
-        prepared = super()._prepare_for_training(  # type: ignore[misc]
-            max_steps, train_dataloader, None if is_light else resume_from_checkpoint
-        )
+        has_pointer = resume_from_checkpoint is not None and read_pointer(resume_from_checkpoint) is not None
+        is_light = self._native.is_deepspeed_enabled and has_pointer
+        natively = None if is_light else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, natively)  # type: ignore[misc]
         held_engine.require_supported(self._engine)
         if is_light:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -226,9 +226,8 @@ class SnapshotMixin:
             self._load_weights(pointer.address)
         else:
             with held_engine.partitioned(self._engine):
-                self._training(self._values).restore(
-                    self._store, pointer.address, group=self._group, parts=("model", "extra", *NOT_WEIGHTS)
-                )
+                parts = ("model", "extra", *NOT_WEIGHTS)
+                self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)
         self._is_resuming = False
 
     def _load_weights(self, address: str) -> None:
@@ -243,6 +242,7 @@ class SnapshotMixin:
         if pointer is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
             return
+        persistent_workers.begin(self._native.callback_handler.train_dataloader)
         TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
         trainer_values.restore(self._native, self._values)
 
@@ -288,7 +288,7 @@ class SnapshotMixin:
             return  # the Checkpointer warned, and will raise if it goes on
         if native.args.should_save:
             address = f"{self._ref_of(trial)}@{state.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
-            write_folder(folder, SnapshotPointer(self._store.url, address), self._values[trainer_values.STATE])
+            write_folder(folder, SnapshotPointer(self._store.url, address, self._checkpointer.run), self._values[trainer_values.STATE])
             if isinstance(saved, PendingSnapshot):
                 self._folders.add(saved, folder)
         if native.args.push_to_hub:

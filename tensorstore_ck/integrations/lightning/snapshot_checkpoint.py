@@ -253,7 +253,7 @@ class SnapshotMixin:
         if trainer.is_global_zero:
             address = f"{self._ref}@{trainer.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
             for path in paths:
-                write_pointer(path, SnapshotPointer(self._store.url, address))
+                write_pointer(path, SnapshotPointer(self._store.url, address, self._checkpointer.run))
             if isinstance(saved, PendingSnapshot):
                 self._unfinished.append((saved, paths))
             for logger in trainer.loggers:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
+from tensorstore_ck.integrations import persistent_workers
 from tensorstore_ck.training import rng
 
 LOADERS: Final = "_tsck_train_loaders"
@@ -57,19 +58,27 @@ class LoaderPosition:
         self._at_first_batch: State | None = None
         self._at_fetch: State | None = None
         self._fetched = 0
+        self._had_begun = False
+        """Whether persistent workers were running when the iteration began."""
+        self._follows_another = False
+        """Whether the process that saved had begun an iteration."""
 
     def state(self) -> State:
         """For a snapshot."""
         is_stateful = callable(getattr(self._loader, "load_state_dict", None))
         goes = None if not is_stateful else not any(map(_is_wrapper, self._samplers()))
         at = {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "at_fetch": self._at_fetch}
-        return {**at, "fetched": self._fetched, GOES: goes}
+        return {**at, "fetched": self._fetched, "had_begun": self._had_begun, GOES: goes}
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterates; the first time after a resume from the stored position on."""
         stored, self._stored = self._stored, None
         if stored is not None:
+            self._follows_another = stored["at_iteration"] is not None
             return self._counted(lambda: self._resume(stored, begin))
+        if self._follows_another:
+            persistent_workers.begin(self._loader)
+        self._had_begun = persistent_workers.has_begun(self._loader)
         self._at_iteration, self._at_first_batch, self._fetched = self._generators(), None, 0
         begun = begin()
         return self._counted(lambda: self._note_first_batch(begun))
@@ -96,6 +105,9 @@ class LoaderPosition:
         ready = loop.epoch_loop.batch_progress.current.ready
         if has_ended(loop):
             return iter(())
+        self._had_begun = stored.get("had_begun", False)
+        if self._had_begun and not stored[GOES]:
+            persistent_workers.begin(self._loader)
         if not ready or stored["at_iteration"] is None:
             self._at_iteration = self._generators()
             return self._note_first_batch(begin())
@@ -203,7 +215,7 @@ class TrainLoaders:
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
         found = [getattr(loader, POSITION, None) for loader in loaders]
         here = {"prefetched": prefetched, "ready": loop.epoch_loop.batch_progress.current.ready}
-        nowhere = {"at_iteration": None, "at_first_batch": None, "at_fetch": None, "fetched": 0, GOES: None}
+        nowhere = {"at_iteration": None, "at_first_batch": None, "at_fetch": None, "fetched": 0, "had_begun": False, GOES: None}
         return [{**(nowhere if each is None else each.state()), **here} for each in found]
 
     def generators(self) -> list[Any]:

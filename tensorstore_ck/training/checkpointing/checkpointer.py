@@ -4,14 +4,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
+from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, StoreError
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.advise import NOTE, note_costs
+from tensorstore_ck.maintenance.advise import NOTE, note_costs, note_of
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
@@ -29,7 +29,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tensorstore_ck.store import ReadOnlyStore
+
 LEAD_STEPS: Final = 10
+
+
+def _run(began_ns: object, resumes: object) -> str:
+    return f"{began_ns}-{resumes}"
+
+
+def saved_by(store: "ReadOnlyStore", found: Snapshot) -> str:
+    """The `Checkpointer.run` that saved a snapshot."""
+    info = store.engine.log.view().snapshot(parse_ulid(found.id) or Ulid(b""))
+    note = {} if info is None else note_of(store.engine, info)
+    return _run(note.get("began_ns"), note.get("resumes"))
 
 
 class Checkpointer:
@@ -138,6 +151,11 @@ class Checkpointer:
     def costs(self) -> SaveCosts:
         """What this rank has measured, for `Store.advise`; 0 if not measured yet."""
         return SaveCosts(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
+
+    @property
+    def run(self) -> str:
+        """Names the process that saves, for `saved_by`: two processes that save the same step have different ones."""
+        return _run(self._began_ns, self._resumes)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 

@@ -75,6 +75,8 @@ def train(
     seed: int = 1,
     config: dict[str, Any] | None = None,
     loader_kind: str = "",
+    workers: int = 0,
+    persistent: bool = False,
     fsdp: bool = False,
     deepspeed: Any = None,
     ref: str = REF,
@@ -105,7 +107,8 @@ def train(
         optimizer = accelerate.utils.DummyOptim(model.parameters(), lr=0.01)
         scheduler = accelerate.utils.DummyScheduler(optimizer, warmup_num_steps=20)
     generator = torch.Generator().manual_seed(seed) if loader_kind == "generator" else None
-    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator)
+    processes: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator, **processes)
     model, optimizer, scheduler, rows = accelerator.prepare(model, optimizer, scheduler, rows)
     average = Average()
     accelerator.register_for_checkpointing(average)

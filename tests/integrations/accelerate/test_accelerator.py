@@ -1,7 +1,9 @@
 """`tsck.accelerate.attach`: a loop that is killed and resumed does what an undisturbed one does, bit for bit."""
 
 import gc
+import json
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 
 import tensorstore_ck as tsck
+from tensorstore_ck.training.checkpointing.checkpointer import saved_by
+from tests.effort import effort
 from tests.integrations.accelerate import runs
 
 pytestmark = pytest.mark.slow
@@ -60,6 +64,56 @@ def test_a_save_after_the_last_batch_of_an_epoch(tmp_path: Path, store: tsck.Sto
     with pytest.raises(runs.Killed):
         runs.train(tmp_path / "out", store, resume=False, kill_after=12, **options)
     assert_continues(runs.train(tmp_path / "out", store, seed=2, **options), whole, 10)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", ["", "stateful"])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])
+def test_the_order_of_every_cut(tmp_path: Path, store: tsck.Store, kind: str, workers: int, persistent: bool) -> None:
+    """Batches, losses and weights, of workers that live for one pass or for all."""
+    loading: dict[str, Any] = {"loader_kind": kind, "workers": workers, "persistent": persistent}
+    whole = runs.train(tmp_path / "whole", None, resume=False, save_every=100, **loading)
+    runs.train(tmp_path / "out", store, resume=False, save_every=1, **loading)
+    for done in effort([3, 10, 13], [*range(1, 21)]):
+        resumed = runs.train(tmp_path / "out", store, seed=2, resume=f"{runs.REF}@{done - 1}", save_every=100, **loading)
+        assert_continues(resumed, whole, done)
+
+
+def test_hooks_that_draw_numbers(tmp_path: Path, store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    accelerator.register_load_state_pre_hook(lambda models, folder: torch.rand(3))
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "out")
+    drawn = torch.rand(3)
+    accelerator.load_state(tmp_path / "out")
+    assert torch.equal(torch.rand(3), drawn)
+    accelerator.end_training()
+
+
+def test_a_save_between_micro_batches_warns(store: tsck.Store) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    for warned in (True, False):
+        with accelerator.accumulate(model), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            accelerator.save_state()
+        assert any("whose gradients so far are not saved" in str(each.message) for each in found) == warned
+    accelerator.end_training()
+
+
+def test_a_folder_of_an_unpublished_save_does_not_become_another_snapshot(tmp_path: Path, store: tsck.Store) -> None:
+    """A process died after `save_state` returned; the next one saved under the same number."""
+    folder = tmp_path / "out" / "checkpoints" / "checkpoint_0"
+    runs.train(tmp_path / "out", store, resume=False)
+    pointer = {"store": store.url, "address": f"{runs.REF}@0", "run": "1-0"}
+    (folder / "snapshot.json").write_text(json.dumps(pointer))
+    with pytest.raises(tsck.errors.NotFoundError, match="was never published"):
+        runs.train(tmp_path / "out", store, resume=folder)
+    found = store.resolve(f"{runs.REF}@0")
+    (folder / "snapshot.json").write_text(json.dumps({**pointer, "run": saved_by(store, found)}))
+    assert len(runs.train(tmp_path / "out", store, resume=folder).losses) == 27
 
 
 @pytest.mark.parametrize("how", ["folder", "address", "native"])

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
+from tests.effort import effort
 from tests.integrations.hf import runs
 from tests.integrations.hf.conftest import Undisturbed
 
@@ -54,6 +55,32 @@ def test_a_resume_is_bit_for_bit_the_undisturbed_run(
     resumed = runs.over_store(tmp_path / "out", store, asynchronous=asynchronous)
     resumed.train(resume_from_checkpoint=True)
     assert runs.losses(resumed) == undisturbed.losses
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])
+def test_the_order_of_every_cut(tmp_path: Path, store: tsck.Store, workers: int, persistent: bool) -> None:
+    options: dict[str, Any] = {"dataloader_num_workers": workers, "dataloader_persistent_workers": persistent, "max_steps": 22}
+    options["logging_steps"] = 1
+    whole = runs.over_store(tmp_path / "out", store, save_steps=1, **options)
+    whole.train()
+    for done in effort([1, 10, 11, 20], [*range(1, 22)]):
+        resumed = runs.over_store(tmp_path / "more", store, save_strategy="no", **options)
+        resumed.train(resume_from_checkpoint=f"{runs.REF}@{done}")
+        assert runs.losses(resumed)[done:] == runs.losses(whole)[done:]
+        runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
+def test_a_given_folder_whose_save_was_never_published(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    """As `get_last_checkpoint` finds it after a kill: the run continues from the snapshot before."""
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path, store, kill_after=7, asynchronous=False).train()
+    folder = tmp_path / "checkpoint-8"
+    shutil.copytree(tmp_path / "checkpoint-4", folder)
+    (folder / "snapshot.json").write_text(json.dumps({"store": store.url, "address": f"{runs.REF}@8", "run": "1-0"}))
+    resumed = runs.over_store(tmp_path, store)
+    with pytest.warns(UserWarning, match="resuming from runs/a@4"):
+        resumed.train(resume_from_checkpoint=str(folder))
     runs.assert_equal(runs.weights(resumed), undisturbed.weights)
 
 

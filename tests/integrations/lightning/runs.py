@@ -47,6 +47,19 @@ def streamed(_: Any, *, batch_size: int, num_workers: int, **options: Any) -> Da
     return DataLoader(Stream(), batch_size=batch_size, num_workers=num_workers)
 
 
+class Unchanging(Numbers):
+    """Without the noise that workers draw: what those of an earlier pass drew is lost with them."""
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.randn(4, generator=torch.Generator().manual_seed(number))
+        return drawn, drawn.sum().reshape(1)
+
+
+def persistent(_: Any, **options: Any) -> DataLoader[Any]:
+    """In place of a DataLoader of `Numbers`."""
+    return DataLoader(Unchanging(), persistent_workers=True, **options)
+
+
 class Killed(Exception):
     """In place of a kill: the process goes on, without what it had in memory."""
 

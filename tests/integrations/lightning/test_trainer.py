@@ -94,6 +94,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a limit of steps": (LIMITED, {}),
     "a limit of steps, a loader that saves its position": (LIMITED, {"loader": StatefulDataLoader}),
     "loaders with workers": ({}, {"workers": 2}),
+    "loaders with workers for all passes": ({}, {"workers": 2, "loader": runs.persistent}),
     "a loader without a length": ({}, {"loader": runs.streamed}),
     "a schedule for every second epoch": ({"max_epochs": 4}, {"frequency": 2}),
 }
