@@ -128,6 +128,8 @@ class Store:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
+        triggers: Sequence[str] = (),
+        epoch: float | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -152,6 +154,9 @@ class Store:
             step: The training step, for ``ref@step``.
             metrics: Numbers to rank by.
             metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            triggers: Why it is saved, for retention (see `set_policy`): names of triggers. ``["at_steps"]`` makes it a milestone, which
+                policies keep by default. `Checkpointer` passes those that fired.
+            epoch: The number of completed epochs, for the policy `keep_epochs`.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
             parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
                 the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
@@ -191,6 +196,8 @@ class Store:
             step=step,
             metrics=metrics,
             metadata=metadata,
+            triggers=triggers,
+            epoch=epoch,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -208,6 +215,8 @@ class Store:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
+        triggers: Sequence[str] = (),
+        epoch: float | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -231,6 +240,8 @@ class Store:
             step: See `put_snapshot`.
             metrics: See `put_snapshot`.
             metadata: See `put_snapshot`.
+            triggers: See `put_snapshot`.
+            epoch: See `put_snapshot`.
             expect: See `put_snapshot`.
             parent: See `put_snapshot`.
             group: See `put_snapshot`.
@@ -262,6 +273,8 @@ class Store:
             step=step,
             metrics=metrics,
             metadata=metadata,
+            triggers=triggers,
+            epoch=epoch,
             expect=expect,
             parent=parent,
             codec=codec,
