@@ -832,13 +832,18 @@ class Store:
     def set_policy(self, glob: str, **rules: object) -> "Policy":
         """Sets retention rules for branches, in the store: applied by each save of any process, and by `retain`.
 
+        A rule that names what no snapshot of a branch has, such as a mistyped metric, expires nothing that it could keep: an
+        `UnmatchedRuleWarning` lists what there is, here and at each save.
+
         A snapshot stays if any rule of any policy for its branch keeps it and the limits allow it. The newest snapshot, the newest other
         one that is not marked, and tagged and pinned snapshots always stay. `undo` can restore the others for a day.
 
         Args:
             glob: Which branches, e.g. ``runs/*``. Replaces a policy for the same glob.
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
-                after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``.
+                after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
+                ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
+                What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `retain` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
@@ -894,7 +899,10 @@ class Store:
         return quotas(self.engine)
 
     def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]:
-        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes."""
+        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes.
+
+        Warns of rules that match nothing.
+        """
         from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
 
         return kept_by(self.engine, ref)
