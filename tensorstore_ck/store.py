@@ -128,6 +128,8 @@ class Store:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
+        triggers: Sequence[str] = (),
+        epoch: float | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -152,6 +154,9 @@ class Store:
             step: The training step, for ``ref@step``.
             metrics: Numbers to rank by.
             metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            triggers: Why it is saved, for retention (see `set_policy`): names of triggers. ``["at_steps"]`` makes it a milestone, which
+                policies keep by default. `Checkpointer` passes those that fired.
+            epoch: The number of completed epochs, for the policy `keep_epochs`.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
             parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
                 the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
@@ -192,6 +197,8 @@ class Store:
             step=step,
             metrics=metrics,
             metadata=metadata,
+            triggers=triggers,
+            epoch=epoch,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -209,6 +216,8 @@ class Store:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
+        triggers: Sequence[str] = (),
+        epoch: float | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -232,6 +241,8 @@ class Store:
             step: See `put_snapshot`.
             metrics: See `put_snapshot`.
             metadata: See `put_snapshot`.
+            triggers: See `put_snapshot`.
+            epoch: See `put_snapshot`.
             expect: See `put_snapshot`.
             parent: See `put_snapshot`.
             group: See `put_snapshot`.
@@ -263,6 +274,8 @@ class Store:
             step=step,
             metrics=metrics,
             metadata=metadata,
+            triggers=triggers,
+            epoch=epoch,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -820,13 +833,18 @@ class Store:
     def set_policy(self, glob: str, **rules: object) -> "Policy":
         """Sets retention rules for branches, in the store: applied by each save of any process, and by `retain`.
 
+        A rule that names what no snapshot of a branch has, such as a mistyped metric, expires nothing that it could keep: an
+        `UnmatchedRuleWarning` lists what there is, here and at each save.
+
         A snapshot stays if any rule of any policy for its branch keeps it and the limits allow it. The newest snapshot, the newest other
         one that is not marked, and tagged and pinned snapshots always stay. `undo` can restore the others for a day.
 
         Args:
             glob: Which branches, e.g. ``runs/*``. Replaces a policy for the same glob.
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
-                after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``.
+                after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
+                ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
+                What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `retain` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
@@ -882,7 +900,10 @@ class Store:
         return quotas(self.engine)
 
     def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]:
-        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes."""
+        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes.
+
+        Warns of rules that match nothing.
+        """
         from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
 
         return kept_by(self.engine, ref)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.catalog.schema import snapshot_id
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids, ulid_text
-from tensorstore_ck.log import FOLDERS, Entry, Op
+from tensorstore_ck.log import FOLDERS, Entry, Op, SnapshotInfo
 from tensorstore_ck.log.field_checks import COUNT
 
 Row = dict[str, Any]
@@ -120,7 +120,7 @@ class EntryEvents:
             "job": job_of(fields["ref"]),
             "step": fields["step"],
             "n": entry.n,
-            "time_ns": entry.time_ns,
+            "time_ns": SnapshotInfo.of_op(fields, entry.n, entry.time_ns).time_ns,
             "actor": clean(entry.actor),
             "logical_bytes": fields["logical_bytes"],
             "new_bytes": fields["new_bytes"],

@@ -38,7 +38,8 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     """Set retention rules for branches; each save applies those of its branch, and `apply` those of all branches or of each REF.
 
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
-    keep_steps=1000,5000, keep_first=yes, keep_younger=7d: a snapshot stays if any of them keeps it. Limits on that: expire_after=30d,
+    keep_steps=1000,5000, keep_first=yes, keep_younger=7d, keep_epochs=5, keep_triggers=every_epochs,last: a snapshot stays if any of them
+    keeps it. What the triggers at_steps and at_fraction saved stays without keep_milestones=no. Limits on that: expire_after=30d,
     max_bytes=2TB. The newest, a second one as a fallback, and tagged or pinned snapshots always stay. `test REF` shows what the policies,
     or RULEs, would do. `tsck tier` applies the age rules: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This
     user's commands on this host may then use that location; others may need --allow-place.

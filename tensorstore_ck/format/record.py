@@ -5,9 +5,9 @@ on how blocks are packed.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
@@ -16,8 +16,21 @@ from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take
 
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1
+MAX_TRIGGERS: Final = 16
+MAX_TRIGGER_CHARS: Final = 64
 STORE_KEY: Final = "tsck"
 """The store's own metadata key, a map: ``non_finite`` is the share of the sampled floats that are NaN or infinite, if any are."""
+
+
+class SaveOrigin(NamedTuple):
+    """Why and when a snapshot was made: what retention goes by. Not part of the root."""
+
+    triggers: Sequence[str] = ()
+    """The names of the triggers that caused the save."""
+    epoch: float | None = None
+    """How many epochs the training had completed."""
+    made_ns: int | None = None
+    """When the state was made, if it is older than the save, as an imported file is."""
 
 
 class Record(NamedTuple):
@@ -31,6 +44,7 @@ class Record(NamedTuple):
     """msgpack of a map."""
     metrics: dict[str, float]
     time_ns: int
+    """When the snapshot was made."""
     parts: list[Ulid]
     part_ids: bytes
     """32 bytes per part, in rank order."""
@@ -39,6 +53,8 @@ class Record(NamedTuple):
     """Bytes of the packs and parts that this snapshot added to the store."""
     streams: str = ""
     """With rank states: the rule by which other numbers of ranks derive random streams (`random_streams.RULE`)."""
+    triggers: Sequence[str] = ()
+    epoch: float | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -53,6 +69,11 @@ class Record(NamedTuple):
     def part_id(self, rank: int) -> Digest:
         """The id of a rank's part."""
         return Digest(self.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
+
+    def origin_fields(self) -> dict[str, Any]:
+        """The optional fields that say why the snapshot was made, of a record and of a log entry."""
+        found: dict[str, Any] = {"triggers": list(self.triggers)} if self.triggers else {}
+        return found if self.epoch is None else {**found, "epoch": self.epoch}
 
     def encode(self) -> bytes:
         """The sealed record object."""
@@ -72,6 +93,7 @@ class Record(NamedTuple):
                 "root": self.root(),
                 "signatures": [],
                 **({"streams": self.streams} if self.streams else {}),
+                **self.origin_fields(),
             },
         )
 
@@ -103,6 +125,8 @@ def decode_record(data: bytes, name: str) -> Record:
             take_count(body, "logical_bytes"),
             take_count(body, "new_bytes"),
             take(body, "streams", str) if "streams" in body else "",
+            triggers if are_triggers(triggers := body.get("triggers")) else (),
+            epoch if is_epoch(epoch := body.get("epoch")) else None,
         )
         is_root = record.root() == body["root"]
     except (KeyError, TypeError, ValueError, struct.error) as exc:
@@ -111,6 +135,37 @@ def decode_record(data: bytes, name: str) -> Record:
     if not is_whole or len(record.metadata) > MAX_METADATA_BYTES or not is_root:
         raise CorruptObjectError(f"{name}: its root does not match its content", object_id=name)
     return record
+
+
+def are_triggers(value: object) -> TypeGuard[list[str]]:
+    """Whether a record or log entry may have these names of triggers."""
+    return type(value) is list and len(value) <= MAX_TRIGGERS and all(map(_is_trigger, value))
+
+
+def is_epoch(value: object) -> TypeGuard[float]:
+    """Whether a record or log entry may have this epoch."""
+    return type(value) is float and 0 <= value <= MAX_STEP  # not NaN
+
+
+def check_origin(triggers: object, epoch: object, made_ns: int | None) -> SaveOrigin:
+    """Why and when a snapshot was made, as users pass it.
+
+    Raises:
+        InvalidOptionError: `triggers` is no list of names, or `epoch` no number from 0 on.
+    """
+    named = list(triggers) if isinstance(triggers, list | tuple) else triggers
+    if not are_triggers(named):
+        raise InvalidOptionError(
+            f"triggers must be a list of up to {MAX_TRIGGERS} names such as 'at_steps', not {triggers!r}", object_id="triggers"
+        )
+    number = float(epoch) if isinstance(epoch, int | float) and not isinstance(epoch, bool) else epoch
+    if number is not None and not is_epoch(number):
+        raise InvalidOptionError(f"epoch must be a number from 0 on, not {epoch!r}", object_id="epoch")
+    return SaveOrigin(named, number, made_ns)
+
+
+def _is_trigger(name: object) -> bool:
+    return type(name) is str and 0 < len(name) <= MAX_TRIGGER_CHARS and name.isprintable()
 
 
 def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 class Always(Trigger):
     """For a `Checkpointer` that is called only when the trainer has decided to save."""
 
+    @property
+    def name(self) -> str:
+        """Empty: the trainer's reason is not known."""
+        return ""
+
     def fires(self, moment: TriggerContext) -> bool:
         """True."""
         return True

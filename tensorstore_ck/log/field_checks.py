@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES
+from tensorstore_ck.format.record import are_triggers, is_epoch
 from tensorstore_ck.log.object_set import is_ulids
 from tensorstore_ck.log.ref_names import MAX_REF_CHARS, is_ref_glob, is_ref_name
 
@@ -28,7 +29,7 @@ class Field(NamedTuple):
 
     type: type[Any]
     low: int = 0
-    """The least integer, or the least length of another type."""
+    """The least number, or the least length of another type."""
     high: int = MAX_INTEGER
     """The greatest one."""
     rule: Callable[[Any], bool] | None = None
@@ -52,7 +53,7 @@ def first_invalid(fields: Iterable[Field], values: Iterable[Any]) -> int | None:
             continue
         if type(value) is not kind:
             return position
-        size: int = value if kind is int or kind is bool else len(value)
+        size: float = value if kind is int or kind is bool or kind is float else len(value)
         if not low <= size <= high or (rule is not None and not rule(value)):
             return position
     return None
@@ -106,4 +107,6 @@ SHORT_TEXT: Final = Field(str, 0, 64)
 RUN: Final = Field(str, 1, MAX_RUN_CHARS, _is_run)
 COUNTS: Final = Field(dict, 0, MAX_COUNTS, _are_counts)
 MESSAGE: Final = Field(str, 0, MAX_MESSAGE_CHARS)
+TRIGGERS: Final = Field(list, rule=are_triggers)
+EPOCH: Final = Field(float, rule=is_epoch).or_nil()
 ACTOR: Final = Field(str, 0, MAX_ACTOR_CHARS)

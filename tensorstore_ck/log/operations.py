@@ -88,13 +88,13 @@ class Op:
             **_content(ref, snapshot, record, sealed_record),
             txn=txn,
             anchor=anchor,
-            **_sizes(record),
+            **_described(record),
         )
 
     @classmethod
     def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":
         """Records that a snapshot is durable on its hosts; a later put publishes it, or ``abort(txn)`` drops it."""
-        return _op("staged", critical=False, txn=txn, **_content(ref, snapshot, record, sealed_record), **_sizes(record))
+        return _op("staged", critical=False, txn=txn, **_content(ref, snapshot, record, sealed_record), **_described(record))
 
     @classmethod
     def branch(cls, name: str, root: Digest) -> "Op":
@@ -250,8 +250,9 @@ def _content(ref: str, snapshot: Ulid, record: Record, sealed_record: bytes) -> 
     return {**at, "parent": record.parent, "step": record.step}
 
 
-def _sizes(record: Record) -> dict[str, Any]:
-    return {"metrics": record.metrics, "logical_bytes": record.logical_bytes, "new_bytes": record.new_bytes}
+def _described(record: Record) -> dict[str, Any]:
+    sizes = {"logical_bytes": record.logical_bytes, "new_bytes": record.new_bytes}
+    return {"metrics": record.metrics, **sizes, "made_ns": record.time_ns, **record.origin_fields()}
 
 
 def op_problem(fields: object) -> str | None:

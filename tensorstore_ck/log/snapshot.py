@@ -29,7 +29,7 @@ class Snapshot:
     """The ref that it was saved to."""
     step: int | None
     time_ns: int
-    """Nanoseconds since 1970, by the clock of the host that saved it."""
+    """When it was made: nanoseconds since 1970, by the clock of the host that saved it; of an import, of its newest file."""
     parent: str | None
     metrics: Mapping[str, float]
     mark: str
@@ -41,6 +41,12 @@ class Snapshot:
     """Bytes that it added to the store."""
     entry: int
     """The log entry that published it."""
+    arrived_ns: int = 0
+    """When it arrived in this store: later than `time_ns` for a copy, an import and a staged save."""
+    triggers: tuple[str, ...] = ()
+    """The names of the triggers that caused the save, such as ``every_steps``: see the policy `keep_triggers`."""
+    epoch: float | None = None
+    """How many epochs the training had completed, if the save said so."""
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
@@ -58,7 +64,7 @@ class Snapshot:
 
     @property
     def time(self) -> datetime:
-        """When it was saved, in UTC: `time_ns`, in whole microseconds."""
+        """When it was made, in UTC: `time_ns`, in whole microseconds."""
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @classmethod
@@ -77,6 +83,9 @@ class Snapshot:
             info.logical_bytes,
             info.new_bytes,
             info.n,
+            info.arrived_ns,
+            tuple(info.triggers),
+            info.epoch,
         )
 
 

@@ -10,11 +10,11 @@ strictly, whether it comes from this host's cache or from a checkpoint.
     s name 00 step:8        seq                                           its newest move to a snapshot of that step
     q name                  seq                                           a removed branch: moves so far
     t name                  snapshot, root, n, time_ns                    a tag
-    u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes
+    u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes, arrived_ns, triggers, epoch?
     r root:32 ulid:16       n                                             the snapshots of that root, and their entries
     a root:32               metrics, mark, reason                         what was added to a root later
     x txn:16                put, n                                        how a transaction ended (put: bool), and where
-    y txn:16                snapshot, root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes   a staged snapshot
+    y txn:16                snapshot, and the row of `u`                  a staged snapshot
     k ulid:16               holds, n      how many moves, tags, pins and undo windows hold a snapshot; where that changed last
     p ulid:16 owner         reason, expires_ns?, n, time_ns               a pin; the owner in UTF-8
     e n:8 name              time_ns, kind                                 an undo window; kind: branch, snapshots or tag
@@ -32,7 +32,7 @@ strictly, whether it comes from this host's cache or from a checkpoint.
     h                       n, hash, fold                                 (not in checkpoints) the entry folded last
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
@@ -44,6 +44,7 @@ from tensorstore_ck.log.field_checks import (
     COUNTS,
     DATE,
     DIGEST,
+    EPOCH,
     FLAG,
     GLOB,
     LIMIT,
@@ -58,6 +59,7 @@ from tensorstore_ck.log.field_checks import (
     RUN,
     SHORT_TEXT,
     STEP,
+    TRIGGERS,
     ULID,
     ULIDS,
     URL,
@@ -65,8 +67,8 @@ from tensorstore_ck.log.field_checks import (
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.row_kind import PREFIX, RowKind
 
-FOLD_VERSION: Final = 7
-"""Incremented whenever `fold` learns another operation: the fold of an older build lacks its effect."""
+FOLD_VERSION: Final = 8
+"""Incremented whenever `fold` learns another operation or field: the fold of an older build lacks its effect."""
 
 
 class Head(NamedTuple):
@@ -131,18 +133,34 @@ class SnapshotInfo(NamedTuple):
     n: int
     """The entry that published or staged it."""
     time_ns: int
+    """When it was made, never later than `arrived_ns`: by this, retention judges its age."""
     metrics: Mapping[str, float]
     """With those added later."""
     logical_bytes: int
     new_bytes: int
+    arrived_ns: int = 0
+    """When it was published or staged here."""
+    triggers: Sequence[str] = ()
+    """The names of the triggers that caused the save."""
+    epoch: float | None = None
+    """How many epochs the training had completed."""
     mark: str = ""
     reason: str = ""
 
     @classmethod
     def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
         """The snapshot that entry `n`, of that time, publishes or stages with the fields of an operation."""
-        at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n, time_ns)
-        return cls(*at, op["metrics"], op["logical_bytes"], op["new_bytes"])
+        at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n)
+        optional: tuple[Any, ...] = (op.get("made_ns"), op.get("triggers"), op.get("epoch"))  # earlier builds wrote none
+        made_ns, triggers, epoch = optional
+        return cls(
+            *at,
+            min(made_ns, time_ns) if COUNT.accepts(made_ns) else time_ns,
+            *(op["metrics"], op["logical_bytes"], op["new_bytes"]),
+            arrived_ns=time_ns,
+            triggers=triggers if TRIGGERS.accepts(triggers) else [],
+            epoch=epoch if EPOCH.accepts(epoch) else None,
+        )
 
 
 class NoteRow(NamedTuple):
@@ -313,7 +331,7 @@ def _is_numbered(key: bytes) -> bool:
 _KIND_BYTES: Final = {kind: {"pack": b"k", "part": b"p", "snapshot": b"s", "moved": b"m"}[kind] for kind in FOLDERS}
 _KINDS_BY_BYTE: Final = {byte: kind for kind, byte in _KIND_BYTES.items()}
 _MOVE: Final = (ULID, DIGEST, STEP, COUNT, COUNT, SHORT_TEXT)
-_SNAPSHOT: Final = (DIGEST, DIGEST, PARENT, REF, STEP, COUNT, COUNT, METRICS, COUNT, COUNT)
+_SNAPSHOT: Final = (DIGEST, DIGEST, PARENT, REF, STEP, COUNT, COUNT, METRICS, COUNT, COUNT, COUNT, TRIGGERS, EPOCH)
 
 HEAD: Final = RowKind(b"h", Head, COUNT, DIGEST, COUNT, is_key=_has(0))
 BRANCHES: Final = RowKind(b"b", BranchHead, ULID, DIGEST, STEP, COUNT, COUNT, COUNT, is_key=_is_name, named_by_key=1)

@@ -1,5 +1,6 @@
 """Sets, shows and applies retention policies of branches, and reports what that frees."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,9 +14,18 @@ from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.ref_names import is_ref_glob
-from tensorstore_ck.log.retention import Policy, Verdict, candidates, expire, policies_of, verdicts
+from tensorstore_ck.log.retention import (
+    Policy,
+    UnmatchedRuleWarning,
+    Verdict,
+    candidates,
+    expire,
+    policies_of,
+    unmatched_rules,
+    verdicts,
+)
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 
 
@@ -102,6 +112,16 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
         return [Op.policy(glob, None if policy is None else policy.encode())]
 
     engine.log.append(build)
+    if policy is not None:
+        view = engine.log.view()
+        for ref in view.branches():
+            if fnmatchcase(ref, glob):
+                _warn_of_unmatched(ref, {glob: policy}, [each.info for each in candidates(view, ref)])
+
+
+def _warn_of_unmatched(ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
+    for problem in unmatched_rules(ref, own, history):
+        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=3)
 
 
 def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
@@ -129,6 +149,7 @@ def policies(engine: Engine) -> dict[str, Policy]:
 def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     """Id of each snapshot of a branch -> tags, pins and rules that keep it, or "goes" and why the next save removes it.
 
+    Warns of rules that match nothing in the branch's history.
     Byte limits are ignored here, and so are all policies if a newer build made one of them.
     """
     view = engine.log.newest_view()
@@ -140,6 +161,7 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     if not own:
         return {ulid_text(each.info.ulid): each.held_by for each in candidates(view, ref) if each.held_by}
     found = verdicts(view, ref, own.values(), engine.clock())
+    _warn_of_unmatched(ref, own, [each.info for each in found])
     return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
 
 
@@ -169,6 +191,7 @@ def retain(
         raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
     instead = None if rules is None else Policy.of_rules(rules)
     planned: dict[str, set[Ulid]] = {}
+    problems: list[str] = []
 
     def plan(_: int, view: RefTable) -> RetentionReport:
         of_branch = _policies_of(view, refs, instead, glob)
@@ -178,11 +201,16 @@ def retain(
             for ref, own in of_branch.items()
             if own
         }
+        problems[:] = [
+            problem for ref, each in found.items() for problem in unmatched_rules(ref, of_branch[ref], [verdict.info for verdict in each])
+        ]
         planned.clear()
         planned.update({ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()})
         return _report(engine, view, of_branch, found, dry_run=dry_run)
 
     report = at_newest(engine.log, plan)
+    for problem in problems:
+        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=2)
     if not dry_run:
         engine.require_writable()
         engine.log.append(lambda head: [op for ref, going in planned.items() for op in expire(head, ref, going)])

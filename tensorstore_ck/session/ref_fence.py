@@ -13,7 +13,7 @@ from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, t
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, require_checks
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, DeltaOption, check_codec_name, check_delta
-from tensorstore_ck.format.record import MAX_STEP, check_metrics, encode_metadata
+from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata
 from tensorstore_ck.log import BranchHead, RefTable, validate_ref_name
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import Snapshot
@@ -207,7 +207,8 @@ class RefFence:
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
-        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns)
+        what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
+        return PutRequest(asked.ref, asked.step, parent, expected, *what)
 
     def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
         """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
@@ -237,6 +238,7 @@ class PutOptions(NamedTuple):
     delta: DeltaOption
     parent: object
     checks: SaveChecks
+    origin: SaveOrigin
     any_step: bool = False
     """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
 
@@ -259,6 +261,9 @@ def check_put_options(
     delta: object = None,
     unchanged: object = "warn",
     verify_capture: object = SAMPLE_SHARE,
+    triggers: object = (),
+    epoch: object = None,
+    made_ns: int | None = None,
     any_step: bool = False,
 ) -> PutOptions:
     """Checks the arguments of a save.
@@ -266,7 +271,7 @@ def check_put_options(
     Raises:
         InvalidOptionError, InvalidNameError: an argument is not what it must be.
     """
-    checks = require_checks(unchanged, verify_capture)
+    checks, origin = require_checks(unchanged, verify_capture), check_origin(triggers, epoch, made_ns)
     validate_ref_name(ref)
     packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
@@ -280,4 +285,5 @@ def check_put_options(
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else check_codec_name(codec)
-    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, check_delta(delta), parent, checks, any_step)
+    how = (chosen, check_delta(delta), parent, checks, origin, any_step)
+    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, *how)

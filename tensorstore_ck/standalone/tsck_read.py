@@ -205,7 +205,9 @@ class Store:
         ref = self.refs.get(op["ref"] if kind == "put" else name) or {}
         if kind == "put" and op["txn"] not in self.transactions:
             self.transactions.add(op["txn"])
-            put = Snapshot(n, time_ns, *(op[key] for key in ("snapshot", "root", "parent", "ref", "step", "metrics")))
+            made_ns = op.get("made_ns")
+            made_ns = min(made_ns, time_ns) if type(made_ns) is int and made_ns >= 0 else time_ns
+            put = Snapshot(n, made_ns, *(op[key] for key in ("snapshot", "root", "parent", "ref", "step", "metrics")))
             self.snapshots[put.ulid] = self.roots.setdefault(put.root, {})[put.ulid] = put
             self.refs.setdefault(put.ref, {})[next(self.numbers)] = put
         elif kind == "abort":

@@ -149,6 +149,8 @@ class TrainingState:
         gradients: bool = False,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
+        triggers: Sequence[str] = (),
+        epoch: float | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         unchanged: Unchanged = "warn",
@@ -166,6 +168,8 @@ class TrainingState:
                 ``extra=``. Without this, gradients are None after a restore, as after ``zero_grad``.
             metrics: Numbers to rank by.
             metadata: Anything to note about the run.
+            triggers: See `Store.put_snapshot`.
+            epoch: See `Store.put_snapshot`.
             expect: See `Store.put_snapshot`.
             parent: See `Store.put_snapshot`.
             unchanged: See `Store.put_snapshot`.
@@ -180,6 +184,8 @@ class TrainingState:
             step=step,
             metrics=metrics,
             metadata=metadata,
+            triggers=triggers,
+            epoch=epoch,
             expect=expect,
             parent=parent,
             unchanged=unchanged,

@@ -1,5 +1,6 @@
 """pin, unpin, forget, undo and gc, as a user runs them."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,17 @@ def test_policies(history: Tsck) -> None:
     tried = history("policy", "test", "runs/gpt", "keep_steps=7").out
     assert "newest" in tried
     assert "fallback" in tried
-    made = history("policy", "set", "runs/*", "keep_last=1", "keep_best=2:none:min,1:acc:max", "keep_steps=-1,5", "expire_after=30d")
-    assert made.out == "runs/*: keep_last 1, keep_best 2 by min none; 1 by max acc, keep_steps -1, 5, expire_after 30d\n"
-    assert history("policy", "--json").json["runs/*"]["keep_best"] == [[2, "none", "min"], [1, "acc", "max"]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        rules = ("keep_last=1", "keep_best=2:lost:min", "keep_milestones=no", "keep_triggers=first,last")
+        mistyped = history("policy", "set", "runs/*", *rules)
+        all_warned = (mistyped, history("policy", "apply"), history("log", "runs/gpt"))
+    assert mistyped.out == "runs/*: keep_last 1, keep_best 2 by min lost, keep_triggers first, last, keep_milestones False\n"
+    for warned in all_warned:
+        assert "keep_best lost: no snapshot has it" in warned.err
+    made = history("policy", "set", "runs/*", "keep_last=1", "keep_steps=-1,5", "expire_after=30d")
+    assert made.out == "runs/*: keep_last 1, keep_steps -1, 5, expire_after 30d\n"
+    assert history("policy", "--json").json["runs/*"]["keep_steps"] == [-1, 5]
     history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3")
     assert [snapshot["step"] for snapshot in history("log", "runs/gpt", "--json").json] == [3, 2]
     told = history("policy", "apply", "--dry-run").out

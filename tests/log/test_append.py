@@ -64,7 +64,7 @@ def test_what_is_published_is_known_though_neither_cache_nor_log_can_be_read_the
     appended = log.append(lambda _view: [put])
     info = log.published(appended, put.fields["snapshot"])
     assert info is not None
-    assert (info.root, info.step, info.n, info.time_ns) == (put.fields["root"], 7, 2, appended.time_ns)
+    assert (info.root, info.step, info.n, info.arrived_ns) == (put.fields["root"], 7, 2, appended.time_ns)
 
 
 @pytest.mark.parametrize(

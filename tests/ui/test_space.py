@@ -149,6 +149,8 @@ def test_what_a_policy_would_do_is_what_its_command_does(browser: TestClient, st
         for step in range(1, 7):
             put(store, ref, step + 10 * len(ref) + ord(ref[-1]), 20_000)
     store.set_policy("runs/b", keep_last=4)
+    for ref in ("runs/a", "runs/b"):
+        store.annotate(ref, {"val loss": 1.0})
     asked = {"branches": "runs/*", "keep_last": "2", "keep_first": "yes", "keep_best": "1:val loss:min", "max_bytes": "1GB"}
     text = browser.get(page_of(store), params=asked).text
     assert "policies are set for" in text.lower()

@@ -128,7 +128,7 @@ def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[
     """What an entry does that moves a branch to a new snapshot."""
     warn_of_quotas(engine, view, record)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-    return [put, *marks, *expire_at_put(view, record.ref, Ulid(put.fields["snapshot"]), record, engine.clock())]
+    return [put, *marks, *expire_at_put(view, put, engine.clock())]
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:

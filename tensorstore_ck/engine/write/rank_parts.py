@@ -83,18 +83,21 @@ def record_of(engine: Engine, request: PutRequest, ranks: Sequence[RankParts], *
 
     `streams` is the rule of derived streams, if there are rank states.
     """
+    made_ns = request.origin.made_ns
     return Record(
         request.ref,
         request.step,
         request.parent,
         request.metadata,
         request.metrics,
-        engine.clock(),
+        engine.clock() if made_ns is None else made_ns,
         ulids_of(ranks),
         b"".join(rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks),
         logical_bytes,
         sum(rank.new_bytes for rank in ranks),
         streams,
+        request.origin.triggers,
+        request.origin.epoch,
     )
 
 

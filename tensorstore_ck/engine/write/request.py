@@ -8,7 +8,7 @@ from tensorstore_ck.engine.write.publish import Expected
 from tensorstore_ck.engine.write.sampled_checks import Finiteness, Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
 from tensorstore_ck.format.codec import Coding
-from tensorstore_ck.format.record import with_store_metadata
+from tensorstore_ck.format.record import SaveOrigin, with_store_metadata
 
 
 class PutRequest(NamedTuple):
@@ -27,6 +27,7 @@ class PutRequest(NamedTuple):
     checks: SaveChecks = SaveChecks()
     began_ns: int | None = None
     """When the save began, by the clock of this host; None: nobody wants to know."""
+    origin: SaveOrigin = SaveOrigin()
 
     @property
     def nearest(self) -> Digest | None:

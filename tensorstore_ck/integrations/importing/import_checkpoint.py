@@ -114,6 +114,7 @@ def import_checkpoint(
             metadata={**contents.metadata, **(metadata or {})},
             expect=expect,
             parent=parent,
+            made_ns=files.newest_ns,
         )
     return Imported(snapshot, contents)
 

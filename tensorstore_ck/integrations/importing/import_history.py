@@ -131,7 +131,7 @@ def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, meta
     there = view.snapshot(ulid) if ulid is not None else None
     if there is None:
         branch = view.branch(ref)
-        put = partial(put_captured, store, captured, ref=ref, step=each.step, metrics=each.metrics)
+        put = partial(put_captured, store, captured, ref=ref, step=each.step, metrics=each.metrics, made_ns=found.files.newest_ns)
         head = branch.root.hex() if branch else None
         snapshot = put(metadata={**found.contents.metadata, **metadata}, expect=head, parent=head)
         return ImportedStep(each.path, snapshot, was_there=False)

@@ -51,6 +51,8 @@ class Files:
         self._open: dict[str, MappedFile] = {}
         self.expected: list[ExpectedCrc] = []
         """CRC-32s of bytes in them: see `crc_check`."""
+        self.newest_ns = 0
+        """When the newest of them was written."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +79,7 @@ class Files:
                         raise UnsupportedValueError(
                             f"{path} is no regular file, so it cannot be a checkpoint: copy it to one", object_id=path
                         )
+                    self.newest_ns = max(self.newest_ns, found.st_mtime_ns)
                     self._open[path] = MappedFile(path, descriptor, found.st_size)
                 finally:
                     os.close(descriptor)

@@ -15,13 +15,18 @@ class FilesNamedFirst(Trigger):
     def __init__(self, when: Trigger, asked: list[str], name_files: Callable[[], None]) -> None:
         """`asked`: files for which ModelCheckpoint wants a save in any case."""
         self._when, self._asked, self._name_files = when, asked, name_files
+        self._fired = False
 
     def fires(self, moment: TriggerContext) -> bool:
         """See `Trigger`."""
-        fires = self._when.fires(moment)
-        if fires and not self._asked:
+        self._fired = self._when.fires(moment)
+        if self._fired and not self._asked:
             self._name_files()
-        return fires or bool(self._asked)
+        return self._fired or bool(self._asked)
+
+    def causes(self) -> Iterator[str]:
+        """See `Trigger`."""
+        return self._when.causes() if self._fired else iter(())
 
     def saved(self, moment: TriggerContext) -> None:
         """See `Trigger`."""

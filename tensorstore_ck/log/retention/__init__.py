@@ -8,7 +8,15 @@ age_rules.py    where snapshots should lie as they age, and how they are encoded
 """
 
 from tensorstore_ck.log.retention.age_rules import AgeTarget, age_targets
-from tensorstore_ck.log.retention.expiry import candidates, expire, expire_at_put, policies_of, verdicts
+from tensorstore_ck.log.retention.expiry import (
+    UnmatchedRuleWarning,
+    candidates,
+    expire,
+    expire_at_put,
+    policies_of,
+    unmatched_rules,
+    verdicts,
+)
 from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose
 from tensorstore_ck.log.retention.policy import Best, Policy
 from tensorstore_ck.log.retention.rule_text import parse_rule
@@ -18,6 +26,7 @@ __all__ = [
     "Best",
     "KeepCandidate",
     "Policy",
+    "UnmatchedRuleWarning",
     "Verdict",
     "age_targets",
     "candidates",
@@ -26,5 +35,6 @@ __all__ = [
     "expire_at_put",
     "parse_rule",
     "policies_of",
+    "unmatched_rules",
     "verdicts",
 ]

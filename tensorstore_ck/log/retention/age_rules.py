@@ -31,8 +31,9 @@ class AgeTarget(NamedTuple):
 def age_targets(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
     """The target of each snapshot that has a holder other than an undo window; empty if no policy has rules of ageing.
 
-    A snapshot's age counts from when its branch last moved to it; of several branches the youngest age counts, and without any the time
-    when it was saved, by the rules of the branch it was saved to. A pinned snapshot is in use: it belongs at the store's own location.
+    A snapshot's age counts from when it was made, or when its branch was last reset to it; of several branches the youngest age counts.
+    Without any branch it counts from when it was made, by the rules of the branch it was saved to.
+    A pinned snapshot is in use: it belongs at the store's own location.
 
     Raises:
         InvalidOptionError: a newer build made one of the policies.
@@ -48,7 +49,8 @@ def age_targets(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
         own = policies_of(view, branch).values()
         is_said |= any(policy.ages for policy in own)
         for move in view.moves(branch):
-            add(move.ulid, own, move.time_ns)
+            info = view.snapshot(move.ulid)
+            add(move.ulid, own, info.time_ns if info is not None and move.op == "put" else move.time_ns)
     pinned = {pin.ulid for pin in view.pins()}
     tagged = {row.ulid for tag in view.tags() if (row := view.tag_row(tag)) is not None}
     for ulid in (pinned | tagged) - found.keys():

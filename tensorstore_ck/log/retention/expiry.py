@@ -1,15 +1,15 @@
 """Policies applied to a branch, at one entry of the log: which snapshots expire, and the operations for that."""
 
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
-from tensorstore_ck.common.ids import ZERO_DIGEST, Ulid
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, reasons_despite_policy
+from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, reasons_despite_policy, unmatched
 from tensorstore_ck.log.retention.policy import Policy
 
 LONG: Final = 256
@@ -66,21 +66,37 @@ def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
     return [Op.expire(ref, left)] if left else []
 
 
-def expire_at_put(view: RefTable, ref: str, snapshot: Ulid, record: Record, now_ns: int) -> list[Op]:
+class UnmatchedRuleWarning(UserWarning):
+    """A retention rule goes by a metric, a trigger or an epoch that no snapshot of a branch has: it expires nothing there."""
+
+
+def unmatched_rules(ref: str, policies: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> list[str]:
+    """What is wrong with the rules of a branch that match nothing in its history, and what to do."""
+    return [
+        f"the policy for {glob!r} matches nothing in {ref!r}, so nothing goes that it could keep: {rule}. Correct the rule "
+        "(`tsck policy set`), or pass what it names to the saves"
+        for glob, policy in policies.items()
+        for rule in (unmatched(history, policy) if history else ())
+    ]
+
+
+def expire_at_put(view: RefTable, put: Op, now_ns: int) -> list[Op]:
     """The operations to expire snapshots in the entry that publishes one; limits of bytes are ignored, as they need more than the log.
 
-    This reads all of the branch's history, so in a long one it happens at some saves only. A policy that this build does not know
-    expires nothing.
+    Warns of rules that match nothing. This reads all of the branch's history, so in a long one it happens at some saves only. A policy that
+    this build does not know expires nothing.
     """
+    ref = str(put.fields["ref"])
     try:
         policies = policies_of(view, ref)
     except InvalidOptionError:
         return []
     if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
-    said = (record.step, 0, now_ns, record.metrics, record.logical_bytes, record.new_bytes)
-    coming = SnapshotInfo(snapshot, record.root(), ZERO_DIGEST, record.parent, ref, *said)
-    going = [verdict.info.ulid for verdict in verdicts(view, ref, policies.values(), now_ns, coming=coming) if not verdict.stays]
+    found = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotInfo.of_op(put.fields, 0, now_ns))
+    for problem in unmatched_rules(ref, policies, [verdict.info for verdict in found]):
+        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=2)
+    going = [verdict.info.ulid for verdict in found if not verdict.stays]
     return [Op.expire(ref, going)] if going else []
 
 

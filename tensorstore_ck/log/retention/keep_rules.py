@@ -1,16 +1,17 @@
 """Which snapshots of a branch its policies keep, and why. Pure: no clock, no store."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.retention.policy import Best, Policy
+from tensorstore_ck.log.retention.policy import MILESTONES, TRIGGERS, Best, Policy
 
 NS: Final = 1_000_000_000
 NEWEST: Final = "newest"
 FALLBACK: Final = "fallback"
+MAX_NAMED: Final = 8
 
 
 class KeepCandidate(NamedTuple):
@@ -90,21 +91,54 @@ def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict
         keep(_best(sound, best), f"keep_best {best.metric}")
     of_step = {info.step: info for info in sound if info.step is not None}  # the newest of each step
     if policy.keep_every:
-        steps: dict[int, int] = {}
-        for step in sorted(of_step):
-            steps.setdefault(step // policy.keep_every, step)
-        keep([of_step[step] for step in steps.values()], "keep_every")
+        keep(_firsts((of_step[step] for step in sorted(of_step)), lambda info: (info.step or 0) // policy.keep_every), "keep_every")
+    if policy.keep_epochs:
+        of_epoch = {info.epoch: info for info in sound if info.epoch is not None}
+        keep(_firsts((of_epoch[epoch] for epoch in sorted(of_epoch)), lambda info: (info.epoch or 0) // policy.keep_epochs), "keep_epochs")
     if policy.keep_every_seconds:
-        periods: dict[int, SnapshotInfo] = {}
-        for info in sound:
-            periods.setdefault(int(info.time_ns // (policy.keep_every_seconds * NS)), info)
-        keep(periods.values(), "keep_every_seconds")
+        keep(_firsts(sound, lambda info: int(info.time_ns // (policy.keep_every_seconds * NS))), "keep_every_seconds")
+    for rule, names in (("keep_milestones", MILESTONES if policy.keep_milestones else ()), ("keep_triggers", policy.keep_triggers)):
+        for name in names:
+            keep([info for info in sound if name in info.triggers], f"{rule} {name}")
+    for missing in unmatched(everything, policy):
+        keep(sound, f"{missing.rule}, which matches nothing")
     keep([of_step[step] for step in policy.keep_steps if step in of_step], "keep_steps")
     if policy.keep_first:
         keep(sound[:1], "keep_first")
     if policy.keep_younger:
         keep([info for info in everything if _age_seconds(info, now_ns) < policy.keep_younger], "keep_younger")
     return found
+
+
+class Unmatched(NamedTuple):
+    """A rule that goes by what no snapshot of a branch has: mistyped, or not reported yet. It keeps everything that it could keep."""
+
+    rule: str
+    there: tuple[str, ...]
+    """What the snapshots have instead."""
+
+    def __str__(self) -> str:
+        found = ", ".join(map(repr, self.there[:MAX_NAMED])) + (", ..." if len(self.there) > MAX_NAMED else "")
+        return f"{self.rule}: no snapshot has it; they have {found or 'none'}"
+
+
+def unmatched(history: Sequence[SnapshotInfo], policy: Policy) -> list[Unmatched]:
+    """The rules of a policy that go by a metric, an epoch or a trigger of the user's own that no snapshot of the history has."""
+    metrics = tuple(sorted({name for info in history for name in info.metrics}))
+    triggers = tuple(sorted({name for info in history for name in info.triggers}))
+    found = [Unmatched(f"keep_best {best.metric}", metrics) for best in policy.keep_best if best.metric not in metrics]
+    if policy.keep_epochs and all(info.epoch is None for info in history):
+        found.append(Unmatched("keep_epochs", ()))
+    # a trigger of the package may still fire
+    return found + [Unmatched(f"keep_triggers {name}", triggers) for name in policy.keep_triggers if name not in (*triggers, *TRIGGERS)]
+
+
+def _firsts(infos: Iterable[SnapshotInfo], period: Callable[[SnapshotInfo], Hashable]) -> Iterable[SnapshotInfo]:
+    """The first snapshot of each period."""
+    found: dict[Hashable, SnapshotInfo] = {}
+    for info in infos:
+        found.setdefault(period(info), info)
+    return found.values()
 
 
 def _best(sound: Sequence[SnapshotInfo], best: Best) -> list[SnapshotInfo]:

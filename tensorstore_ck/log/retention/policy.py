@@ -8,11 +8,19 @@ from typing import Any, Final, NamedTuple, Self
 from tensorstore_ck.backend.cold.locations import check_location
 from tensorstore_ck.common.units import human_bytes, parse_bytes, parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.record import MAX_TRIGGERS, are_triggers
 
 MAX_COUNT: Final = 1 << 53
 MAX_STEPS: Final = 1000
 MAX_METRICS: Final = 16
 MAX_STAGES: Final = 8
+MILESTONES: Final = ("at_steps", "at_fraction")
+"""Triggers for moments of a training that somebody asked for."""
+TRIGGERS: Final = (
+    *(*MILESTONES, "every_steps", "every_epochs", "every_seconds", "auto"),
+    *("first", "last", "on_improvement", "on_metric", "on_preemption"),
+)
+"""The triggers of `training.checkpointing`."""
 DIRECTIONS: Final = ("min", "max")
 
 
@@ -45,13 +53,19 @@ class Policy:
     keep_best: tuple[Best, ...] = ()
     keep_every: int = 0
     """The first at or after each multiple of this many steps."""
+    keep_epochs: int = 0
+    """The first at or after each multiple of this many epochs."""
     keep_every_seconds: float = 0.0
     """The first in each period of this many seconds since 1970."""
     keep_steps: tuple[int, ...] = ()
-    """Milestones: those of these steps."""
+    """Those of these steps."""
+    keep_triggers: tuple[str, ...] = ()
+    """Those that one of these triggers caused."""
+    keep_milestones: bool = True
+    """Those that a trigger in `MILESTONES` caused: somebody asked for these moments. It stands beside any other rule."""
     keep_first: bool = False
     keep_younger: float = 0.0
-    """All that were saved less than this many seconds ago."""
+    """All that were made less than this many seconds ago."""
     expire_after: float = 0.0
     """Limit: older ones expire."""
     max_bytes: int = 0
@@ -64,7 +78,7 @@ class Policy:
     @property
     def keeps(self) -> bool:
         """Whether it has rules that keep snapshots; else it has only rules of ageing, and everything stays."""
-        return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("keep_"))
+        return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("keep_") and not each.default)
 
     @property
     def ages(self) -> bool:
@@ -176,6 +190,13 @@ def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
     return tuple(sorted(found))
 
 
+def _names(value: object, name: str) -> tuple[str, ...]:
+    several = [value] if isinstance(value, str) else value
+    if isinstance(several, tuple | list) and several and are_triggers(list(several)):
+        return tuple(dict.fromkeys(several))
+    raise InvalidOptionError(f"{name} must be a list of up to {MAX_TRIGGERS} names such as 'every_epochs', not {value!r}", object_id=name)
+
+
 def _flag(value: object, name: str) -> bool:
     if isinstance(value, bool):
         return value
@@ -186,8 +207,11 @@ _PARSERS: Final = {
     "keep_last": _count,
     "keep_best": _bests,
     "keep_every": _count,
+    "keep_epochs": _count,
     "keep_every_seconds": _seconds,
     "keep_steps": _steps,
+    "keep_triggers": _names,
+    "keep_milestones": _flag,
     "keep_first": _flag,
     "keep_younger": _seconds,
     "expire_after": _seconds,

@@ -8,10 +8,14 @@ _WHOLE: Final = re.compile(r"\s*-?[0-9]{1,18}\s*")
 
 def parse_rule(name: str, text: str) -> object:
     """A value for `Store.set_policy`; text that does not parse is passed on, and refused there."""
-    if name in ("keep_last", "keep_every"):
+    if name in ("keep_last", "keep_every", "keep_epochs"):
         return _number(text)
     if name == "keep_steps":
         return [_number(step) for step in text.split(",")]
+    if name == "keep_triggers":
+        return text.split(",")
+    if name == "keep_milestones":
+        return {"yes": None, "true": None, "no": False, "false": False}.get(text.lower(), text)
     if name == "keep_best":
         return [_best(each) for each in text.split(",")]
     if name == "move_after":

@@ -131,9 +131,9 @@ class _EventReplay:
             def put_and_release(_: RefTable, n: int, info: SnapshotInfo = info) -> list[Op]:
                 return [self._make_put(info.ulid), Op.expire(info.ref, None), Op.purge(n, info.ref)]
 
-            self._new.add(info.time_ns, [put_and_release])
+            self._new.add(info.arrived_ns, [put_and_release])
         for info in sorted(self._kept.doubtful, key=lambda info: info.n):
-            self._new.add(info.time_ns, [_fixed(self._make_put(info.ulid))])
+            self._new.add(info.arrived_ns, [_fixed(self._make_put(info.ulid))])
         refs = sorted({info.ref for info in self._kept.doubtful})
         for at in range(0, len(refs), REFS_AN_ENTRY):
             self._new.add(self._now_ns, [_fixed(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])

@@ -307,4 +307,7 @@ def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
         record.metrics,
         record.logical_bytes,
         record.new_bytes,
+        record.time_ns,
+        record.triggers,
+        record.epoch,
     )

@@ -235,6 +235,9 @@ class RankPut:
             request.metrics,
             take_count(outcome, "logical_bytes"),
             take_count(outcome, "new_bytes"),
+            take_count(outcome, "arrived_ns"),
+            request.origin.triggers,
+            request.origin.epoch,
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
@@ -352,7 +355,8 @@ class RankPut:
         """The outcome for all ranks, from log entry `n`."""
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
-        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": entry.time_ns}
+        info = SnapshotInfo.of_op(op.fields, n, entry.time_ns)
+        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns}
 
     def _difference(self, results: Sequence[RankResult]) -> str:
         """Which ranks differ that should hold the same, in words; empty if none."""

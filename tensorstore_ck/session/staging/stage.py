@@ -273,4 +273,5 @@ def staged_info(txn: Ulid, record: Record) -> SnapshotInfo:
     """A staged snapshot as if it were published."""
     sealed = object_hash(record.encode())
     at = (txn, record.root(), sealed, record.parent, record.ref, record.step, 0, record.time_ns)
-    return SnapshotInfo(*at, record.metrics, record.logical_bytes, record.new_bytes)
+    sizes = (record.logical_bytes, record.new_bytes)
+    return SnapshotInfo(*at, record.metrics, *sizes, record.time_ns, record.triggers, record.epoch)

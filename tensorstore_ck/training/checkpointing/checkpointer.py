@@ -8,6 +8,7 @@ from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, StoreError
+from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
@@ -256,6 +257,8 @@ class Checkpointer:
             "ref": self._ref,
             "step": moment.step,
             "metrics": {name: float(value) for name, value in moment.metrics.items()},
+            "triggers": list(dict.fromkeys(name[:MAX_TRIGGER_CHARS] for name in self._when.causes()))[:MAX_TRIGGERS],
+            "epoch": None if moment.epoch is None else float(moment.epoch),
             "group": self._group,
             **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,

@@ -41,9 +41,19 @@ class TriggerContext(NamedTuple):
 class Trigger(ABC):
     """Decides whether to save."""
 
+    @property
+    def name(self) -> str:
+        """What the snapshot and retention rules call it; empty: nothing."""
+        return type(self).__name__
+
     @abstractmethod
     def fires(self, moment: TriggerContext) -> bool:
         """Whether to save now; called once at each step."""
+
+    def causes(self) -> Iterator[str]:
+        """After `fires` returned True: the names of the triggers in it that fired."""
+        if self.name:
+            yield self.name
 
     def saved(self, moment: TriggerContext) -> None:  # noqa: B027 - most have nothing to remember
         """Called after a save at this moment, whichever trigger caused it."""
@@ -65,9 +75,16 @@ class _Joined(Trigger):
             if not isinstance(each, Trigger):
                 raise InvalidOptionError(f"{each!r} is not a trigger such as every_steps(1000)", object_id="when")
         self._join, self._triggers = join, triggers
+        self._fired: list[bool] = []
 
     def fires(self, moment: TriggerContext) -> bool:
-        return self._join([each.fires(moment) for each in self._triggers])  # no short circuit: some triggers count calls
+        self._fired = [each.fires(moment) for each in self._triggers]  # no short circuit: some triggers count calls
+        return self._join(self._fired)
+
+    def causes(self) -> "Iterator[str]":
+        for each, fired in zip(self._triggers, self._fired, strict=True):
+            if fired:
+                yield from each.causes()
 
     def saved(self, moment: TriggerContext) -> None:
         for each in self._triggers:
@@ -81,8 +98,12 @@ class _Joined(Trigger):
 class _Pure(Trigger):
     """Depends on the moment alone."""
 
-    def __init__(self, holds: Callable[[TriggerContext], bool]) -> None:
-        self._holds = holds
+    def __init__(self, name: str, holds: Callable[[TriggerContext], bool]) -> None:
+        self._name, self._holds = name, holds
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     def fires(self, moment: TriggerContext) -> bool:
         return self._holds(moment)
@@ -128,7 +149,7 @@ def require_count(value: object, what: str) -> int:
 def every_steps(steps: int) -> Trigger:
     """At each multiple of `steps`; if a call covers several steps, as soon as one is passed."""
     count = require_count(steps, "steps")
-    return _Pure(lambda moment: moment.step // count > (moment.previous_step or 0) // count)
+    return _Pure("every_steps", lambda moment: moment.step // count > (moment.previous_step or 0) // count)
 
 
 def at_steps(steps: Collection[int]) -> Trigger:
@@ -136,7 +157,7 @@ def at_steps(steps: Collection[int]) -> Trigger:
     if not all(type(step) is int for step in steps):
         raise InvalidOptionError(f"at_steps takes steps, not {steps!r}", object_id="steps")
     chosen = frozenset(steps)
-    return _Pure(lambda moment: moment.step in chosen)
+    return _Pure("at_steps", lambda moment: moment.step in chosen)
 
 
 def every_epochs(epochs: float) -> Trigger:
@@ -149,31 +170,39 @@ def every_epochs(epochs: float) -> Trigger:
             raise InvalidOptionError("every_epochs needs the epoch: step(step, epoch=...)", object_id="epoch")
         return moment.epoch // epochs > (moment.previous_epoch or 0) // epochs
 
-    return _Pure(holds)
+    return _Pure("every_epochs", holds)
 
 
-def at_fraction(fraction: float) -> Trigger:
-    """After each such fraction of the training: ``at_fraction(0.1)`` fires ten times. Needs ``total_steps=`` in `Checkpointer`."""
-    if not (isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1):
-        raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {fraction!r}", object_id="fraction")
+def at_fraction(fraction: float | Collection[float]) -> Trigger:
+    """After each such fraction of the training: ``at_fraction(0.1)`` fires ten times. Or once at each fraction of a list.
+
+    ``at_fraction([0.1, 0.25, 0.5, 0.75, 0.9])`` fires five times. Policies keep what it saved: see `keep_milestones` in `Store.set_policy`.
+    Needs ``total_steps=`` in `Checkpointer`.
+    """
+    several = [fraction] if isinstance(fraction, int | float) else list(fraction)
+    for each in several:
+        if not (isinstance(each, int | float) and not isinstance(each, bool) and 0 < each <= 1):
+            raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {each!r}", object_id="fraction")
 
     def holds(moment: TriggerContext) -> bool:
         if moment.total_steps is None:
             raise InvalidOptionError("at_fraction needs the length of the training: Checkpointer(total_steps=...)", object_id="total_steps")
-        every = max(1, round(fraction * moment.total_steps))
-        return moment.step // every > (moment.previous_step or 0) // every
+        before, steps = moment.previous_step or 0, [max(1, round(each * moment.total_steps)) for each in several]
+        if isinstance(fraction, int | float):
+            return moment.step // steps[0] > before // steps[0]
+        return any(before < step <= moment.step for step in steps)
 
-    return _Pure(holds)
+    return _Pure("at_fraction", holds)
 
 
 def first() -> Trigger:
     """At the first step of a run that resumes no snapshot."""
-    return _Pure(lambda moment: moment.is_first)
+    return _Pure("first", lambda moment: moment.is_first)
 
 
 def last() -> Trigger:
     """At ``Checkpointer.step(last=True)``, or at `total_steps`."""
-    return _Pure(lambda moment: moment.is_last or moment.step == moment.total_steps)
+    return _Pure("last", lambda moment: moment.is_last or moment.step == moment.total_steps)
 
 
 class on_improvement(Trigger):  # noqa: N801 - reads like the functions next to it
@@ -207,6 +236,10 @@ def on_metric(holds: str | Callable[[Mapping[str, float]], bool]) -> Trigger:
 
 
 class _Rising(Trigger):
+    @property
+    def name(self) -> str:
+        return "on_metric"
+
     def __init__(self, holds: Callable[[Mapping[str, float]], bool]) -> None:
         self._holds, self._held = holds, False
 

@@ -1,6 +1,7 @@
 """Several checkpoints of one run as a history: `tsck import --history`, `tsck.import_history`, and the folders that need it."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -200,6 +201,15 @@ def test_steps_in_names(tmp_path: Path, names: list[str], steps: list[int]) -> N
         torch.save({"w": torch.full((5,), number)}, tmp_path / name)
     plan = [(Path(each.path).name, each.step) for each in tsck.inspect_history([tmp_path / name for name in names], step_from="name")]
     assert plan == sorted(zip(names, steps, strict=True), key=lambda each: each[1])
+
+
+def test_a_snapshot_was_made_when_its_file_was(store: tsck.Store, tmp_path: Path) -> None:
+    for step in train(tmp_path / "old", 3):
+        os.utime(tmp_path / "old" / f"step_{step}.pt", (step, step))
+    tsck.import_history(store, tmp_path / "old" / "*.pt", ref="runs/old", step_from="name")
+    found = store.log("runs/old")
+    assert [snapshot.time_ns for snapshot in found] == [15 * 10**9, 10 * 10**9, 5 * 10**9]
+    assert all(snapshot.arrived_ns > 10**18 for snapshot in found)
 
 
 def test_two_files_of_one_step_are_both_named(store: tsck.Store, tmp_path: Path) -> None:

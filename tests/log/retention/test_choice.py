@@ -37,6 +37,8 @@ def histories(draw: st.DrawFn) -> list[KeepCandidate]:
             step=draw(st.none() | st.integers(-5, 30)),
             time_ns=(NOW - draw(st.integers(-100, 1000))) * NS,
             metrics={"acc": 0.5} if loss is None else {"loss": loss},
+            triggers=draw(st.sampled_from([[], [], ["every_steps"], ["at_steps", "every_steps"], ["mine"]])),
+            epoch=draw(st.sampled_from([None, 0.5, 2.0, 3.0, 5.5])),
             mark=draw(st.sampled_from(["", "", "", "bad", "damaged"])),
         )
         history.append(KeepCandidate(info, draw(st.sampled_from([(), (), (), (), ("tag v1",), ("pinned by ada",)]))))
@@ -53,6 +55,9 @@ def policies(draw: st.DrawFn, *, limits: bool = True) -> Policy:
         keep_every_seconds=draw(st.sampled_from([0.0, 0.5, 100.0])),
         keep_steps=draw(st.sampled_from([(), (0, 7), (30,)])),
         keep_first=draw(st.booleans()),
+        keep_epochs=draw(st.sampled_from([0, 0, 1, 3])),
+        keep_triggers=draw(st.sampled_from([(), (), ("every_steps",), ("mine",)])),
+        keep_milestones=draw(st.booleans()),
         keep_younger=draw(st.sampled_from([0.0, 50.0, 400.0])),
     )
     assume(policy.keeps)  # as `Policy.of` has it
@@ -66,6 +71,9 @@ def kept_naively(history: Sequence[KeepCandidate], policy: Policy) -> set[int]:
     infos = [each.info for each in history]
     sound = [at for at, info in enumerate(infos) if not info.mark]
     newest_of_step = {at for at in sound if infos[at].step is not None and all(infos[b].step != infos[at].step for b in sound if b > at)}
+    newest_of_epoch = {
+        at for at in sound if infos[at].epoch is not None and all(infos[b].epoch != infos[at].epoch for b in sound if b > at)
+    }
     kept: set[int] = set()
     for at, info in enumerate(infos):
         if policy.keep_younger and (NOW * NS - info.time_ns) / NS < policy.keep_younger:
@@ -74,6 +82,16 @@ def kept_naively(history: Sequence[KeepCandidate], policy: Policy) -> set[int]:
             continue
         if sum(b > at for b in sound) < policy.keep_last:
             kept.add(at)
+        known = {name for each in infos for name in each.triggers} | {"every_steps"}
+        lacks = [best.metric not in {name for each in infos for name in each.metrics} for best in policy.keep_best]
+        lacks += [bool(policy.keep_epochs) and all(each.epoch is None for each in infos), not known.issuperset(policy.keep_triggers)]
+        if any(lacks) or set(policy.keep_triggers) & set(info.triggers) or (policy.keep_milestones and "at_steps" in info.triggers):
+            kept.add(at)
+        if policy.keep_epochs and at in newest_of_epoch:
+            n, epoch = policy.keep_epochs, info.epoch
+            assert epoch is not None
+            if not any((e := infos[b].epoch) is not None and e // n == epoch // n and e < epoch for b in newest_of_epoch):
+                kept.add(at)
         for best in policy.keep_best:
             value = info.metrics.get(best.metric, math.nan)
             if not math.isnan(value):

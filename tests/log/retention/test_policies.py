@@ -10,6 +10,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log import Op
+from tensorstore_ck.log.retention import UnmatchedRuleWarning
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_sound, sizes, state
 
@@ -122,12 +123,53 @@ def test_bytes_are_a_limit(store: tsck.Store) -> None:
 
 
 def test_metrics_that_come_later_count(store: tsck.Store) -> None:
-    store.set_policy("runs/*", keep_best=(1, "loss", "min"), keep_younger="1h")
     put(store, 1, 2, 3, 4, 5)
     store.annotate("runs/gpt@2", {"loss": 0.1})
     store.annotate("runs/gpt@3", {"loss": float("nan")})
     report = store.apply_policies(dry_run=True, rules={"keep_best": (1, "loss", "min")})
     assert [each.snapshot.step for each in report.branches[0].snapshots if each.stays] == [2, 4, 5]
+
+
+def test_a_rule_that_matches_nothing_lets_nothing_go(store: tsck.Store) -> None:
+    put(store, 1, 2, 3, 4, metrics={"val_loss": 1.0, "acc": 0.5})
+    for rule, missing in (
+        ({"keep_best": (1, "val_los", "min")}, "keep_best val_los: no snapshot has it; they have 'acc', 'val_loss'"),
+        ({"keep_epochs": 2}, "keep_epochs: no snapshot has it"),
+        ({"keep_triggers": ["my_own"]}, "keep_triggers my_own: no snapshot has it; they have none"),
+    ):
+        with pytest.warns(UnmatchedRuleWarning, match=missing):
+            store.set_policy("runs/*", keep_last=2, **rule)
+        step = store.resolve("runs/gpt").step or 0
+        for later in (step + 1, step + 2):
+            with pytest.warns(UnmatchedRuleWarning, match=missing):
+                put(store, later, metrics={"val_loss": 1.0})
+        with pytest.warns(UnmatchedRuleWarning, match=missing):
+            assert store.apply_policies().going == 0
+        with pytest.warns(UnmatchedRuleWarning, match=missing):
+            assert not any("goes" in why for why in store.explain_retention("runs/gpt").values())
+    assert steps(store) == list(range(1, 11))
+    store.set_policy("runs/*", keep_last=2, keep_triggers=["every_epochs"])  # which may still fire
+    put(store, 11)
+    assert steps(store) == [10, 11]
+
+
+def test_the_triggers_and_epochs_of_snapshots_keep_them(store: tsck.Store) -> None:
+    for step in range(1, 9):
+        triggers = {2: ["at_steps"], 3: ["every_steps", "at_fraction"], 4: ["every_epochs"]}.get(step, ["every_steps"])
+        put(store, step, triggers=triggers, epoch=step / 2)
+    found = store.resolve("runs/gpt@3")
+    assert (found.triggers, found.epoch) == (("every_steps", "at_fraction"), 1.5)
+    for rules, kept in (
+        ({}, [2, 3, 7, 8]),
+        ({"keep_milestones": False}, [7, 8]),
+        ({"keep_triggers": "every_epochs"}, [2, 3, 4, 7, 8]),
+        ({"keep_epochs": 2, "keep_milestones": False}, [1, 4, 7, 8]),
+    ):
+        report = store.apply_policies(dry_run=True, rules={"keep_last": 2, **rules})
+        assert [each.snapshot.step for each in report.branches[0].snapshots if each.stays] == kept
+    store.set_policy("runs/*", keep_last=1)
+    why = store.explain_retention("runs/gpt")
+    assert why[found.id] == ("keep_milestones at_fraction",)
 
 
 def test_age_counts_by_the_clock(store: tsck.Store, clock: Clock) -> None:
@@ -231,13 +273,13 @@ def test_a_hold_that_comes_meanwhile_counts() -> None:
 def test_a_salvaged_log_has_them() -> None:
     backend = MemoryBackend()
     store = open_store(backend)
-    put(store, 1, 2, 3)
-    store.set_policy("runs/*", keep_last=3, keep_best=[(1, "loss", "min"), (2, "acc", "max")])
-    put(store, 4, 5)
+    put(store, 1, 2, 3, metrics={"loss": 3.0})
+    store.set_policy("runs/*", keep_last=3, keep_best=(1, "loss", "min"))
+    put(store, 4, 5, metrics={"loss": 1.0})
     backend.delete([sorted(info.name for info in backend.list("log/"))[1]])
     assert salvage(backend).log
     found = open_store(backend)
     assert found.policies() == store.policies() != {}
     found.checkout("runs/gpt")
-    put(found, 6)
-    assert len(steps(found)) == 3
+    put(found, 6, metrics={"loss": 2.0})
+    assert steps(found) == [4, 5, 6]

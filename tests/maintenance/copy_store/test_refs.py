@@ -13,7 +13,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.format.codec import Codec, CodecName
 from tensorstore_ck.maintenance.copy_store import copy
-from tests.gc.stores import interrupted
+from tests.gc.stores import Clock, interrupted, open_store
 from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
 from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
 from tests.servers import S3Server
@@ -51,6 +51,23 @@ def records(store: Store) -> list[tuple[object, ...]]:
     return sorted(
         (str(record.step), record.step, record.parent, record.metadata, record.metrics, record.time_ns, record.part_ids) for record in found
     )
+
+
+def test_a_copy_is_as_old_as_its_source_and_its_undo_windows_are_not() -> None:
+    clock = Clock()
+    source, target = open_store(clock=clock), open_store(clock=clock)
+    for step in range(5):
+        source.put_snapshot(state(step), ref="runs/a", step=step, triggers=["at_steps"] if step == 1 else [], epoch=float(step))
+        clock.advance(86_400)
+    assert copy(source, target).ok
+    made, copied = ([(each.time_ns, each.triggers, each.epoch) for each in store.log("runs/a")] for store in (source, target))
+    assert made == copied
+    assert {each.arrived_ns for each in target.log("runs/a")} == {clock()}
+    target.set_policy("runs/*", keep_younger="60h")
+    assert target.apply_policies().going == 2  # step 0 is kept by nothing, and step 1 is a milestone
+    clock.advance(3600)
+    target.gc()
+    assert target.undo("runs/a@0")
 
 
 def test_by_url(tmp_path: Path) -> None:

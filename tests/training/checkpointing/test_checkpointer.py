@@ -12,6 +12,8 @@ import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidOptionError
 from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.log.retention.policy import TRIGGERS
+from tensorstore_ck.training.checkpointing import TriggerContext
 from tests.session.group.pool import Pool, make_store
 from tests.training.checkpointing import rank_side
 
@@ -70,6 +72,33 @@ def test_saves_and_resumes(store: tsck.Store, asynchronous: bool) -> None:
     advice = store.advise("run")
     assert advice.costs.stall == noted["costs"]["stall"]
     assert advice.sources["stall"] == advice.sources["restart"] == advice.sources["mtbf"] == "measured"
+
+
+def test_what_was_asked_for_is_kept_by_default_and_what_is_periodic_by_a_rule(store: tsck.Store) -> None:
+    when = tsck.every_steps(1) | tsck.at_fraction([0.1, 0.25]) | (tsck.every_epochs(1) & tsck.every_steps(6)) | Mine()
+    for ref, keep in (("default", {"keep_last": 2}), ("epochs", {"keep_last": 2, "keep_triggers": ["every_epochs"]})):
+        state = fresh()
+        with tsck.Checkpointer(store, state, ref=ref, when=when, keep=keep, total_steps=20, asynchronous=False) as ckpt:
+            for step in range(1, 13):
+                state["w"] += 1
+                ckpt.step(step, epoch=step / 3)
+    assert [snapshot.step for snapshot in store.log("default")] == [12, 11, 5, 2]
+    assert [snapshot.step for snapshot in store.log("epochs")] == [12, 11, 6, 5, 2]
+    assert store.resolve("epochs@6").triggers == ("every_steps", "every_epochs")
+    assert store.resolve("epochs@12").triggers == ("every_steps", "every_epochs", "Mine")
+
+
+class Mine(tsck.Trigger):
+    def fires(self, moment: TriggerContext) -> bool:
+        return moment.step == 12
+
+
+def test_every_trigger_is_known_to_the_rules() -> None:
+    made = (
+        *(tsck.every_steps(1), tsck.at_steps([1]), tsck.every_epochs(1), tsck.at_fraction(0.1), tsck.first(), tsck.last()),
+        *(tsck.on_improvement("loss"), tsck.on_metric("loss < 1"), tsck.every_seconds(1), tsck.auto()),
+    )
+    assert {each.name for each in made} | {tsck.on_preemption.__name__} == set(TRIGGERS)
 
 
 def test_what_the_policy_drops_is_freed_while_the_job_runs(tmp_path: Path) -> None:

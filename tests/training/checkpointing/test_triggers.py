@@ -33,6 +33,8 @@ def test_steps() -> None:
     assert steps_of(tsck.at_steps([3, 29, 99]), run) == [3, 29]
     assert steps_of(tsck.first() | tsck.at_steps([2]), run) == [1, 2]
     assert steps_of(tsck.at_fraction(0.25), run, total_steps=30) == [8, 16, 24]
+    assert steps_of(tsck.at_fraction([0.1, 0.25, 0.5, 0.75, 0.9]), run, total_steps=30) == [3, 8, 15, 22, 27]
+    assert steps_of(tsck.at_fraction([0.5, 1]), [10, 40], total_steps=30) == [40]
     assert steps_of(tsck.last() | tsck.every_steps(20), run, total_steps=30) == [20, 30]
     assert steps_of(tsck.every_steps(2) & tsck.every_steps(3), run) == [6, 12, 18, 24, 30]
 
