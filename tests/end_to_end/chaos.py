@@ -185,11 +185,15 @@ class Overseer:
         self.hangs: list[str] = []
 
     def run(self, seconds: float) -> None:
-        """For so long; then all writers are killed."""
+        """For so long from the first saves on; then all writers are killed."""
+        for writer in range(WRITERS):
+            self._start(writer)
+        while not all(self._has_saved(writer) for writer in range(WRITERS)):
+            time.sleep(0.05)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for writer in range(WRITERS):
-                if writer not in self._writers or self._writers[writer].poll() is not None:
+                if self._writers[writer].poll() is not None:
                     self._start(writer)
             time.sleep(self._chance.uniform(0.05, 1.5))
             self._harm()
@@ -198,6 +202,10 @@ class Overseer:
         for process in self._writers.values():
             process.kill()
             process.wait()
+
+    def _has_saved(self, writer: int) -> bool:
+        path = self._folder / f"notes-{writer}"
+        return path.exists() and b'"published"' in path.read_bytes()
 
     def _start(self, writer: int) -> None:
         self._lives[writer] += 1
