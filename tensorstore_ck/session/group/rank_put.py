@@ -236,7 +236,7 @@ class RankPut:
             take_count(outcome, "logical_bytes"),
             take_count(outcome, "new_bytes"),
             take_count(outcome, "arrived_ns"),
-            request.origin.triggers,
+            list(request.origin.triggers),
             request.origin.epoch,
         )
 
