@@ -1,5 +1,6 @@
 """What ranks stage lies on other hosts too: over gloo, between real processes, each with a folder as if on a host of its own."""
 
+import time
 import tracemalloc
 import warnings
 from collections.abc import Sequence
@@ -121,7 +122,14 @@ def test_what_is_in_the_store_needs_no_copy_and_what_gets_there_meanwhile_is_no_
 
 def _forgetting(base: str) -> tuple[list[str], list[str]]:
     own = side(base, (0, 1), 1)
-    keys = own.exchange(1, own.stage(), hook=lambda: own.replicator.forget(put_id(1)))
+
+    def forget() -> None:
+        own.replicator.forget(put_id(1))
+        (Path(base) / f"forgotten-{own.rank}").touch()
+        while not (Path(base) / f"forgotten-{1 - own.rank}").exists():  # neither has sent all before both forgot
+            time.sleep(0.001)
+
+    keys = own.exchange(1, own.stage(), hook=forget)
     objects, manifests = lies_in(own.folder)
     return keys, [*objects, *manifests]
 
