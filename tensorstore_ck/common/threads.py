@@ -67,6 +67,7 @@ class Helper(threading.Thread):
         """If it has not begun, it never will; returns whether that is so."""
         if not self._given_up and self._claim.acquire(blocking=False):
             self._given_up = True
+            del self._work
         return self._given_up
 
     def end(self) -> None:
@@ -78,7 +79,9 @@ class Helper(threading.Thread):
         """Calls `work`, unless it was given up."""
         if self._claim.acquire(blocking=False):
             self._begun.release()
-            self._work()
+            work = self._work
+            del self._work  # a thread and its event refer to each other: what the work holds must not wait for garbage collection
+            work()
 
     def _wait_until_begun(self) -> None:
         deadline = time.monotonic() + self._begin_seconds
