@@ -44,8 +44,8 @@ class Interruption:
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        self.lines += 1
-        if self.lines != self._at:
+        self.lines += event == "line"
+        if event != "line" or self.lines != self._at:  # at other events 3.11 can make a TypeError of an exception that is under way
             return self._trace
         self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
         sys.settrace(None)
