@@ -44,7 +44,7 @@ class Helper(threading.Thread):
         self._given_up = False
         self._begin_seconds = begin_seconds
         self._claim = threading.Lock()
-        """Taken by the new thread when it begins, or by the caller, who gives it up: whoever comes first."""
+        """The new thread takes it to begin, the caller to give the thread up; the first one wins."""
         self._begun = threading.Lock()
         self._begun.acquire()
         self._started = _Started(self._wait_until_begun)

@@ -56,6 +56,16 @@ INLINE_VALUE_BYTES: Final = 65536
 Node = Any
 
 
+def dense_strides(shape: tuple[int, ...], order: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Strides without gaps, in elements. `order`: the dims in memory, outermost first; empty: row-major."""
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
 class TensorSpec(NamedTuple):
     """One tensor that owns its bytes."""
 
@@ -71,12 +81,7 @@ class TensorSpec(NamedTuple):
     @property
     def strides(self) -> tuple[int, ...]:
         """Of the tensor in memory, in elements."""
-        strides = [1] * len(self.shape)
-        step = 1
-        for dim in reversed(self.order or range(len(self.shape))):
-            strides[dim] = step
-            step *= self.shape[dim]
-        return tuple(strides)
+        return dense_strides(self.shape, self.order)
 
     @property
     def size_bytes(self) -> int:

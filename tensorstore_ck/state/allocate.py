@@ -14,7 +14,7 @@ import torch
 
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec
+from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec, dense_strides
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, Leaf
 from tensorstore_ck.format.values import numpy_dtype
 from tensorstore_ck.state.aliasing import ALIGNMENT_BYTES, MAX_GAP_BYTES
@@ -81,7 +81,7 @@ def form_of(layout: Layout, leaf: Leaf) -> LeafForm:
     """The form of a tensor or view, checked to lie within its base."""
     spec = layout.tensors[leaf.index]
     if leaf.kind == "tensor":
-        return LeafForm(dtype_of(spec.dtype, spec.item_bytes), spec.shape, contiguous_strides(spec.shape), 0)
+        return LeafForm(dtype_of(spec.dtype, spec.item_bytes), spec.shape, dense_strides(spec.shape), 0)
     _, _, name, shape, strides, offset, _ = leaf.node
     form = LeafForm(dtype_of(name, None), tuple(shape), tuple(strides), offset)
     start, stop = byte_range(form)
@@ -97,16 +97,6 @@ def byte_range(form: LeafForm) -> tuple[int, int]:
     reaches = [(extent - 1) * step * form.dtype.itemsize for extent, step in zip(form.shape, form.strides, strict=True)]
     start, stop = (form.offset_bytes + sum(reach for reach in reaches if (reach > 0) == is_up) for is_up in (False, True))
     return start, stop + form.dtype.itemsize
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 def view_of(base: TensorOrArray, form: LeafForm) -> TensorOrArray:

@@ -9,10 +9,10 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.layout import TensorSpec
+from tensorstore_ck.format.layout import TensorSpec, dense_strides
 from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import MAX_NESTING
-from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm, contiguous_strides
+from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.sharded_tensors import FlatShard
 
@@ -95,7 +95,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 def is_whole(form: LeafForm, base: TensorSpec) -> bool:
     """Whether a view is identical to its base, as tied weights are."""
-    return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, contiguous_strides(base.shape), 0)
+    return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, dense_strides(base.shape), 0)
 
 
 def describe_mismatch(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:

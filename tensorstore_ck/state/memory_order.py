@@ -5,7 +5,7 @@ from typing import overload
 import numpy as np
 import torch
 
-from tensorstore_ck.format.layout import TensorSpec
+from tensorstore_ck.format.layout import dense_strides
 from tensorstore_ck.state.byte_sources import Array, bits_of, new_tensor, strided
 
 
@@ -21,10 +21,10 @@ def order_of(found: torch.Tensor | Array) -> tuple[int, ...]:
         return ()
     else:
         strides = tuple(step // found.itemsize for step in found.strides)
-    if 0 in shape or strides == _strides(shape, ()):
+    if 0 in shape or strides == dense_strides(shape):
         return ()
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim])))
-    dense = _strides(shape, order)
+    dense = dense_strides(shape, order)
     if strides == dense:
         return order
     several = [dim for dim, extent in enumerate(shape) if extent > 1]  # no order gives a dim of extent 1 an arbitrary stride
@@ -41,7 +41,7 @@ def in_order(found: torch.Tensor | Array, order: tuple[int, ...]) -> torch.Tenso
     shape = tuple(found.shape)
     if isinstance(found, torch.Tensor):
         plain = new_tensor(shape, found.dtype, found.device)
-        copy = strided(plain, found.dtype, shape, _strides(shape, order), 0)
+        copy = strided(plain, found.dtype, shape, dense_strides(shape, order), 0)
         bits_of(copy).copy_(bits_of(found))
         return copy
     return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order))
@@ -52,7 +52,3 @@ def in_order_of(model: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     order = order_of(model)
     is_same = found.stride() == model.stride() or not (order or model.is_contiguous())
     return found if is_same else in_order(found, order)
-
-
-def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    return TensorSpec("", "", 1, shape, order).strides

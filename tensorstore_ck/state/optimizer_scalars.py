@@ -19,7 +19,7 @@ def with_exact_scalars(content: SnapshotContent, wanted: list[WantedLeaf]) -> li
 
 
 def _scalars(content: SnapshotContent) -> set[str]:
-    """Searches the whole snapshot: a selection may lack what tells an optimizer."""
+    """Searches the whole snapshot: a selection may lack the keys that identify an optimizer."""
     found = set()
     pending: list[tuple[Tree, bool]] = [(parse(content.layout, len(content.values)), False)]
     while pending:

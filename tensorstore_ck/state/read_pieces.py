@@ -19,9 +19,10 @@ from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.format.block_assignment import row_boxes
+from tensorstore_ck.format.layout import dense_strides
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf, leaves, parse
-from tensorstore_ck.state.allocate import AnyDtype, LeafForm, TensorOrArray, byte_range, contiguous_strides, form_of, view_of
+from tensorstore_ck.state.allocate import AnyDtype, LeafForm, TensorOrArray, byte_range, form_of, view_of
 from tensorstore_ck.state.byte_sources import Array, new_array, target_of
 
 PIECE_BYTES: Final = 16 << 20
@@ -63,7 +64,7 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements are one run of bytes, in order."""
-        return self.form.strides == contiguous_strides(self.form.shape)
+        return self.form.strides == dense_strides(self.form.shape)
 
 
 class Piece(NamedTuple):

@@ -47,7 +47,7 @@ def verify_all(verify: Verify, size_bytes: int, read: ReadInto) -> None:
 
 
 def inode_of(status: os.stat_result) -> tuple[int, int]:
-    """What tells a file from another one under its name."""
+    """Identifies a file, also after another one took its name."""
     return status.st_dev, status.st_ino
 
 

@@ -52,8 +52,6 @@ class Uploader:
         self._limit = limit
         self._sleep = sleep
         self._jitter = jitter
-        self._damaged: dict[str, StagedDamageError] = {}
-        """Objects that cannot be sent from here: another process may have sent its copy, which must not be taken for a leftover."""
 
     def upload(
         self,
@@ -89,9 +87,6 @@ class Uploader:
             reported_bytes += count
             on_bytes(count)
 
-        for name in left:
-            if name in self._damaged:
-                self._replace_damaged(self._damaged[name], stop, on_retry)
         while left:
             policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
             upload_pass = UploadPass(self._folder, self._store, policy, self._limit, report)
@@ -110,7 +105,6 @@ class Uploader:
     def replace(self, name: str, data: Buffer) -> None:
         """Writes an unsent object again, which the disk damaged."""
         self._folder.unsent.replace(name, data)
-        self._damaged.pop(name, None)
 
     def drop(self, names: Iterable[str]) -> None:
         """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
@@ -126,7 +120,6 @@ class Uploader:
                     pass
             self._folder.unsent.delete([name])
             self._folder.journal.delete([name])
-            self._damaged.pop(name, None)
 
     def _replace_damaged(self, error: StagedDamageError, stop: Callable[[], object], on_retry: OnRetry) -> None:
         """Drops a damaged object that the store has, whole: uploaded by an earlier process, or by one with another copy.
@@ -135,7 +128,6 @@ class Uploader:
             StagedDamageError: `error`; the store does not have it.
         """
         name, policy = error.object_id, RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
-        self._damaged[name] = error
         entry = self._folder.journal.read(name)
         if entry is not None and entry.stored_as:  # `drop` would forget that name
             raise error

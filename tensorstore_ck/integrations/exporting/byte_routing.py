@@ -17,11 +17,11 @@ from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, Wanted
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.layout import TensorSpec
+from tensorstore_ck.format.layout import TensorSpec, dense_strides
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.state.allocate import LeafForm, contiguous_strides, dtype_of, form_of, view_of
+from tensorstore_ck.state.allocate import LeafForm, dtype_of, form_of, view_of
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
@@ -52,7 +52,7 @@ class ByteRouter:
         spec = self._content.layout.tensors[number]
         size = spec.size_bytes
         if size and spec.order:
-            strides = contiguous_strides(spec.shape)
+            strides = dense_strides(spec.shape)
             shape, steps = (tuple(values[dim] for dim in spec.order) for values in (spec.shape, strides))
             self._strided[number].append((LeafForm(dtype_of(spec.dtype, spec.item_bytes), shape, steps, 0), file, offset))
         elif size:
@@ -88,7 +88,7 @@ class ByteRouter:
 
 def is_contiguous(form: LeafForm) -> bool:
     """Whether its elements are row-major without gaps."""
-    compact = contiguous_strides(form.shape)
+    compact = dense_strides(form.shape)
     return all(extent <= 1 or a == b for extent, a, b in zip(form.shape, form.strides, compact, strict=True))
 
 

@@ -62,7 +62,7 @@ class Policy:
     keep_triggers: tuple[str, ...] = ()
     """Those that one of these triggers caused."""
     keep_milestones: bool = True
-    """Those that a trigger in `MILESTONES` caused: somebody asked for these moments. It stands beside any other rule."""
+    """Those that a trigger in `MILESTONES` caused. Applies in addition to the other rules."""
     keep_first: bool = False
     keep_younger: float = 0.0
     """All that were made less than this many seconds ago."""
