@@ -15,7 +15,7 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.retention import Policy, parse_rule
 from tensorstore_ck.maintenance.apply_policies import RetentionReport
 
-RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
+RULES: Final = "keep_last=5 keep_every=1000 keep_best=3:val_loss:min keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
 ACTIONS: Final = ("show", "set", "test", "apply", "remove")
 MAX_SHOWN: Final = 60
 
@@ -98,7 +98,7 @@ def _urls(values: Mapping[str, object]) -> list[str]:
 
 def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:
     if not found:
-        yield f"no policies, so every snapshot stays: `tsck policy set 'runs/*' {RULES.partition(' keep_every')[0]}` makes one"
+        yield f"no policies, so every snapshot stays: `tsck policy set 'runs/*' {RULES.partition(' keep_best')[0]}` makes one"
     yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(each))] for glob, each in found.items()]) if found else ()
 
 
