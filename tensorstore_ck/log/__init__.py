@@ -11,6 +11,7 @@ head_view.py                             the table at one head
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
+training_line.py                         which snapshots of a branch led to its last one
 run_outcome.py                           what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, typed_bytes
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import QuotaRow
 
@@ -24,7 +24,7 @@ class Quota:
 
     def __repr__(self) -> str:
         limits = [
-            f"{name} {human_bytes(size)}" for name, size in (("warn", self.warn_bytes), ("refuse", self.refuse_bytes)) if size is not None
+            f"{name} {typed_bytes(size)}" for name, size in (("warn", self.warn_bytes), ("refuse", self.refuse_bytes)) if size is not None
         ]
         return f"Quota({self.glob!r}, {', '.join(limits)}: {human_bytes(self.used_bytes)} used, {self.state})"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
 from tensorstore_ck.backend.cold.locations import check_location
-from tensorstore_ck.common.units import human_bytes, parse_bytes, parse_seconds
+from tensorstore_ck.common.units import parse_bytes, parse_seconds, typed_bytes
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import MAX_TRIGGERS, are_triggers
 
@@ -226,7 +226,7 @@ def _shown(name: str, value: Any) -> str:
     if name == "keep_best":
         return "; ".join(f"{count} by {direction} {metric}" for count, metric, direction in value)
     if name == "max_bytes":
-        return human_bytes(value)
+        return typed_bytes(value)
     if name == "move_after":
         return "; ".join(f"{_length(seconds)} to {url}" for seconds, url in value)
     if isinstance(value, float):
