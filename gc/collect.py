@@ -1,8 +1,8 @@
 """One run of gc: mark, plan, end undo windows and pins that ran out, condemn, sweep, delete, compact, truncate tombstones.
 
 PROTOCOL.md says why that is safe. Several hosts may run gc at once, alongside writers and readers, and a run may be killed anywhere:
-the lists are in the log, so the next run continues with them. Clocks decide only when something begins. A run that refuses has
-changed nothing but that the log notes it: only an accepted plan is carried out.
+the lists are in the log, so the next run continues with them. Clocks decide only when something begins. gc carries out accepted plans only;
+a refused run changes nothing, except that the log notes it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,10 +20,10 @@ from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressS
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
 ENDINGS_AN_ENTRY: Final = 500
-"""With the objects of that entry well below the limit of 1 MB."""
+"""Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
 SPARE_BYTES: Final = 1 << 20
-"""What stays free when packs are rewritten, for entries of the log; a disk with less is full."""
+"""Rewriting packs leaves this much free for entries of the log. A disk with less counts as full."""
 MAX_CLOCK_SECONDS: Final = 300
 
 
@@ -62,7 +62,7 @@ class _Gc:
         if refusal is not None:
             raise refusal
         self._engine.placed.require_owner()
-        self._delete(plan.listed)  # what earlier runs swept: on a full disk that makes space for the entries of this one
+        self._delete(plan.listed)  # frees what earlier runs swept: on a full disk, the entries of this run need the space
         self._condemn(plan)
         self._delete(plan.listed)
         moved, new_bytes = self._compact(plan.sparse)
@@ -129,7 +129,8 @@ class _Gc:
     def _condemn(self, plan: GcPlan) -> None:
         """Ends the planned undo windows and pins, unless somebody has undone or extended them; condemns; sweeps what is due.
 
-        On a full disk in one entry. Elsewhere each step is an entry: if one is lost, the others still tell salvage what was freed.
+        Writes one entry on a full disk. Elsewhere each step is an entry: if one is lost, salvage still learns from the others what was
+        freed.
         """
         accepted = {tuple(op.fields.values()) for op in plan.ending}
 
@@ -165,13 +166,13 @@ class _Gc:
                 fitting = self._fitting(batch, url)
                 left += len(batch) - len(fitting)
                 try:
-                    found = compact(self._engine, fitting, copied.add, url=url)
+                    compacted = compact(self._engine, fitting, copied.add, url=url)
                 except NoSpaceError:
                     left += len(fitting)
                     continue
-                moved = commit_relocations(self._engine, found.moves, self._planner.live, self._planner.anchor)
-                self._notes.extend(found.problems)
-                new_bytes += found.written_bytes
+                moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
+                self._notes.extend(compacted.problems)
+                new_bytes += compacted.written_bytes
                 done += [pack for pack in fitting if pack.pack in moved]
                 self._sweep()
                 self._delete(ObjectKey("pack", pack) for pack in moved)
@@ -180,7 +181,7 @@ class _Gc:
         return done, new_bytes
 
     def _fitting(self, packs: Sequence[SparsePack], url: str | None) -> Sequence[SparsePack]:
-        """The first ones for whose copies there is space: a copy that does not end would be an orphan, and fill the disk."""
+        """The first packs whose copies fit: an incomplete copy would be an orphan that fills the disk."""
         space = (self._engine.backend if url is None else self._engine.placed.at(url)).space()
         if space is None:
             return packs
@@ -199,7 +200,7 @@ class _Gc:
             pass
 
     def _delete(self, keys: Iterable[ObjectKey]) -> None:
-        """Deletes those that are swept, also by other runs."""
+        """Deletes the objects among `keys` that this run or another one has swept."""
         view = self._engine.log.view()
         states = ((key, view.object_state(key)) for key in keys if key not in self._deleted)
         dead = sorted(key for key, state in states if state is not None and state.swept)

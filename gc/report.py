@@ -1,4 +1,4 @@
-"""Reports of gc: what it did, and what it can free, in the same words wherever space is reported."""
+"""Reports of gc: what it did and what it can free. All reports of space use these words."""
 
 import shlex
 import threading
@@ -119,9 +119,9 @@ class GcReport:
         return f"GcReport({what} {human_bytes(self.freed_bytes)}: {counts}, {len(self.rewritten):,} packs rewritten{refused})"
 
     def _repr_html_(self) -> str:
-        snapshots = (("snapshot", f"{each.root[:SHOWN_ROOT_DIGITS]} of {each.ref}, step {each.step}") for each in self.snapshots)
+        snapshots = (("snapshot", f"{item.root[:SHOWN_ROOT_DIGITS]} of {item.ref}, step {item.step}") for item in self.snapshots)
         deleted = ((kind, f"{count:,}") for kind, count in self.deleted.items())
-        later = (("later", each.describe()) for each in self.later)
+        later = (("later", item.describe()) for item in self.later)
         notes = (("note", note) for note in (*self.notes, *([] if self.refused is None else [self.refused])))
         return html_table(repr(self), ("what", ""), [*deleted, *notes, *later, *snapshots])
 

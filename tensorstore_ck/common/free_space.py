@@ -1,4 +1,4 @@
-"""Whether there is enough free space, checked before anything is written, so that no object is left half written on a full disk.
+"""Checks free space before a write, so that a full disk leaves no incomplete object.
 
 Knows no backend, no format and no clock. A location of unknown size, such as an object store, passes. What a filesystem does not report
 (a user's quota) shows only when a write fails.
@@ -25,7 +25,7 @@ class Space(NamedTuple):
     """The size of a filesystem."""
 
     free_bytes: int
-    """That this user can still write."""
+    """Bytes that this user can still write."""
     total_bytes: int
 
 

@@ -3,7 +3,7 @@
 runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
 9f86d081...       root, or a unique prefix of one: of 8 digits or more, or of 4 or more where no ref has that name
 runs/gpt~2        two before it, by parents
-runs/gpt^staged   the newest one staged for it and not published yet; the branch itself without one
+runs/gpt^staged   the newest snapshot staged for it and not published yet; without one, the branch itself
 """
 
 import re
@@ -39,7 +39,7 @@ def resolve(view: RefTable, address: str) -> Resolved:
 
     Raises:
         InvalidNameError: malformed.
-        NotFoundError: nothing there; the message says what is.
+        NotFoundError: nothing has this address; the message lists what exists.
         AmbiguousAddressError: a root prefix of several snapshots.
     """
     if isinstance(address, str) and is_staged_address(address):
@@ -73,14 +73,14 @@ def resolve(view: RefTable, address: str) -> Resolved:
 def _staged(view: RefTable, name: str) -> Resolved:
     validate_ref_name(name)
     branch = view.branch(name)
-    found, line = None, {branch.root if branch is not None else None}
+    newest, line = None, {branch.root if branch is not None else None}
     for info in sorted((info for _, info in view.all_staged() if info.ref == name), key=lambda info: info.n):
-        if info.parent in line:  # else the branch has gone on without it
-            found = info
+        if info.parent in line:  # otherwise the branch has moved on without this snapshot
+            newest = info
             line.add(info.root)
-    if found is None:
+    if newest is None:
         return resolve(view, name)
-    return Resolved(found, name, branch.root if branch is not None else None)
+    return Resolved(newest, name, branch.root if branch is not None else None)
 
 
 def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:

@@ -1,7 +1,7 @@
 """A small file in the user's state folder: the highest entry of a store's log that processes of this user have seen.
 
-It is written without fsync, by an atomic rename; only a process that found the expected contents replaces it. An unreadable file counts
-as none. Many ranks of a job may share the folder, over NFS.
+It is written without fsync, by an atomic rename; only a process that found the expected contents replaces it. An unreadable file counts as
+missing. Many ranks of a job may share the folder, over NFS.
 """
 
 import json
@@ -71,22 +71,22 @@ class HeadFile:
             OSError: it cannot be written.
         """
         with self._opened(make=True) as folder:
-            found = self._read(folder)
-            if found != old:
-                return found
+            contents = self._read(folder)
+            if contents != old:
+                return contents
             temporary = f"{self._name}.new"
             try:
                 file = os.fdopen(os.open(temporary, _NEW, 0o600, dir_fd=folder), "wb")
             except FileExistsError:
                 self._remove_abandoned(folder, temporary)
-                return found
+                return contents
             try:
-                found = self._read(folder)  # the temporary is also the lock
+                contents = self._read(folder)  # the temporary is also the lock
                 with file:
                     file.write(_encode(new))
-                if found != old:
+                if contents != old:
                     os.unlink(temporary, dir_fd=folder)
-                    return found
+                    return contents
                 os.rename(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
@@ -113,9 +113,9 @@ class HeadFile:
         except FileNotFoundError:
             return None
         try:
-            found = os.fstat(fd)
-            _require_own(found, self.path)
-            return _decode(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(found.st_mode) else None
+            status = os.fstat(fd)
+            _require_own(status, self.path)
+            return _decode(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(status.st_mode) else None
         finally:
             os.close(fd)
 
@@ -127,10 +127,10 @@ class HeadFile:
                 os.unlink(temporary, dir_fd=folder)
 
 
-def _require_own(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.getuid():
+def _require_own(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.getuid():
         raise NotOwnError(f"{path} is not owned by user {os.getuid()}: name another folder with state_dir= or --state-dir")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotOwnError(f"{path} can be written by others: `chmod go-w` it")
 
 

@@ -29,7 +29,7 @@ class LogChangedWarning(UserWarning):
 
 
 class Watermark:
-    """What was seen of a store's log. A follower calls `last_seen` before and `check` after, and `appended` for its own entries."""
+    """The highest entry seen. Callers use `last_seen` before they follow the log, `check` after, and `appended` for their own entries."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Watermark:
         self._has_appended = False
         self._next_save = 0.0
         self._lost: Head | None = None
-        """An entry that was seen, and that the log no longer has; nobody has accepted that yet."""
+        """An entry that was seen and that the log no longer has, until a user accepts that."""
         self._other_log: SeenHead | None = None
-        """What was seen of the store's former log, if store.json names another one now; nobody has accepted that yet."""
+        """What was seen of the store's former log, if store.json names another one now; until a user accepts that."""
         self._reported: Head | None = None
 
     @property
@@ -73,23 +73,23 @@ class Watermark:
         """The highest entry seen. Call it before the log is read: later it may include a newer entry."""
         if self._file is None or (self._has_looked and not self.is_changed):
             return self._head
-        found = self._file.read()
+        contents = self._file.read()
         if not self._has_looked:
-            self._has_looked, self._on_file = True, found
-            if found is not None and found.log != self._log:
-                self._other_log = found
-            elif found is not None and (self._head is None or found.head.n >= self._head.n):
-                self._head = found.head
-        elif found is not None and (self._on_file is None or found.accepted_ns != self._on_file.accepted_ns):
-            self._on_file, self._lost, self._other_log = found, None, None
-            if found.log == self._log:
-                self._head = found.head
+            self._has_looked, self._on_file = True, contents
+            if contents is not None and contents.log != self._log:
+                self._other_log = contents
+            elif contents is not None and (self._head is None or contents.head.n >= self._head.n):
+                self._head = contents.head
+        elif contents is not None and (self._on_file is None or contents.accepted_ns != self._on_file.accepted_ns):
+            self._on_file, self._lost, self._other_log = contents, None, None
+            if contents.log == self._log:
+                self._head = contents.head
             else:
-                self._other_log = found
+                self._other_log = contents
         return self._head
 
     def is_news(self, head: Head, name: str) -> bool:
-        """The host's cache was folded up to `head`, which is not in the log: whether `check` has to report that.
+        """Whether `check` has to report that `head`, up to which the host's cache was folded, is not in the log.
 
         Raises:
             LogChangedError: with ``rollback="error"``: before the cache, which may be the only evidence, is emptied.
@@ -106,7 +106,7 @@ class Watermark:
         Raises:
             LogChangedError: it does not, with ``rollback="error"``.
         """
-        lost = max((each for each in seen if each.n and hash_of(each.n) != each.hash), default=None)
+        lost = max((entry for entry in seen if entry.n and hash_of(entry.n) != entry.hash), default=None)
         if lost is not None:
             self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
             if self._file is None:  # nobody can accept it
@@ -158,19 +158,19 @@ class Watermark:
         raise InvalidOptionError(f"{self._file.path} cannot be written ({why})", object_id="state_dir")
 
     def _save(self) -> None:
-        """Saves the head, if it is higher. If another process saved one meanwhile, that stays, and is checked at the next refresh."""
+        """Saves the head if it is higher. If another process saved a head meanwhile, keeps that one; the next refresh checks it."""
         if self._file is None or self._head is None or self._head.n <= (self._known.head.n if self._known is not None else 0):
             self._has_saved = True
             return
         self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
         new = self._with(self._head)
         with suppress(OSError):  # the home may be full, read-only or another user's: then nothing is saved
-            found = self._file.swap(self._on_file, new)
-            if found is not None and found.log != self._log:
-                self._other_log = found
-            elif found is not None and found not in (self._on_file, new):
-                self._head = found.head
-            self._on_file = found
+            contents = self._file.swap(self._on_file, new)
+            if contents is not None and contents.log != self._log:
+                self._other_log = contents
+            elif contents is not None and contents not in (self._on_file, new):
+                self._head = contents.head
+            self._on_file = contents
 
     def _report_lost(self, head: Head, name: str, what: str) -> None:
         """Reports that the entry `head`, which was seen, is not in the log."""

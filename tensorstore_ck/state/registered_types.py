@@ -1,6 +1,6 @@
 """The Python types that a state may hold besides plain ones: torch's, namedtuples, a user's own.
 
-The registry of `register_type` is process-wide, the only such state in this package: a name in a store must mean one type in a process.
+The registry of `register_type` is process-wide: a name in a store must mean one type in a process.
 Reading never imports a module, and calls what stored data names only through this registry.
 """
 
@@ -42,7 +42,7 @@ _registered_names: dict[str, RegisteredType] = {}
 
 
 class NamedState:
-    """A value of a registered type, taken apart already: it is stored like one, by a process that need not have the type."""
+    """A value of a registered type that was taken apart before. The saving process need not have the type."""
 
     __slots__ = ("name", "state")
 
@@ -98,12 +98,12 @@ def registered_name(name: str) -> RegisteredType:
     Raises:
         UnsupportedValueError: there is none in this process, or its module is not loaded.
     """
-    found = _registered_names.get(name) or known_name(name)
-    if found is None:
+    registered = _registered_names.get(name) or known_name(name)
+    if registered is None:
         raise UnsupportedValueError(
             f"the snapshot holds values of the type {name!r}, which is not registered here: call tsck.register_type first", object_id=name
         )
-    return found
+    return registered
 
 
 def namedtuple_name(cls: type[Any]) -> str | None:
@@ -134,10 +134,10 @@ def namedtuple_class(name: str, fields: list[str]) -> type[tuple[Any, ...]]:
 def _find_class(name: str) -> type[Any] | None:
     """Looks only in the dicts of loaded modules and classes: attribute access could run code."""
     module, _, qualname = name.partition(":")
-    found: object = sys.modules.get(module)
+    owner: object = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if isinstance(found, type(sys) | type) else None
-    return found if isinstance(found, type) else None
+        owner = vars(owner).get(part) if isinstance(owner, type(sys) | type) else None
+    return owner if isinstance(owner, type) else None
 
 
 def encode_torch(value: object) -> list[Any] | None:

@@ -100,8 +100,9 @@ class Environment:
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """A batch that excludes those of all threads and processes. Not in the main thread, except by `shielded`: Ctrl-C at its end
-        could leave the locks held.
+        """A batch that excludes all other batches of any thread and process.
+
+        The main thread uses it only through `shielded`: Ctrl-C at its end could leave the locks held.
         """
         self._require_usable()  # in a child, a thread that it does not have may hold the locks
         with self._write_lock:
@@ -251,8 +252,8 @@ class Environment:
                 return
 
     def _check_metas(self) -> None:
-        found = os.fstat(self._data_file)
-        if (found.st_mtime_ns, found.st_size) == self._intact:
+        status = os.fstat(self._data_file)
+        if (status.st_mtime_ns, status.st_size) == self._intact:
             return
         metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
         size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
@@ -262,7 +263,7 @@ class Environment:
             magic, version, last_page = _META.unpack(meta)
             if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > size_bytes:
                 raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
-        self._intact = found.st_mtime_ns, found.st_size
+        self._intact = status.st_mtime_ns, status.st_size
 
     def _close_data_file(self) -> None:
         if self._data_file >= 0:
