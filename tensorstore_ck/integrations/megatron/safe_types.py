@@ -1,4 +1,4 @@
-"""The types that Megatron's ``core/safe_globals.py`` lists, as types that the store can hold. Those of the standard library are known anyway."""
+"""The types that Megatron's ``core/safe_globals.py`` lists and the standard library lacks, as types that the store can hold."""
 
 from collections.abc import Callable
 from enum import Enum
