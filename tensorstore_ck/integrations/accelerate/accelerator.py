@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 
-from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
@@ -23,14 +23,16 @@ from tensorstore_ck.integrations.accelerate.compatibility import require_support
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState, rng
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.parameter_names import ParameterNames
+from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 REFUSED: Final = {
@@ -287,34 +289,30 @@ class SnapshotMixin:
         """Restores what `save_state` saved, on any number of processes.
 
         Args:
-            input_dir: A folder of `save_state`; an address in the store, such as ``runs/x@10``; None: the newest intact snapshot of the
-                ref; or, if it has none, what accelerate's Accelerator loads. A folder that accelerate wrote is loaded as it does.
+            input_dir: A folder of `save_state`; an address in the store, such as ``runs/x@10``, or a branch, of which the newest intact
+                snapshot is loaded; None: that of the ref; or, if it has none, what accelerate's Accelerator loads. A folder that accelerate
+                wrote is loaded as it does.
             load_kwargs: For a folder that accelerate wrote.
             load_model_func_kwargs: For a folder that accelerate wrote.
 
         Raises:
             NotFoundError: there is no such snapshot.
             MismatchError: it does not fit models, optimizers or registered objects.
-            DamageError: it is damaged; without `input_dir`: all are.
+            DamageError: it is damaged; of a branch: all are.
         """
         self._finish_saves()
         input_dir = None if input_dir is None else os.path.expanduser(input_dir)
-        skipped: list[str] = []
-        while True:
-            address = self._address_of(input_dir, skipped)
-            if address is None:
-                folder = self._newest_native_folder() if input_dir is None else Path(input_dir)
-                super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
-                if match := AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
-                    self._native.project_configuration.iteration = int(match[1]) + 1
-                return None
-            try:
-                return self._restore(address, input_dir)
-            except DamageError as exc:
-                if input_dir is not None:
-                    raise
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+        address = self._ref if input_dir is None else self._address_of(input_dir)
+        if address is not None:
+            missing = "" if input_dir is None else f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
+            advice = "pass an earlier step, or load_state({}) to accept it"
+            search = ResumeSearch(self._store, address, self._group, advice=advice, missing=missing)
+            if search.restore(lambda named: self._restore(named, input_dir)) is not None:
+                return
+        folder = self._newest_native_folder() if input_dir is None else Path(input_dir)
+        super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
+        if match := AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
+            self._native.project_configuration.iteration = int(match[1]) + 1
 
     def _newest_native_folder(self) -> Path:
         """The newest that accelerate wrote; itself it would take one that names a snapshot, or that a kill left empty."""
@@ -324,10 +322,8 @@ class SnapshotMixin:
                 return native[-1]
         raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
-    def _address_of(self, given: str | None, skipped: list[str]) -> str | None:
+    def _address_of(self, given: str) -> str | None:
         """The snapshot to load; None: accelerate loads a folder of its own."""
-        if given is None:
-            return newest_address(self._store, self._ref, skipped, self._group, "load_state")
         if not os.path.isdir(given):
             return given
         pointer = read_pointer(given)
@@ -342,23 +338,17 @@ class SnapshotMixin:
             for hook in hooks.values():
                 hook([] if self._is_deepspeed else [*self._native._models], given)  # as accelerate
 
-    def _restore(self, address: str, given: str | None) -> None:
+    def _restore(self, address: str, given: str | None) -> Snapshot | None:
         native = self._native
-        training = self._training()
-        unknown = f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
-        try:
-            with held_engine.partitioned(self._engine):
-                found = training.restore(self._store, address, group=self._group)
-        except (InvalidNameError, NotFoundError) as exc:
-            raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
-        if found is None:
-            raise NotFoundError(unknown, object_id=address)
+        with held_engine.partitioned(self._engine):
+            found = self._training().restore(self._store, address, group=self._group)
         with rng.preserved():  # the hooks may draw from the generators
             self._call_load_hooks(given)
         native.step = self._values[ACCELERATOR_STEP]
         native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[LOADERS], strict=False)]
         self._interrupted = [loader for loader, state in found_loaders if data_order.restore(loader, state)]
+        return found
 
 
 def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:

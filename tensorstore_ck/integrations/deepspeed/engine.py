@@ -14,19 +14,21 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
-from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 
 class SnapshotMixin:
@@ -77,8 +79,8 @@ class SnapshotMixin:
 
         Args:
             load_dir: A folder of `save_checkpoint`; a checkpoint in it that DeepSpeed wrote is loaded as DeepSpeed does.
-            tag: The tag of a save; or an address in the store, such as ``runs/x@10``. None: the newest intact snapshot of the ref; or, if
-                it has none, what DeepSpeed loads.
+            tag: The tag of a save; or an address in the store, such as ``runs/x@10``, or a branch, of which the newest intact snapshot is
+                loaded. None: that of the ref; or, if it has none, what DeepSpeed loads.
             load_module_strict: Whether stored weights must be exactly the model's.
             load_optimizer_states: Restore masters, moments and options of the optimizer; else masters follow from the weights.
             load_lr_scheduler_states: Restore the schedule.
@@ -91,7 +93,7 @@ class SnapshotMixin:
         Raises:
             NotFoundError: there is no such snapshot.
             MismatchError: it does not fit.
-            DamageError: it is damaged; without `tag`: all are.
+            DamageError: it is damaged; of a branch: all are.
         """
         snapshots = self._snapshots
         snapshots.finish()
@@ -99,32 +101,29 @@ class SnapshotMixin:
         parts -= set() if load_optimizer_states else {"optimizer", "scaler"}
         parts -= set() if load_lr_scheduler_states else {"scheduler"}
         parts = {"model"} if load_module_only else parts
-        skipped: list[str] = []
-        while True:
-            address = snapshots.address_of(Path(load_dir), tag, skipped)
-            if address is None:
-                found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
-                    os.fspath(load_dir),
-                    tag,
-                    load_module_strict,
-                    load_optimizer_states,
-                    load_lr_scheduler_states,
-                    load_module_only,
-                    custom_load_fn,
-                )
-                return found
+        search = snapshots.search(Path(load_dir), tag)
+
+        def restore(address: str) -> tuple[str | None, Any]:
             if custom_load_fn is not None:
                 raise InvalidOptionError(
                     f"custom_load_fn= cannot load the snapshot {address}: read its weights with store.checkout(..., select=['model.*'])",
                     object_id="custom_load_fn",
                 )
-            try:
-                return snapshots.restore(Path(load_dir), address, parts, strict=load_module_strict)
-            except DamageError as exc:
-                if tag is not None:
-                    raise
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+            return snapshots.restore(Path(load_dir), address, parts, strict=load_module_strict)
+
+        restored = None if search is None else search.restore(restore)
+        if restored is not None:
+            return restored
+        found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
+            os.fspath(load_dir),
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        return found
 
     def destroy(self) -> None:
         """Waits for the saves, then see DeepSpeed.
@@ -202,10 +201,15 @@ class _Snapshots:
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
-    def address_of(self, folder: Path, tag: str | None, skipped: list[str]) -> str | None:
-        """The snapshot to load, on all ranks the same; None: DeepSpeed loads a checkpoint of its own, or finds none."""
-        if tag is None:
-            return newest_address(self._store, self._ref, skipped, self._group, "tag")
+    def search(self, folder: Path, tag: str | None) -> ResumeSearch | None:
+        """For the snapshot to load; None: DeepSpeed loads a checkpoint of its own."""
+        address = self._ref if tag is None else self._address_of(folder, tag)
+        missing = "" if tag is None else f"{address!r} is neither the tag nor the address of a snapshot in {self._store.url}"
+        advice = "pass an earlier step, or tag={} to accept it"
+        return ResumeSearch(self._store, address, self._group, advice=advice, missing=missing) if address else None
+
+    def _address_of(self, folder: Path, tag: str) -> str:
+        """The snapshot with a tag, on all ranks the same; empty: DeepSpeed loads a checkpoint of its own."""
 
         def look() -> bytes:
             pointer = read_pointer(folder / tag)
@@ -216,7 +220,7 @@ class _Snapshots:
                 return b""
             return (self._tagged(tag) or tag).encode()
 
-        return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode() or None
+        return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode()
 
     def _exists(self, address: str) -> bool:
         """False: the save that the pointer names was killed before it was published."""
@@ -235,7 +239,7 @@ class _Snapshots:
         for back, snapshot in enumerate(history):
             note = self._store.metadata(snapshot.root).get(NOTE)
             if isinstance(note, dict) and note.get("tag") == tag:
-                return f"{self._ref}~{back}" if back else self._ref
+                return f"{self._ref}~{back}"
         return None
 
     def restore(self, folder: Path, address: str, parts: set[str], *, strict: bool) -> tuple[str, dict[str, Any]]:
@@ -244,14 +248,10 @@ class _Snapshots:
         try:
             with partitioned(self._engine):
                 found = self._state.restore(self._store, address, group=self._group, parts=parts)
-        except StoreError as exc:
-            if isinstance(exc, NotFoundError):
-                raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot: {exc}", object_id=address) from exc
-            raise
         finally:
             self._shared.strict = True
         if found is None:
-            raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot in {self._store.url}", object_id=address)
+            raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(found.root)))
         return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 

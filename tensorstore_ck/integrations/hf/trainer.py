@@ -5,8 +5,6 @@ folder, which transformers reads), weights and optimizer after both exist, and t
 """
 
 import os
-import warnings
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +14,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
-from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine, persistent_workers
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
@@ -25,7 +23,7 @@ from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, published_or_newest, require_own_ref
+from tensorstore_ck.integrations.trainer_resume import Always, published_or_newest, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
@@ -33,6 +31,7 @@ from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
@@ -113,8 +112,9 @@ class SnapshotMixin:
         """As transformers' Trainer.
 
         Args:
-            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``; or a
-                folder, of this Trainer or of transformers. A folder whose save was never published means the newest, with a warning.
+            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``, or a
+                branch, of which it is the newest intact snapshot; or a folder, of this Trainer or of transformers. A folder whose save was
+                never published means the newest, with a warning.
             trial: See transformers.
             ignore_keys_for_eval: See transformers.
 
@@ -125,40 +125,41 @@ class SnapshotMixin:
             ConflictError: the ref has snapshots of another run, and `resume_from_checkpoint` is not given.
             StoreError: a save failed permanently; see `Checkpointer`.
         """
-        self._checkpointer, skipped = None, list[str]()
+        self._checkpointer = None
         self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
-        resume_from_checkpoint = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
+        given = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
+        search = self._search(given, self._ref_of(trial))
         output: TrainOutput | None = None
         while output is None:
-            address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
+            address = None if search is None else search.next_address()
             self._is_resuming = address is not None
             try:
-                folder = self._folder_for(address, resume_from_checkpoint)
+                folder = self._native_folder(given) if address is None else self._light_folder(address, given)
                 output = super().train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
-            except DamageError as exc:
-                if resume_from_checkpoint is not True or address is None or not self._is_resuming:
+            except StoreError as exc:
+                if search is None or not self._is_resuming:
                     raise
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+                search.note_failure(exc)
         self._finish_saves()
         remove_imported(self._native.args.output_dir)
         return output
 
-    def _address_of(self, given: str | bool | None, ref: str, skipped: Collection[str]) -> str | None:
-        """The snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
+    def _search(self, given: str | bool | None, ref: str) -> ResumeSearch | None:
+        """For the snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
         if given is None or given is False:
             require_own_ref(self._store, ref, "resume_from_checkpoint=True")
             return None
-        if given is True:
-            return newest_address(self._store, ref, skipped, self._group, "resume_from_checkpoint")
-        if not os.path.isdir(given):
-            return given
-        pointer = read_pointer(given)
-        return None if pointer is None else pointer.address_in(self._store, given)
-
-    def _folder_for(self, address: str | None, given: str | bool | None) -> str | bool | None:
-        """What transformers resumes from."""
-        return self._native_folder(given) if address is None else self._light_folder(address, given)
+        address, missing = (
+            (ref, "") if given is True else (str(given), f"Can't find a valid checkpoint at {given}: there is no such folder")
+        )
+        if given is not True and os.path.isdir(address):
+            pointer = read_pointer(address)
+            if pointer is None:
+                return None
+            address = pointer.address_in(self._store, address)
+        missing = missing and f"{missing}, and no such snapshot in {self._store.url}"
+        advice = "pass an earlier step, or resume_from_checkpoint={} to accept it"
+        return ResumeSearch(self._store, address, self._group, advice=advice, missing=missing)
 
     def _native_folder(self, given: str | bool | None) -> str | bool | None:
         """True: the newest whole folder that transformers wrote, not a light one, whose save may never have been published."""
@@ -175,19 +176,13 @@ class SnapshotMixin:
         """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
         args = self._native.args
         values = trainer_values.target()
-        try:
-            imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
-            if imported is not None:
-                self._is_resuming = False
-                return str(imported)
-            found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
-        except InvalidNameError:
-            found = None  # the path of a folder that does not exist
+        imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
+        if imported is not None:
+            self._is_resuming = False
+            return str(imported)
+        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
         if found is None:
-            raise NotFoundError(
-                f"Can't find a valid checkpoint at {address}: there is no such folder, and no such snapshot in {self._store.url}",
-                object_id=address,
-            )
+            raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         is_given = isinstance(given, str) and os.path.isdir(given)
         folder = Path(str(given)) if is_given else self._folder(found.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):

@@ -37,14 +37,15 @@ class Strategies(NamedTuple):
 
         Args:
             parent: The folder of checkpoint folders.
-            address: The snapshot; None: the newest intact one of the ref.
+            address: The snapshot; None: the newest one of the ref that is not marked. Nothing of it is read here, and a load of the folder
+                takes this snapshot and no other one: if it is damaged, pass an earlier one.
 
         Returns:
             The folder; None: the ref has no snapshots.
 
         Raises:
             NotFoundError: there is no such snapshot.
-            CorruptObjectError: none of the ref's snapshots can be restored.
+            CorruptObjectError: all of the ref's snapshots are marked.
             ConflictError: the folder has a checkpoint that another strategy wrote.
         """
         return write_folder(self.store, self.ref, Path(parent), address)

@@ -12,8 +12,9 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from tensorstore_ck.errors import ConflictError
 from tensorstore_ck.integrations.light_folders import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
-from tensorstore_ck.integrations.trainer_resume import ask_first_rank, newest_address
 from tensorstore_ck.store import Store
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 BACKEND: Final = "tsck"
 """In the ``metadata.json`` of a folder."""
@@ -91,7 +92,11 @@ def _folder_of(parent: Path, iteration: int) -> Path:
 def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> Path | None:
     """See `Strategies.write_folder`; on all ranks."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    chosen = newest_address(store, ref, (), group, "address") if address is None else address
+    chosen = (
+        ResumeSearch(store, ref, group, advice="pass an earlier one as address, or {} to accept it").next_address()
+        if address is None
+        else address
+    )
     if chosen is None:
         return None
 

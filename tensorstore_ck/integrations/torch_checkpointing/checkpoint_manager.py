@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
-from tensorstore_ck.integrations.trainer_resume import newest_address
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
@@ -30,6 +29,8 @@ from tensorstore_ck.state import LoadReport, LoadWarning
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -212,28 +213,74 @@ class CheckpointManager:
             DamageError: it is damaged.
             ClosedManagerError: after `close`.
         """
-        self._require_open("load")
-        self._finish_pending()
         if metadata_format is not None:
             raise InvalidOptionError("metadata_format= is for files: `tsck import` makes snapshots of them", object_id="metadata_format")
+        self._begin_load(map_location)
+        checkpoint_id, title = require_id(checkpoint_id), f"the load of checkpoint {checkpoint_id!r}"
+        find = partial(self._address_of, checkpoint_id)
+        address = ask_first_rank(self._store, self._group, title, lambda: find().encode(), timeout_seconds=self._timeout_seconds).decode()
+        return self._restore(address, checkpoint_id, into, map_location, strict=strict)
+
+    def load_newest(
+        self, into: Mapping[str, Any] | None = None, *, map_location: Any = None, strict: bool = False
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """Loads the newest checkpoint that is neither marked nor damaged, as `load` does; a warning names each one that is skipped.
+
+        torch_checkpointing has no such method: its users look for folders.
+
+        Args:
+            into: See `load`.
+            map_location: See `load`.
+            strict: See `load`.
+
+        Returns:
+            The checkpoint's id, on all ranks the same, and the loaded items; None: there is none yet.
+
+        Raises:
+            SnapshotMarkedBadError: replicas had drifted apart, so that the user must choose.
+            DamageError: none of the existing checkpoints can be loaded.
+            StoreError: see `load`.
+        """
+        self._begin_load(map_location)
+
+        def load(address: str) -> tuple[str, Mapping[str, Any]]:
+            checkpoint_id = self._id_at(address)
+            return checkpoint_id, self._restore(address, checkpoint_id, into, map_location, strict=strict)
+
+        return self._search().restore(load)
+
+    def newest_id(self) -> str | None:
+        """The id of the newest checkpoint that is not marked as damaged or bad, on all ranks the same; None: there is none yet.
+
+        Reads nothing of it: use `load_newest` to skip a checkpoint whose damage is not known yet.
+        """
+        self._require_open("look")
+        address = self._search().next_address()
+        return None if address is None else self._id_at(address)
+
+    def _search(self) -> ResumeSearch:
+        advice = "pass {} or the id of an earlier checkpoint to load()"
+        return ResumeSearch(self._store, self._ref, self._group, advice=advice, timeout_seconds=self._timeout_seconds)
+
+    def _id_at(self, address: str) -> str:
+        root = self._store.resolve(address).root
+        return str(self._note(root).get("id", root))
+
+    def _begin_load(self, map_location: object) -> None:
+        self._require_open("load")
+        self._finish_pending()
         if not (map_location is None or isinstance(map_location, str | torch.device)):
             raise InvalidOptionError(f"map_location= must be a device, not {map_location!r}", object_id="map_location")
+
+    def _restore(
+        self, address: str, checkpoint_id: str, into: Mapping[str, Any] | None, map_location: Any, *, strict: bool
+    ) -> Mapping[str, Any]:
         if into is None:
             into = dict.fromkeys(self._specs.items)
             if not into:
                 raise UnfitItemsError("load requires into=, or items in the Config, to know which items to read", object_id="into")
-        checkpoint_id = require_id(checkpoint_id)
-        group = self._group
-        if group is None:
-            address = self._address_of(checkpoint_id)
-        else:
-            title = f"the load of checkpoint {checkpoint_id!r}"
-            find = partial(self._address_of, checkpoint_id)
-            address = self._store.session.groups.broadcast(
-                group, title, lambda: find().encode(), timeout_seconds=self._timeout_seconds
-            ).decode()
         read = partial(self._read, checkpoint_id, into, strict, "cpu" if map_location is None else map_location)
-        found: Mapping[str, Any] = self._store.restoring(address, read, group=group, timeout_seconds=self._timeout_seconds)[0]
+        found: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
         return found
 
     def _address_of(self, checkpoint_id: str) -> str:
@@ -302,18 +349,6 @@ class CheckpointManager:
                 object_id=names[0],
             )
         return own
-
-    def newest_id(self) -> str | None:
-        """The id of the newest checkpoint that is not marked as damaged or bad, on all ranks the same; None: there is none yet.
-
-        torch_checkpointing has no such method: its users look for folders.
-        """
-        self._require_open("look")
-        address = newest_address(self._store, self._ref, (), self._group, "load")
-        if address is None:
-            return None
-        root = self._store.resolve(address).root
-        return str(self._note(root).get("id", root))
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 

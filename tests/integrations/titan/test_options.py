@@ -124,7 +124,7 @@ def test_the_last_save_has_only_weights(tmp_path: Path) -> None:
         assert "optimizer" not in last
         assert torch.equal(last["model"]["weight"], job.weights.bfloat16())
     with Job(tmp_path, interval=2, export_dtype="bfloat16") as again:
-        with pytest.warns(UserWarning, match=r"ended with runs/t@5.*from step 4"):
+        with pytest.warns(UserWarning, match=r"ended with runs/t@5.*from runs/t@4"):
             again.manager.load()
         again.train(5, ends=True)
     assert torch.equal(again.weights, job.weights)

@@ -10,7 +10,7 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.training.checkpointing import resume as resuming
+from tensorstore_ck.training import resume_search
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS
 
@@ -73,7 +73,7 @@ def resume(folder: str, kind: str, ranks: int, trouble: str, drift: Any = None) 
         tsck.open(f"{folder}/store", cache_dir=f"{folder}/again-{rank}") as store,
     ):
         warnings.simplefilter("always")
-        patch.setattr(resuming, "PAUSE_SECONDS", 0.0)
+        patch.setattr(resume_search, "PAUSE_SECONDS", 0.0)
         store.engine.backend = FaultyBackend(store.engine.backend, faults, atomic_put=False)
         ckpt = tsck.Checkpointer(
             store, job.state, ref="job", when=tsck.every_steps(1), group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS
