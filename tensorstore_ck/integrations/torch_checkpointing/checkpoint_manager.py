@@ -215,7 +215,7 @@ class CheckpointManager:
         """
         if metadata_format is not None:
             raise InvalidOptionError("metadata_format= is for files: `tsck import` makes snapshots of them", object_id="metadata_format")
-        self._begin_load(map_location)
+        into = self._begin_load(into, map_location)
         checkpoint_id, title = require_id(checkpoint_id), f"the load of checkpoint {checkpoint_id!r}"
         find = partial(self._address_of, checkpoint_id)
         address = ask_first_rank(self._store, self._group, title, lambda: find().encode(), timeout_seconds=self._timeout_seconds).decode()
@@ -241,11 +241,11 @@ class CheckpointManager:
             DamageError: none of the existing checkpoints can be loaded.
             StoreError: see `load`.
         """
-        self._begin_load(map_location)
+        items = self._begin_load(into, map_location)
 
         def load(address: str) -> tuple[str, Mapping[str, Any]]:
             checkpoint_id = self._id_at(address)
-            return checkpoint_id, self._restore(address, checkpoint_id, into, map_location, strict=strict)
+            return checkpoint_id, self._restore(address, checkpoint_id, items, map_location, strict=strict)
 
         return self._search().restore(load)
 
@@ -266,19 +266,18 @@ class CheckpointManager:
         root = self._store.resolve(address).root
         return str(self._note(root).get("id", root))
 
-    def _begin_load(self, map_location: object) -> None:
+    def _begin_load(self, into: Mapping[str, Any] | None, map_location: object) -> Mapping[str, Any]:
+        """What to load into, once the previous save has ended."""
         self._require_open("load")
         self._finish_pending()
         if not (map_location is None or isinstance(map_location, str | torch.device)):
             raise InvalidOptionError(f"map_location= must be a device, not {map_location!r}", object_id="map_location")
+        items = dict.fromkeys(self._specs.items) if into is None else into
+        if into is None and not items:
+            raise UnfitItemsError("load requires into=, or items in the Config, to know which items to read", object_id="into")
+        return items
 
-    def _restore(
-        self, address: str, checkpoint_id: str, into: Mapping[str, Any] | None, map_location: Any, *, strict: bool
-    ) -> Mapping[str, Any]:
-        if into is None:
-            into = dict.fromkeys(self._specs.items)
-            if not into:
-                raise UnfitItemsError("load requires into=, or items in the Config, to know which items to read", object_id="into")
+    def _restore(self, address: str, checkpoint_id: str, into: Mapping[str, Any], map_location: Any, *, strict: bool) -> Mapping[str, Any]:
         read = partial(self._read, checkpoint_id, into, strict, "cpu" if map_location is None else map_location)
         found: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
         return found

@@ -54,16 +54,13 @@ def test_not_the_newest_but_what_ray_names(store: tsck.Store, names: Callable[[s
 
 def test_a_snapshot_that_is_gone(store: tsck.Store, names: Callable[[str], None]) -> None:
     names("0" * 64)
-    with pytest.warns(UserWarning, match="that Ray's checkpoint names was skipped"):
+    with pytest.warns(UserWarning, match=f"that Ray's checkpoint names was skipped: .*; resuming from {REF}@2 instead"):
         assert restore(store) == (2, [2])
 
 
 def test_another_store(store: tsck.Store, names: Callable[[str], None]) -> None:
     names("0" * 64)
-    with (
-        pytest.warns(UserWarning, match="was skipped"),
-        pytest.raises(tsck.NotFoundError, match="open the store that it was reported from"),
-    ):
+    with pytest.raises(tsck.NotFoundError, match="open the store that it was reported from"):
         restore(store, "runs/none")
 
 
