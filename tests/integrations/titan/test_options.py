@@ -19,6 +19,7 @@ from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import open_store
 from tests.integrations.titan.runs import REF
 from tests.integrations.titan.small import Job, saved_steps
+from tests.training.resume_rule import NEWEST, check_door
 
 pytestmark = pytest.mark.slow
 
@@ -200,17 +201,18 @@ def test_a_limit_bounds_names_and_bytes(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "other") == [7, 6, 5]
 
 
-def test_a_damaged_snapshot_is_skipped(tmp_path: Path) -> None:
-    with Job(tmp_path, width=512) as job:
-        job.train(3)
-    damaged = max((tmp_path / "store").rglob("packs/*/*"), key=lambda path: path.name)
-    damaged.write_bytes(bytes(damaged.stat().st_size))
-    with Job(tmp_path, width=512) as job:
-        with pytest.warns(UserWarning, match="was skipped"):
-            job.manager.load()
-        assert job.progress.step == 2
-    with Job(tmp_path, width=512) as job, pytest.raises(tsck.errors.DamageError):
-        job.manager.load(step=3)
+@pytest.mark.parametrize("case", [*NEWEST, "named and damaged"])
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    def save(_: tsck.Store) -> None:
+        with Job(tmp_path, width=512) as job:
+            job.train(3)
+
+    def resume(_: tsck.Store, address: str | None) -> int:
+        with Job(tmp_path, width=512) as job:
+            job.manager.load(step=-1 if address is None else int(address.rpartition("@")[2]))
+            return job.progress.step
+
+    check_door(case, tmp_path, monkeypatch, REF, save=save, resume=resume)
 
 
 def test_a_ref_of_another_run(tmp_path: Path) -> None:

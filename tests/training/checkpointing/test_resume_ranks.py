@@ -25,14 +25,14 @@ def test_a_read_that_fails_once_costs_no_snapshot(pool: Pool, saved: str, kind: 
         assert not any("was skipped" in each for each in said)
 
 
-@pytest.mark.parametrize("kind", ["TrainingState"])
+@pytest.mark.parametrize("kind", ["TrainingState", "TrainingState alone"])
 def test_a_store_that_stays_away_is_no_damage(pool: Pool, saved: str, kind: str) -> None:
     for error in pool.ask(resume_side.resume, saved, kind, 2, "away for good", ranks=2):
         assert isinstance(error, tsck.RetryableError)
         assert "injected" in str(error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "TrainingState alone"])
 def test_what_one_rank_finds_damaged_all_pass_over(pool: Pool, saved: str, kind: str) -> None:
     for step, at, said in pool.run(resume_side.resume, saved, kind, 2, "damage", ranks=2):
         assert (step, at) == (2, 2.0)
