@@ -14,6 +14,7 @@ titan/                   torchtitan's checkpoint manager over a store
 weight_names/            weights of Hugging Face under the names of Megatron-core, and back
 megatron_layout.py       how a state of Megatron-core lies in a snapshot
 held_engine.py           the DeepSpeed engine that a trainer may hold
+trainer/                 what the adapters of trainers have in common
 light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
 persistent_workers.py    workers of data loaders that live for all passes, in a process that resumes
 trainer_names.py         what snapshots of transformers' Trainer and accelerate have for each rank
