@@ -15,11 +15,7 @@ weight_names/            weights of Hugging Face under the names of Megatron-cor
 megatron_layout.py       how a state of Megatron-core lies in a snapshot
 held_engine.py           the DeepSpeed engine that a trainer may hold
 trainer/                 what the adapters of trainers have in common
-light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
-persistent_workers.py    workers of data loaders that live for all passes, in a process that resumes
 trainer_names.py         what snapshots of transformers' Trainer and accelerate have for each rank
-trainer_pointers.py      the small file that names a snapshot, where a trainer expects a checkpoint
-trainer_resume.py        when a trainer's run saves, to which ref, and what a folder without a snapshot means
 mlflow.py                where a snapshot is, noted in a run of MLflow
 wandb.py                 the same, as an artifact of Weights & Biases
 tracked_snapshots.py     what both note of a snapshot, and the pin that keeps it

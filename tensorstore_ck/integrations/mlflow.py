@@ -18,8 +18,8 @@ from tensorstore_ck.integrations.tracked_snapshots import (
     pin_snapshot,
     reference_to,
 )
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer.versions import Package
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
 from tensorstore_ck.log.ref_names import is_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import display_url

@@ -6,6 +6,7 @@ without a check. Here a save is one snapshot of all ranks, published at once, an
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,15 +21,15 @@ from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState, rng
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.parameter_names import ParameterNames
@@ -50,7 +51,7 @@ class SnapshotMixin:
     _checkpointer: Checkpointer | None
     _saved: list[Any]
     """What the Checkpointer saves."""
-    _folders: PendingFolders
+    _named: NamedSaves
     _values: dict[str, Any]
     _interrupted: list[Any]
     """Loaders that were restored in the middle of a pass."""
@@ -64,9 +65,9 @@ class SnapshotMixin:
         if kind is not None:
             raise InvalidOptionError(f"the states of {kind} cannot be saved by tsck.accelerate", object_id="accelerator")
         validate_ref_name(ref)
-        self._store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._store = opened(store)
         self._ref, self._asynchronous, self._checkpointer = ref, asynchronous, None
-        self._folders = PendingFolders()
+        self._named = NamedSaves()
         self._saved, self._values, self._interrupted = [], {}, []
         for loader in native._dataloaders:
             data_order.note_order(loader)
@@ -84,8 +85,7 @@ class SnapshotMixin:
     @property
     def _group(self) -> "dist.ProcessGroup | None":
         """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
-        is_group = dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1 or self._is_deepspeed)
-        return dist.group.WORLD if is_group else None
+        return all_ranks(also_one=self._is_deepspeed)
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -166,14 +166,11 @@ class SnapshotMixin:
         with held_engine.partitioned(self._engine):
             saved = checkpointer.step(config.iteration)
         config.iteration += 1
-        self._folders.finish(self._store.url)
+        self._named.finish()
         if saved is None or folder is None:
             return None
         if native.is_main_process or (config.save_on_each_node and native.is_local_main_process):
-            address = f"{self._ref}@{config.iteration - 1}" if isinstance(saved, PendingSnapshot) else saved.root
-            write_pointer(folder, SnapshotPointer(self._store.url, address, checkpointer.run))
-            if isinstance(saved, PendingSnapshot):
-                self._folders.add(saved, folder)
+            self._named.name(saved, [folder], self._store.url, self._ref, run=checkpointer.run)
             if config.automatic_checkpoint_naming and config.total_limit is not None:
                 rotate(folder.parent, config.total_limit)
         return folder
@@ -207,17 +204,9 @@ class SnapshotMixin:
 
     def _new_checkpointer(self) -> Checkpointer:
         limit = self._native.project_configuration.total_limit
-        require_own_ref(self._store, self._ref, "load_state()")
-        return Checkpointer(
-            self._store,
-            self._training(),
-            ref=self._ref,
-            when=Always(),
-            keep=None if limit is None else {"keep_last": limit},
-            free_dropped=limit is not None,
-            asynchronous=self._asynchronous,
-            group=self._group,
-        )
+        keep = None if limit is None else {"keep_last": limit}
+        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
+        return new_checkpointer(self._store, self._training(), self._ref, argument="load_state()", **options)
 
     def _training(self) -> TrainingState:
         native, engine = self._native, self._engine
@@ -279,7 +268,7 @@ class SnapshotMixin:
             if checkpointer is not None:
                 checkpointer.close()
         finally:
-            self._folders.finish(self._store.url)
+            self._named.finish()
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -368,17 +357,9 @@ def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathL
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: accelerate has another version than those that are supported.
     """
-    if isinstance(accelerator, SnapshotMixin):
-        raise InvalidOptionError("this Accelerator saves into a store already", object_id="accelerator")
-    if not isinstance(accelerator, accelerate.Accelerator):
-        raise InvalidOptionError(f"attach an accelerate.Accelerator, not {accelerator!r}", object_id="accelerator")
-    kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    try:
-        SnapshotMixin._use_store(accelerator, store, ref, asynchronous=asynchronous)
-    except BaseException:
-        accelerator.__class__ = kind
-        raise
+    begin = partial(SnapshotMixin._use_store, accelerator, store, ref, asynchronous=asynchronous)
+    expected = "an accelerate.Accelerator"
+    mix_in(accelerator, SnapshotMixin, accelerate.Accelerator, begin, title="Accelerator", expected=expected)
 
 
 def _one_or_all(objects: list[Any]) -> Any:

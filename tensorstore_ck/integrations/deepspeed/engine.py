@@ -18,13 +18,14 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
-from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
-from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
@@ -145,12 +146,11 @@ class _Snapshots:
         self._values: dict[str, Any] = {CLIENT_STATE: {}}
         self._state, self._shared = training_of(engine, self._values)
         self._checkpointer: Checkpointer | None = None
-        self._folders = PendingFolders()
+        self._named = NamedSaves()
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """All ranks; also of a single one, whose parameters are partitioned, too."""
-        return dist.group.WORLD
+        return all_ranks(also_one=True)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -164,27 +164,17 @@ class _Snapshots:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
         if self._checkpointer is None:
-            require_own_ref(self._store, self._ref, "load_checkpoint()")
-            self._checkpointer = Checkpointer(self._store, self._state, ref=self._ref, when=Always(), group=self._group, **self._options)
+            options = {"argument": "load_checkpoint()", "group": self._group, **self._options}
+            self._checkpointer = new_checkpointer(self._store, self._state, self._ref, **options)
         self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
         with partitioned(self._engine):
             saved = self._checkpointer.step(step, metadata={NOTE: {"tag": tag}})
-        self._name_published()
-        if saved is None or engine.global_rank:
-            return saved is not None
-        latest = folder / LATEST if save_latest else None
-        if isinstance(saved, PendingSnapshot):
-            write_pointer(folder / tag, SnapshotPointer(self._store.url, f"{self._ref}@{step}", self._checkpointer.run))
-            self._folders.add(saved, folder / tag, latest)
-        else:
-            write_pointer(folder / tag, SnapshotPointer(self._store.url, saved.root))
-            if latest is not None:
-                replace_file(latest, tag)
-        return True
-
-    def _name_published(self) -> None:
-        self._folders.finish(self._store.url)
+        self._named.finish()
+        if saved is not None and not engine.global_rank:
+            latest = folder / LATEST if save_latest else None
+            self._named.name(saved, [folder / tag], self._store.url, self._ref, run=self._checkpointer.run, latest=latest)
+        return saved is not None
 
     def finish(self) -> None:
         """Waits for the saves.
@@ -197,7 +187,7 @@ class _Snapshots:
             if checkpointer is not None:
                 checkpointer.close()
         finally:
-            self._name_published()
+            self._named.finish()
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -239,7 +229,7 @@ class _Snapshots:
         for back, snapshot in enumerate(history):
             note = self._store.metadata(snapshot.root).get(NOTE)
             if isinstance(note, dict) and note.get("tag") == tag:
-                return f"{self._ref}~{back}"
+                return address_through_ref(self._store, snapshot, self._ref, back)
         return None
 
     def restore(self, folder: Path, address: str, parts: set[str], *, strict: bool) -> tuple[str, dict[str, Any]]:
@@ -282,13 +272,10 @@ def attach(
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: DeepSpeed has another version than those that are supported.
     """
-    if isinstance(engine, SnapshotMixin):
-        raise InvalidOptionError("this engine saves into a store already", object_id="engine")
-    if not isinstance(engine, DeepSpeedEngine):
-        raise InvalidOptionError(f"attach the engine that deepspeed.initialize returns, not {engine!r:.200}", object_id="engine")
-    require_supported(engine)
-    validate_ref_name(ref)
-    opened = store if isinstance(store, Store) else open_store(store, create=True)
-    kind = type(engine)
-    engine.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    engine._snapshots = _Snapshots(engine, opened, ref, asynchronous=asynchronous, keep=keep, free_dropped=keep is not None)
+
+    def begin() -> None:
+        require_supported(engine)
+        validate_ref_name(ref)
+        engine._snapshots = _Snapshots(engine, opened(store), ref, asynchronous=asynchronous, keep=keep)
+
+    mix_in(engine, SnapshotMixin, DeepSpeedEngine, begin, title="engine", expected="the engine that deepspeed.initialize returns")

@@ -16,12 +16,12 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
 from tensorstore_ck.integrations.lightning.lightning_state import numbered
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.resume_search import ResumeSearch
@@ -60,7 +60,7 @@ def attach(
     strategy = fabric.strategy
     if isinstance(getattr(strategy.save_checkpoint, "__self__", None), FabricSnapshots):
         raise InvalidOptionError("this Fabric saves into a store already", object_id="fabric")
-    snapshots = FabricSnapshots(strategy, store if isinstance(store, Store) else open_store(store, create=True), ref, step, keep)
+    snapshots = FabricSnapshots(strategy, opened(store), ref, step, keep)
     strategy.save_checkpoint, strategy.load_checkpoint = snapshots.save_checkpoint, snapshots.load_checkpoint
 
 
@@ -77,7 +77,7 @@ class FabricSnapshots:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+        return all_ranks()
 
     # --- save ---------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch.distributed as dist
-
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
@@ -16,10 +14,10 @@ from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoin
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stored_training import StoredTraining, read_training
@@ -28,11 +26,6 @@ State = dict[str, Any]
 FITTING: Final = "fit"
 RESUMES: Final = "_tsck_resumes"
 """Attribute of a Strategy."""
-
-
-def world_group() -> "dist.ProcessGroup | None":
-    """All ranks; None for one process."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 class _Loaded(NamedTuple):
@@ -58,7 +51,7 @@ class OpenedStore:
     def get(self) -> Store:
         """The open store."""
         if self._store is None:
-            self._store = self._given if isinstance(self._given, Store) else open_store(self._given, create=True)
+            self._store = opened(self._given)
         return self._store
 
 
@@ -140,7 +133,7 @@ class SnapshotResume:
         search = ResumeSearch(
             self._store,
             address,
-            world_group(),
+            all_ranks(),
             advice="pass an earlier step, or ckpt_path={} to accept it",
             missing=f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}",
         )
@@ -148,7 +141,7 @@ class SnapshotResume:
 
     def _checkpoint(self, trainer: Any, stored: StoredTraining) -> State:
         fits = trainer.state.fn == FITTING
-        group = world_group()
+        group = all_ranks()
         if fits:
             values: State = stored.rank_values[OWN]
             self._loaded = _Loaded(stored.snapshot, values, stored.ranks == (1 if group is None else group.size()))
@@ -162,7 +155,7 @@ class SnapshotResume:
 
     def _read(self, trainer: Any, address: str) -> StoredTraining:
         parts: tuple[str, ...] = ("model", "optimizer") if trainer.state.fn == FITTING else ("model",)
-        found = read_training(self._store, address, group=world_group(), parts=() if is_sharded(trainer.strategy) else parts)
+        found = read_training(self._store, address, group=all_ranks(), parts=() if is_sharded(trainer.strategy) else parts)
         if OWN not in found.rank_values:
             raise InvalidOptionError(
                 f"{address!r} was not saved by tensorstore_ck.lightning: restore it with TrainingState.restore", object_id=address
@@ -186,7 +179,7 @@ class SnapshotResume:
             _continue_epoch(loop)
         if loaded.is_same_size:
             TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
-        TrainingState().restore(self._store, loaded.snapshot.root, group=world_group(), parts=("generators",))
+        TrainingState().restore(self._store, loaded.snapshot.root, group=all_ranks(), parts=("generators",))
 
 
 def _end_epoch(loop: Any) -> None:

@@ -10,9 +10,9 @@ from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 from tensorstore_ck.integrations.megatron.snapshot_folder import write_folder
 from tensorstore_ck.integrations.megatron.version import has_registry
+from tensorstore_ck.integrations.trainer.arguments import opened
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 
 if has_registry():
     from tensorstore_ck.integrations.megatron import registered_strategies as _versions
@@ -82,7 +82,7 @@ def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
     require_supported(_versions.USED)
     validate_ref_name(ref)
     register_safe_types()
-    opened = store if isinstance(store, Store) else open_store(store, create=True)
-    save, load = SaveStrategy(opened, ref), LoadStrategy(opened)
+    used = opened(store)
+    save, load = SaveStrategy(used, ref), LoadStrategy(used)
     _versions.route_to_store(save, load)
-    return Strategies(save, load, opened, ref)
+    return Strategies(save, load, used, ref)

@@ -15,11 +15,11 @@ import ray.train
 import torch.distributed as dist
 
 from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
-from tensorstore_ck.integrations.light_folders import POINTER, read_pointer, write_pointer
 from tensorstore_ck.integrations.ray.compatibility import num_to_keep
 from tensorstore_ck.integrations.ray.kept_checkpoints import follow_ray, pin_reported
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always
+from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, address_through_ref
+from tensorstore_ck.integrations.trainer.saves import Always
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
@@ -146,9 +146,9 @@ def _restore_named(root: str, state: object, store: Store, ref: str, group: "Pro
         if ref not in store.branches():
             return root.encode()
         found = store.resolve(root)
-        address = f"{ref}@{found.step}"  # through the ref, so that the next save may follow it
-        if store.resolve(address).root != found.root:
-            raise NotFoundError(f"{address} is another snapshot by now", object_id=root)
+        address = address_through_ref(store, found, ref)  # so that the next save may follow it
+        if address == found.root:
+            raise NotFoundError(f"{ref} has another snapshot of step {found.step} by now", object_id=root)
         return address.encode()
 
     address = ask_first_rank(store, group, f"the address of {root}", name).decode()

@@ -7,7 +7,6 @@ save is one snapshot of all ranks, with their generators, and `keep_latest_k` is
 import copy
 import json
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -21,11 +20,11 @@ from torchtitan.tools.logging import logger
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.titan.weights import weights_of
-from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.futures import future_of
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
@@ -119,15 +118,15 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             raise InvalidOptionError("nothing can be saved in comm.mode fake_backend: turn checkpoint.enable off", object_id="comm.mode")
         self._parts, self._ref, self._keep = model_parts, config.ref, config.keep
         validate_ref_name(config.ref)
-        self._store = open_store(config.store, create=True)
+        self._store = opened(config.store)
 
     def __del__(self) -> None:
         """Nothing: `close` waits for other ranks, which a finalizer must not."""
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """All ranks; also of a single one, whose parameters are DTensors, too."""
-        return dist.group.WORLD if dist.is_initialized() else None
+        """Also of a single rank, whose parameters are DTensors, too."""
+        return all_ranks(also_one=True)
 
     def _training(self, *, restores: bool = False) -> TrainingState:
         """What is saved. `restores`: for a restore, without what is excluded."""
@@ -162,7 +161,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             if self._checkpointer is None:
                 self._checkpointer = self._new_checkpointer(self._training(), asynchronous=self.async_mode != AsyncMode.DISABLED)
             saved = self._checkpointer.step(curr_step)
-            self.save_future = _future(saved) if isinstance(saved, PendingSnapshot) else None
+            self.save_future = future_of(saved) if isinstance(saved, PendingSnapshot) else None
             if last_step:
                 self._finish_saves()
             return saved is not None
@@ -177,20 +176,11 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             return checkpointer.step(step, metadata={_NOTE: _WEIGHTS_ONLY}) is not None
 
     def _new_checkpointer(self, state: TrainingState, *, asynchronous: bool) -> Checkpointer:
-        require_own_ref(self._store, self._ref, "checkpoint.load_step, or leave it out,")
         keep = self._keep
         if keep is None and self.keep_latest_k > 0:
             keep = {"keep_last": self.keep_latest_k}
-        return Checkpointer(
-            self._store,
-            state,
-            ref=self._ref,
-            when=Always(),
-            keep=keep,
-            free_dropped=keep is not None,
-            asynchronous=asynchronous,
-            group=self._group,
-        )
+        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": asynchronous}
+        return new_checkpointer(self._store, state, self._ref, argument="checkpoint.load_step, or leave it out,", **options)
 
     def _finish_saves(self) -> None:
         self.save_future = None
@@ -295,17 +285,3 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             return loaded
         self._restore(path.removeprefix(IN_STORE), weights_only=self.initial_load_model_only)
         return True
-
-
-def _future(pending: PendingSnapshot) -> Future[Snapshot]:
-    """What torchtitan declares a save in the background to be."""
-    future: Future[Snapshot] = Future()
-
-    def settle(ended: PendingSnapshot) -> None:
-        if ended.snapshot is not None:
-            future.set_result(ended.snapshot)
-        else:
-            future.set_exception(ended.error)
-
-    pending.published.on_settled(settle)
-    return future

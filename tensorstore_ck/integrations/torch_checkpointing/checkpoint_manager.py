@@ -14,11 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-import torch.distributed as dist
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.futures import future_of
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
@@ -27,7 +29,6 @@ from tensorstore_ck.session.restore import Restoring
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.state import LoadReport, LoadWarning
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
@@ -92,7 +93,7 @@ class CheckpointManager:
         policy = None if keep is None else Policy.of_rules(keep)
         validate_ref_name(ref)
         self._owns_store = not isinstance(store, Store)
-        self._store: Store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._store = opened(store)
         self._ref, self._timeout_seconds = ref, timeout_seconds
         self._pending: PendingSnapshot | None = None
         self._closed = False
@@ -110,7 +111,7 @@ class CheckpointManager:
     @property
     def _group(self) -> "ProcessGroup | None":
         """Also of one rank, which may have DTensors."""
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return all_ranks(also_one=True)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class CheckpointManager:
             return None
         self._pending = self._store.put_snapshot_async(state, **options)
         self._note_save()
-        return _future_of(self._pending)
+        return future_of(self._pending)
 
     def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "ProcessGroup | None") -> tuple[Any, Any, int | None]:
         """What all ranks have in common, and this rank's own; a failure here is raised on all ranks. With the step."""
@@ -289,9 +290,7 @@ class CheckpointManager:
         try:
             for back, snapshot in enumerate(self._store.log(self._ref)):
                 if snapshot.step in steps and self._note(snapshot.root).get("id") == checkpoint_id:
-                    at_step = f"{self._ref}@{snapshot.step}" if snapshot.step is not None else self._ref
-                    through = (self._ref, at_step, f"{self._ref}~{back}")
-                    return next((each for each in through if self._is_at(each, snapshot)), snapshot.root)
+                    return address_through_ref(self._store, snapshot, self._ref, back)
         except NotFoundError:
             pass  # nothing was saved yet
         try:
@@ -302,12 +301,6 @@ class CheckpointManager:
                 "lists the snapshots",
                 object_id=checkpoint_id,
             ) from exc
-
-    def _is_at(self, address: str, snapshot: Snapshot) -> bool:
-        try:
-            return self._store.resolve(address).root == snapshot.root
-        except NotFoundError:
-            return False
 
     def _note(self, root: str) -> dict[str, Any]:
         note = self._store.metadata(root).get(NOTE)
@@ -384,20 +377,6 @@ class CheckpointManager:
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise ClosedManagerError(f"cannot {what} with a closed CheckpointManager: create another one", object_id="CheckpointManager")
-
-
-def _future_of(pending: PendingSnapshot) -> "Future[Snapshot]":
-    future: Future[Snapshot] = Future()
-    future.set_running_or_notify_cancel()
-
-    def settle(ended: PendingSnapshot) -> None:
-        if ended.snapshot is not None:
-            future.set_result(ended.snapshot)
-        else:
-            future.set_exception(ended.error or StoreError("the save ended without a snapshot"))
-
-    pending.published.on_settled(settle)
-    return future
 
 
 def _is_below(name: str, key: str) -> bool:

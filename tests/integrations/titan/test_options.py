@@ -67,7 +67,7 @@ def test_a_save_that_fails_in_the_background(tmp_path: Path) -> None:
     for at in range(1, 100):
         faults = Faults("no-space", persistent=True)
         store = open_store(FaultyBackend(MemoryBackend(), faults, atomic_put=False))
-        with patch("tensorstore_ck.integrations.titan.snapshot_manager.open_store", return_value=store):
+        with patch("tensorstore_ck.integrations.titan.snapshot_manager.opened", return_value=store):
             job = Job(tmp_path, async_mode="async")
         faults.calls, faults.at = 0, at
         try:

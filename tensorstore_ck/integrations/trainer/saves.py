@@ -1,13 +1,15 @@
-"""When a trainer's run saves, whether it may save to a ref, and what a folder means whose save was never published."""
+"""When a trainer's run saves, to which ref it may, and what a folder means whose save was never published."""
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.errors import ConflictError, NotFoundError
-from tensorstore_ck.integrations.light_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
 from tensorstore_ck.store import Store
-from tensorstore_ck.training.checkpointing import Trigger
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 from tensorstore_ck.training.checkpointing.triggers import TriggerContext
 from tensorstore_ck.training.rank_group import ask_first_rank
 
@@ -26,6 +28,34 @@ class Always(Trigger):
     def fires(self, moment: TriggerContext) -> bool:
         """True."""
         return True
+
+
+def new_checkpointer(
+    store: Store,
+    training: TrainingState,
+    ref: str,
+    *,
+    argument: str,
+    group: "ProcessGroup | None",
+    keep: Mapping[str, object] | None,
+    asynchronous: bool,
+) -> Checkpointer:
+    """For a trainer that decides itself when to save. What the policy drops is freed while the run goes on.
+
+    Raises:
+        ConflictError: see `require_own_ref`.
+    """
+    require_own_ref(store, ref, argument)
+    return Checkpointer(
+        store,
+        training,
+        ref=ref,
+        when=Always(),
+        keep=keep,
+        free_dropped=keep is not None,
+        asynchronous=asynchronous,
+        group=group,
+    )
 
 
 def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> str | bool | None:
