@@ -27,11 +27,11 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.group_put import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import environment, opaque_state, optimizers
-from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
 from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState, own_states
+from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
@@ -225,11 +225,13 @@ class TrainingState:
 
         Args:
             store: The store.
-            address: The snapshot.
+            address: A branch: its newest snapshot that is neither marked nor damaged; a warning names each one that is skipped. Any other
+                address (``ref@step``, ``ref~n``, a tag, a root): this snapshot and no other one.
             group: All its ranks restore together.
             parts: Restores, and reads, only these: any of ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``dataloader``, ``extra``,
                 ``rank_values``, ``generators``, ``gradients``. For a loop that needs its counters before it makes the model, or that draws
-                random numbers before the first step: the generators come last.
+                random numbers before the first step: the generators come last. No snapshot is skipped then, since all parts of a state
+                must be of the same one.
             allow_marked: See `Store.checkout`.
             broadcast: See `Store.checkout`.
             timeout_seconds: With `group`: how long to wait for the other ranks.
@@ -240,16 +242,28 @@ class TrainingState:
         Raises:
             NotFoundError: the ref has no such step or ancestor, or the root does not exist.
             MismatchError: it does not fit: another model, other parts, or loader positions of another number of ranks.
+            DamageError: it is damaged; of a branch: none of its snapshots can be restored.
+            SnapshotMarkedBadError: it is marked; of a branch: replicas had drifted apart, so the error says what to compare.
+            RetryableError: it cannot be read now.
             InvalidOptionError: there is no such part.
         """
         group = require_group(group)
         limited = self if parts is None else self._only(parts)
         ranks = 1 if group is None else group.size()
-        store.finish_staged(address, group, timeout_seconds=timeout_seconds)
-        if find_resume_point(store, address, group, timeout_seconds) is None:
-            return None
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
-        old, found = store.restoring(address, partial(limited._read, address, ranks, broadcast), **options)
+        search = ResumeSearch(
+            store,
+            address,
+            group,
+            advice="pass an earlier step, or {} to accept it",
+            allow_marked=allow_marked,
+            only_newest=parts is not None,
+            timeout_seconds=timeout_seconds,
+        )
+        restored = search.restore(lambda named: store.restoring(named, partial(limited._read, named, ranks, broadcast), **options))
+        if restored is None:
+            return None
+        old, found = restored
         if GENERATORS in limited._parts:
             self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
         return found

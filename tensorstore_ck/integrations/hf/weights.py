@@ -49,4 +49,4 @@ def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessG
     if type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled:
         TrainingState(model=native.model).restore(store, address, group=group, parts=("model",))
     else:
-        native.model.load_state_dict(store.checkout(address, select=["model.*"])["model"])
+        native.model.load_state_dict(store.checkout(address, select=["model.*"], group=group)["model"])
