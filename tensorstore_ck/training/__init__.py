@@ -2,7 +2,9 @@
 
 training_state.py      TrainingState: puts and restores all of it
 optimizers.py          states of optimizers, by parameter name
+own_optimizer.py       the optimizer of a rank's own states, behind torch's ZeroRedundancyOptimizer
 parameter_names.py     parameter names, whatever wraps the model
+model_state.py         parameters and buffers by these names
 gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds

@@ -83,7 +83,7 @@ class TrainingState:
         """Each argument is one object, or several in a dict or list.
 
         Args:
-            model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism.
+            model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism; wrappers are not part of names.
             optimizer: Optimizers of their parameters; their states are kept by parameter name.
             scheduler: Learning-rate schedules.
             dataloader: Objects with a position. A `SampleCursor` is equal on all ranks; others (StatefulDataLoader) are a rank's own.
@@ -98,6 +98,7 @@ class TrainingState:
 
         Raises:
             InvalidOptionError: an object has no state that can be stored.
+            UnsupportedValueError: a model or an optimizer has a state that has no names.
         """
         for name, given in (("extra", extra), ("rank_values", rank_values)):
             if given is not None and type(given) is not dict:
@@ -114,15 +115,11 @@ class TrainingState:
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
         others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
-        extra = {} if extra is None else extra
-        self._compose(
-            SharedState(models, trained_by, others, extra),
-            RankOwnState(models, self._loaders, extra, {} if rank_values is None else rank_values, rank_merge),
-        )
+        extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
+        own = RankOwnState(models, self._loaders, extra, rank_values, rank_merge)
+        self._compose(SharedState(models, trained_by, others, extra), own)
         self._frozen = frozen
         require_supported(models.objects)
-        if trained_by.objects and not models.objects:
-            raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
         self._shared.capture()  # raises now what a save would raise
 
     @classmethod
@@ -302,7 +299,7 @@ class TrainingState:
         shared = {*self._parts, "ranks", "mid_step"}
         state = found.checkout(
             into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
-            rename=lambda name: name if name.partition(".")[0] in shared and self._shared.wants(name) else None,
+            rename=lambda name: self._shared.name_of(name) if name.partition(".")[0] in shared else None,
             broadcast=broadcast,
         )
         if taken is None:

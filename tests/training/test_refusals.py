@@ -17,10 +17,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"model": [LINEAR, LINEAR]}, "model= has an object twice"),
     "keys": ({"model": {1: LINEAR}}, "must have strings as keys"),
     "optimizer": ({"model": LINEAR, "optimizer": LINEAR}, "optimizer must be a torch optimizer"),
-    "no model": ({"optimizer": torch.optim.SGD(LINEAR.parameters())}, "optimizer= needs model="),
+    "no model": (
+        {"optimizer": torch.optim.SGD(LINEAR.parameters())},
+        r"parameters of no given model \(2 of 2\): pass all models that it trains in model=",
+    ),
     "another model's": (
         {"model": LINEAR, "optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
         r"parameters of no given model \(2 of 2\)",
+    ),
+    "of tensors": (
+        {"model": LINEAR, "optimizer": torch.optim.SGD([torch.zeros(2, requires_grad=True), *LINEAR.parameters()])},
+        r"parameters of no given model \(1 of 3\).*keep them in a torch.nn.ParameterDict",
     ),
     "scheduler": ({"scheduler": 1}, "scheduler must be something with state_dict and load_state_dict"),
     "loader": (

@@ -14,7 +14,7 @@ from torch import nn
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
-from tensorstore_ck.integrations.lightning.lightning_state import numbered
+from tensorstore_ck.integrations.lightning.lightning_state import numbered, require_whole
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
@@ -22,7 +22,7 @@ from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import is_stateful
@@ -93,6 +93,7 @@ class FabricSnapshots:
         Raises:
             InvalidOptionError: it has options that a store cannot honour, or the state is no dict.
             ConflictError: the ref has snapshots of another run, none of which was loaded.
+            UnsupportedValueError: an optimizer of the state cannot be saved.
             StoreError: the save failed permanently; see `Checkpointer`.
         """
         if filter is not None or storage_options is not None:
@@ -101,6 +102,7 @@ class FabricSnapshots:
         objects = _objects(state)
         if self._checkpointer is None or any(objects[kind].items() != self._saved[kind].items() for kind in OBJECTS):
             require_own_ref(self._store, self._ref, "the newest checkpoint to fabric.load")
+            require_whole(objects["optimizer"].values())
             training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None, rank_values=self._values)
             self._checkpointer = Checkpointer(
                 self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=self._group
@@ -180,7 +182,7 @@ def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None =
             continue
         stored = checkpoint.pop(name)
         if isinstance(each, nn.Module):
-            _module(each).load_state_dict(stored, strict=strict)
+            _module(each).load_state_dict(model_state.state_dict_of(_module(each), stored), strict=strict)
         elif is_stateful(each):
             each.load_state_dict(stored)
         else:

@@ -29,12 +29,13 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import replica_drift
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
+from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_messages import Verbatim, in_the_job, mismatches
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
-from tensorstore_ck.session.group.round import Participant, Round
+from tensorstore_ck.session.group.round import Round
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
