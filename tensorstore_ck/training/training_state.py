@@ -31,8 +31,8 @@ from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState, own_states
-from tensorstore_ck.training.sample_cursor import SampleCursor
+from tensorstore_ck.training.rank_own_state import GENERATORS, LOADER_GENERATORS, VALUES, Merge, RankOwnState, own_states
+from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 OWN: Final = "rank"
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
 """What `TrainingState.restore` can restore alone."""
-OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra"}
+OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
 """Keys of a rank's own state whose part has another name."""
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
@@ -114,6 +114,7 @@ class TrainingState:
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
         others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
+        require_one_position(self._loaders)
         extra = {} if extra is None else extra
         self._compose(
             SharedState(models, trained_by, others, extra),

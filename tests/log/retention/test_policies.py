@@ -173,7 +173,8 @@ def test_the_triggers_and_epochs_of_snapshots_keep_them(store: tsck.Store) -> No
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"triggers": "at_steps"}, {"triggers": [1]}, {"triggers": ["x" * 65]}, {"epoch": -1}, {"epoch": float("nan")}, {"epoch": True}]
+    "wrong",
+    [{"triggers": "at_steps"}, {"triggers": [1]}, {"triggers": ["x" * 65]}, {"epoch": -1}, {"epoch": float("nan")}, {"epoch": True}],
 )
 def test_a_save_that_no_rule_could_read_is_refused(store: tsck.Store, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(wrong))):
