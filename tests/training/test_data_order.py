@@ -99,7 +99,7 @@ def run(store: tsck.Store, make: Callable[[], Loading], *, resume_from: str | No
 
 
 def is_quick(dataset: type[Augmented], workers: tuple[int, bool]) -> bool:
-    return workers == (0, False) or (workers == (2, True) and dataset is not WholeBatches)
+    return workers in {Augmented: [(0, False)], WholeBatches: [(2, True)], Remembering: [(0, False), (2, True)]}[dataset]
 
 
 EXACT = [(cursor, Augmented), (cursor, WholeBatches), (stateful, Remembering), (stateful_with_generator, Remembering)]

@@ -15,7 +15,7 @@ from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.format.codec import Codec, CodecName
 from tensorstore_ck.maintenance.copy_store import copy
 from tensorstore_ck.maintenance.salvage import salvage
-from tests.gc.stores import Clock, interrupted, open_store
+from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store
 from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
 from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
 from tests.servers import S3Server
@@ -84,6 +84,7 @@ def test_a_salvaged_copy_keeps_both_times(lost: int) -> None:
     times = {each.id: (each.time_ns, each.time_ns if each.entry == lost else each.arrived_ns) for each in target.log()}
     target.tag("kept", "runs/1")
     target.forget("runs/1")
+    target.gc(AT_ONCE)
     clock.advance(3600)
     backend.delete([sorted(info.name for info in backend.list("log/"))[lost - 1]])
     assert salvage(backend, clock=clock).log
