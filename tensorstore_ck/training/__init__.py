@@ -22,6 +22,7 @@ environment.py         versions, devices and switches that change results
 compare_states.py      compares two states bit by bit
 verify_resume.py       checks that a job resumes bit for bit
 sample_cursor.py       SampleCursor: the order of samples, and the position in it
+seeded_loader.py       a DataLoader that draws a sample's random numbers again
 progress_line.py       ProgressLine: saves in progress, on a terminal
 checkpointing/         when to save, and from which snapshot to resume
 

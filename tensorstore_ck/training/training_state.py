@@ -30,9 +30,9 @@ from tensorstore_ck.training import environment, opaque_state, optimizers
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState, own_states
+from tensorstore_ck.training.rank_own_state import GENERATORS, LOADER_GENERATORS, VALUES, Merge, RankOwnState, own_states
 from tensorstore_ck.training.resume_search import ResumeSearch
-from tensorstore_ck.training.sample_cursor import SampleCursor
+from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 OWN: Final = "rank"
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
 """What `TrainingState.restore` can restore alone."""
-OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra"}
+OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
 """Keys of a rank's own state whose part has another name."""
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
@@ -115,6 +115,7 @@ class TrainingState:
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
         others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
+        require_one_position(self._loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
         own = RankOwnState(models, self._loaders, extra, rank_values, rank_merge)
         self._compose(SharedState(models, trained_by, others, extra), own)
