@@ -8,6 +8,7 @@ a refused run changes nothing, except that the log notes it.
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+from tensorstore_ck.backend.reserve import fill_reserve, has_reserve, within_reserve
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
@@ -23,7 +24,7 @@ ENDINGS_AN_ENTRY: Final = 500
 """Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
 SPARE_BYTES: Final = 1 << 20
-"""Rewriting packs leaves this much free for entries of the log. A disk with less counts as full."""
+"""Rewriting packs leaves this much free for entries of the log, where there is no reserve. A disk with less counts as full."""
 MAX_CLOCK_SECONDS: Final = 300
 
 
@@ -37,7 +38,7 @@ def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = 
         InvalidOptionError: `options.rate_limit` is not a rate.
     """
     options = options or GcOptions()
-    return _Gc(engine.limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
+    return _Gc(engine.freeing().limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
 
 
 class _Gc:
@@ -68,6 +69,7 @@ class _Gc:
         moved, new_bytes = self._compact(plan.sparse)
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
         self._engine.backend.delete(plan.useless_records)
+        fill_reserve(self._engine.backend)
         planner.live.prune_summaries()
         return self._report(plan, self._deleted, moved, new_bytes)
 
@@ -112,7 +114,7 @@ class _Gc:
         """Difference between the backend's clock and this host's, measured with a probe object."""
         backend, name = self._engine.backend, f"probe/{ulid_text(self._engine.new_id())}"
         try:
-            backend.put(name, b"")
+            within_reserve(backend, lambda: backend.put(name, b""))
             try:
                 modified = [info.modified_ns for info in backend.list("probe/") if info.name == name]
             finally:
@@ -182,10 +184,11 @@ class _Gc:
 
     def _fitting(self, packs: Sequence[SparsePack], url: str | None) -> Sequence[SparsePack]:
         """The first packs whose copies fit: an incomplete copy would be an orphan that fills the disk."""
-        space = (self._engine.backend if url is None else self._engine.placed.at(url)).space()
+        backend = self._engine.backend if url is None else self._engine.placed.at(url)
+        space = backend.space()
         if space is None:
             return packs
-        free_bytes = space.free_bytes - SPARE_BYTES - (self._engine.min_free.of(space.total_bytes) if url is None else 0)
+        free_bytes = space.free_bytes - (0 if has_reserve(self._engine.backend) and url is None else SPARE_BYTES)
         return packs[: sum(written_bytes(packs[:count]) <= free_bytes for count in range(1, len(packs) + 1))]
 
     def _due(self, view: RefTable) -> list[ObjectKey]:

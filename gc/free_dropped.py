@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -57,6 +58,7 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
         UnsafeBackendError: the backend does not create objects exclusively.
     """
     engine.require_writable()
+    engine = engine.freeing()
     require_total_order(engine, "gc")
     engine.log.verify()
     if engine.log.is_changed:
@@ -76,6 +78,7 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
     delete(engine, [key for key in swept if key not in freed])
     dropped.live.drop_summaries(swept)
     truncate_tombstones(engine, DEFAULTS.tombstone_seconds)
+    fill_reserve(engine.backend)
     return FreedSnapshots(dropped.snapshots, len(swept), len(rewritten))
 
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.common.ids import ZERO_DIGEST
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, ZERO_DIGEST
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
@@ -23,7 +23,7 @@ from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
-from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, gc_command, ignore_progress, iso_time, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
 from tensorstore_ck.log.cache import MemoryTable
@@ -285,7 +285,19 @@ class Planner:
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
             later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))
-        return Freeable(now_bytes, command(self._options, now_bytes), tuple(later))
+        forget = self._forget_command() if now_bytes <= 0 and not later else ""
+        return Freeable(now_bytes, command(self._options, now_bytes), tuple(later), forget)
+
+    def _forget_command(self) -> str:
+        """Forgets the oldest snapshot of the longest history, of those that only a branch holds; empty if that leaves none."""
+        view = self._view
+        found = (
+            (len(moves), f"{name}@{moves[0].step}" if moves[0].step is not None else moves[0].root.hex()[:SHOWN_ROOT_DIGITS])
+            for name in view.branches()
+            if len(moves := [*view.moves(name, newest_first=False)]) > 1 and view.holds(moves[0].ulid) == 1
+        )
+        address = max(found, default=(0, ""))[1]
+        return forget_command(self._engine.backend.url, address) if address else ""
 
     def _size(self, keys: Iterable[ObjectKey]) -> int:
         return sum(self._listed[key].size_bytes for key in keys)

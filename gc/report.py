@@ -54,11 +54,14 @@ class Freeable:
     command: str
     """The command that frees them; empty where gc never runs."""
     later: tuple[FreedLater, ...]
+    forget: str = ""
+    """If gc never frees anything unless a snapshot is forgotten: the command that forgets one."""
 
     def describe(self) -> list[str]:
         """For people: a line on what gc can free now, and one for each reason to free something later."""
         now = f"{human_bytes(self.now_bytes)} now (`{self.command}` frees it)" if self.now_bytes > 0 else "nothing now"
-        return [f"gc can free: {now}", *(later.describe() for later in self.later)]
+        held = f"branches and tags hold all snapshots: forget some (`{self.forget}`), and gc frees what only they need"
+        return [f"gc can free: {now}", *(later.describe() for later in self.later), *([held] if self.forget else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,11 @@ def gc_command(url: str, options: GcOptions, *, exceeds: bool) -> str:
         if fraction != getattr(usual, name):
             words += [f"--{name.replace('_', '-')}", f"{fraction * 100:.15g}%"]
     return shlex.join([*words, "-s", url])
+
+
+def forget_command(url: str, address: str) -> str:
+    """The command that forgets a snapshot."""
+    return shlex.join(["tsck", "forget", address, "-s", url])
 
 
 def unpin_command(url: str, root: str, owner: str) -> str:

@@ -101,13 +101,13 @@ class LocalBackend:
     # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             path = self._path(name)
             self._write_file(path, data)
             self._sync_folder(os.path.dirname(path))
 
     def replace(self, name: str, data: Buffer) -> None:
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             path = self._path(name)
             temporary = self._write_temporary(path, data)
             try:
@@ -120,7 +120,7 @@ class LocalBackend:
     def create(self, name: str, data: Buffer) -> Created:
         path = self._path(name)
         for _ in range(_LINK_TRIES):
-            with os_errors("write", name):
+            with os_errors("write", name, self.url):
                 temporary = self._write_temporary(path, data)
             try:
                 os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
@@ -129,7 +129,7 @@ class LocalBackend:
             except FileNotFoundError:
                 continue  # another process deleted our temporary as a leftover
             except OSError as exc:
-                return _link_failed(name, exc)
+                return _link_failed(name, exc, self.url)
             else:
                 return self._linked(path)
             finally:
@@ -147,11 +147,11 @@ class LocalBackend:
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             fd = self._open_new(path)
 
         def seal(fd: int) -> None:
-            with os_errors("write", name):
+            with os_errors("write", name, self.url):
                 self._fsync_and_close(fd)
                 self._sync_folder(os.path.dirname(path))
 
@@ -160,12 +160,12 @@ class LocalBackend:
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             fd = self._open_new(temporary)
 
         def seal(fd: int) -> None:
             try:
-                with os_errors("write", name):
+                with os_errors("write", name, self.url):
                     self._fsync_and_close(fd)
                     os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
                     self._sync_folder(os.path.dirname(path))
@@ -200,13 +200,13 @@ class LocalBackend:
 
     def _writer(self, fd: int, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
         try:
-            with os_errors("write", name):
+            with os_errors("write", name, self.url):
                 is_direct = self._sync and use_direct(fd)
         except BaseException:
             os.close(fd)
             self._unlink_quietly(path)
             raise
-        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal)
+        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
 
     def _linked(self, path: str) -> Created:
         try:
@@ -360,7 +360,7 @@ def _regular_size(status: os.stat_result, name: str) -> int:
     return status.st_size
 
 
-def _link_failed(name: str, exc: OSError) -> Created:
+def _link_failed(name: str, exc: OSError, folder: str) -> Created:
     """Raises if surely no link was made; otherwise it may have been made."""
     if exc.errno in _NO_HARD_LINKS:
         raise UnsafeBackendError(
@@ -368,7 +368,7 @@ def _link_failed(name: str, exc: OSError) -> Created:
             "Keep the store on another filesystem or on an object store",
             object_id=name,
         ) from exc
-    error = store_error(exc, "create", name)
+    error = store_error(exc, "create", name, folder)
     if isinstance(error, BackendUnavailableError):
         return Created.UNKNOWN
     raise error from exc

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tensorstore_ck.common.free_space import disk_of
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     MissingObjectError,
@@ -18,6 +19,7 @@ from tensorstore_ck.errors import (
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _ADVICE = {
     errno.ENOENT: "it may have been deleted, or this is not the store you meant",
@@ -41,12 +43,14 @@ _ADVICE = {
 }
 
 
-def store_error(exc: OSError, action: str, name: str) -> StoreError:
-    """This package's error for `exc`, raised by `action` on the object `name`."""
+def store_error(exc: OSError, action: str, name: str, folder: str = "") -> StoreError:
+    """This package's error for `exc`, raised by `action` on the object `name`; below `folder`, whose disk is named if it is full."""
     code = exc.errno or errno.EIO
     text = f"cannot {action} {name}: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
     if exc.filename:
         text += f" at {os.fsdecode(exc.filename)}"
+    if code in _FULL and folder and (disk := disk_of(folder)):
+        text += f": {disk}"
     text += f"; {_ADVICE.get(code, 'try again')}"
     if code in _MISSING:
         return MissingObjectError(text, object_id=name)
@@ -58,9 +62,9 @@ def store_error(exc: OSError, action: str, name: str) -> StoreError:
 
 
 @contextmanager
-def os_errors(action: str, name: str) -> Iterator[None]:
-    """Turns every `OSError` raised inside into a `StoreError`."""
+def os_errors(action: str, name: str, folder: str = "") -> Iterator[None]:
+    """Turns every `OSError` raised inside into a `StoreError`: see `store_error`."""
     try:
         yield
     except OSError as exc:
-        raise store_error(exc, action, name) from exc
+        raise store_error(exc, action, name, folder) from exc

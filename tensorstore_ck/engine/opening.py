@@ -15,9 +15,10 @@ from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
+from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
 from tensorstore_ck.backend.throttled import throttled
-from tensorstore_ck.common.free_space import MinFree, require_free_space
+from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -50,7 +51,7 @@ def open_engine(
     no_sync: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
-    min_free: str | int = 0,
+    min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
@@ -67,7 +68,7 @@ def open_engine(
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
-    kept, codecs, allowed = MinFree.parse(min_free), CodecPolicy(codec, delta), parse_allowed(places)
+    asked, codecs, allowed = MinFree.parse(min_free or 0), CodecPolicy(codec, delta), parse_allowed(places)
     limit = None if rate_limit is None else RateLimit(rate_limit)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
@@ -83,7 +84,8 @@ def open_engine(
                 f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
         if not read_only:
-            require_free_space(backend, kept, 0, "the store")
+            require_free_space(backend, asked, 0, "the store")
+        kept = FOLDER_MIN_FREE if min_free is None and backend.is_local else asked  # on a full disk, too, a store opens: to free space
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
@@ -178,7 +180,9 @@ def read_config(backend: Backend) -> StoreConfig | None:
 def init_store(
     backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
 ) -> StoreConfig:
-    """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree. `unsynced`: see `probe_create`.
+    """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree.
+
+    `unsynced` writes to the same place without fsync.
 
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false.
@@ -198,4 +202,5 @@ def init_store(
         raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
     if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
         raise AlreadyExistsError(f"there is already a store at {backend.url}", object_id=backend.url)
+    fill_reserve(unsynced or backend)
     return config

@@ -18,6 +18,7 @@ from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
+from tensorstore_ck.log.create_entry import create_entry
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.follow import EmptiedError, Follower
@@ -374,7 +375,7 @@ class Log:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
                 break
             try:
-                outcome = self._backend.create(name, sealed)
+                outcome = create_entry(self._backend, name, sealed, entry.ops)
             except BackendUnavailableError as exc:
                 outcome, trouble = Created.UNKNOWN, str(exc)
             except StoreError as exc:

@@ -9,6 +9,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.dedup import DedupIndex
+from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
 from tensorstore_ck.engine.write.quota_check import check_quotas
@@ -108,8 +109,9 @@ def put(engine: Engine, captured: CapturedState, request: PutRequest, meter: Put
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine.require_writable()
-    destination = StoreDestination(engine)
-    return retry_expired(lambda: put_once(captured, request, meter or PutMeter(), destination), engine.log.sync)
+    with deleted_if_full(engine) as engine_of_save:
+        destination = StoreDestination(engine_of_save)
+        return retry_expired(lambda: put_once(captured, request, meter or PutMeter(), destination), engine.log.sync)
 
 
 def put_once(

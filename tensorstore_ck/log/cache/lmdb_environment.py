@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 import lmdb
 
+from tensorstore_ck.log.cache.allocated_file import allocate
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_rows import get_row, protect, read_page
 from tensorstore_ck.log.cache.lmdb_view import LmdbView
@@ -32,6 +33,9 @@ with suppress(ImportError):  # some versions import it at the first `lmdb.open`:
 T = TypeVar("T")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
+_MAX_READERS: Final = 1024
+_LOCK_BYTES: Final = (_MAX_READERS + 16) * 64
+"""Of lock.mdb: as many readers, and their head."""
 _CHECK_TRIES: Final = 3
 _CHECK_AGAIN_SECONDS: Final = 0.002
 _META: Final = struct.Struct("<16xII112xQ")
@@ -221,9 +225,10 @@ class Environment:
         return TableDamagedError(self._failure, object_id=str(self.folder))
 
     def _open(self) -> Any:
+        allocate(self.folder / "lock.mdb", _LOCK_BYTES)  # LMDB writes it through a map, and the other one by system calls
         # With sync or metasync off a power failure leaves LMDB damaged, or back in time.
         opened = lmdb.open(
-            str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=1024, mode=0o600
+            str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=_MAX_READERS, mode=0o600
         )
         try:
             opened.reader_check()  # killed readers keep their slots, and the pages that they read

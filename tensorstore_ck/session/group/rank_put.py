@@ -5,6 +5,7 @@ Knows no torch: it gets states that were taken apart.
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -13,6 +14,7 @@ from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.part_writer import PartSlot, WrittenPart, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
 from tensorstore_ck.engine.write.put import Destination, StoreDestination
@@ -131,10 +133,11 @@ def run_put(
         SnapshotAbortedError: a rank failed in another way, or is gone. Nothing is visible.
         UndecidedError: on this rank alone: the log could not be read for the outcome.
     """
-    put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
-    outcome = attempt.run(put.participant())
-    info = put.published(outcome)
-    put.keep(info, outcome)
+    with deleted_if_full(engine) if destination is None else nullcontext(engine) as engine_of_save:
+        put = RankPut(engine_of_save, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
+        outcome = attempt.run(put.participant())
+        info = put.published(outcome)
+        put.keep(info, outcome)
     return info
 
 
