@@ -36,7 +36,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.events import logged_observers
 from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
-from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
+from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 
@@ -167,7 +167,7 @@ def read_config(backend: Backend) -> StoreConfig | None:
     try:
         data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
     except MissingObjectError:
-        if any(next(iter(backend.list(folder)), None) for folder in ("log/", "snapshots/")):
+        if holds_snapshots(backend):
             raise CorruptObjectError(
                 f"{backend.url} holds snapshots but no {CONFIG_NAME}; run `tsck fsck`", object_id=CONFIG_NAME
             ) from None
@@ -181,9 +181,15 @@ def init_store(
     """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree. `unsynced`: see `probe_create`.
 
     Raises:
-        AlreadyExistsError: there is a store, and `exist_ok` is false.
+        AlreadyExistsError: there is a store, and `exist_ok` is false; or another program's files are where the store's would be.
         UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
+    if read_config(backend) is None and (foreign := foreign_object(backend)) is not None:
+        raise AlreadyExistsError(
+            f"{backend.url} holds {foreign}, which is not an object of a store: another program keeps its files in that folder. "
+            f"Give the store a folder of its own, for example {backend.url}/store",
+            object_id=backend.url,
+        )
     exclusive = probe_create(backend, unsynced=unsynced)
     if not exclusive and not single_writer_unsafe:
         raise UnsafeBackendError(

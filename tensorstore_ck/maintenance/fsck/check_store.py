@@ -30,9 +30,10 @@ from tensorstore_ck.format.record import Record, decode_record
 from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.sealed import unseal
 from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
@@ -215,8 +216,8 @@ class Fsck:
     def _list(self) -> None:
         config = self.engine.config
         in_force = (f"{config.log}/", checkpoint_folder(config.log))
-        for name, size_bytes, modified_ns in self._backend.list(""):
-            if name == CONFIG_NAME or name.startswith(in_force):
+        for name, size_bytes, modified_ns in store_objects(self._backend):
+            if name.startswith((*in_force, WRITERS)):
                 continue
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
             kind = _KIND_OF.get(folder)
@@ -224,7 +225,7 @@ class Fsck:
                 self.listed[kind][ulid] = ListedObject(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
                 self._other_logs.append(name)
-            elif folder not in {"gc", "probe", "writers"}:
+            else:
                 self._found.add("foreign_object", name, "it is not an object of a store: delete it if nobody knows it", severity="notice")
 
     def _check_snapshots(self) -> int:

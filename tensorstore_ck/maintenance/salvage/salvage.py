@@ -27,7 +27,7 @@ from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, SnapshotInfo, logs_in, validate_ref_name
+from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, SnapshotInfo, holds_snapshots, logs_in, validate_ref_name
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
@@ -149,7 +149,7 @@ class _Salvage:
                 config = replace(config, log=logs_in(self._backend)[-1])
             return config, uuid.UUID(config.uuid).bytes
         logs = logs_in(self._backend)
-        if not logs and next(iter(self._backend.list("snapshots/")), None) is None:
+        if not holds_snapshots(self._backend):
             raise NotAStoreError(f"there is no store at {self._backend.url}", object_id=self._backend.url)
         config = replace(new_config(exclusive_create=dry_run or probe_create(self._backend)), log=logs[-1] if logs else "log")
         seen = confirmed(self._backend, data, config)
