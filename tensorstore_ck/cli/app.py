@@ -79,6 +79,7 @@ COMMANDS: Final = {
     "fsck": "cmd_fsck",
     "verify-resume": "cmd_verify_resume",
     "accept-log": "cmd_init_probe_salvage",
+    "adopt": "cmd_init_probe_salvage",
     "salvage": "cmd_init_probe_salvage",
     "probe": "cmd_init_probe_salvage",
     "completion": "cmd_completion",

@@ -86,7 +86,9 @@ def open_engine(
             require_free_space(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
-        watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
+        watermark = Watermark(
+            _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
+        )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
@@ -156,6 +158,14 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
         return None
     folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
     return HeadFile(folder, config.uuid)
+
+
+def _inode(backend: Backend) -> int:
+    """The number of the store's folder; 0 without one."""
+    try:
+        return os.stat(backend.url).st_ino if backend.is_local else 0
+    except OSError:
+        return 0
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -38,7 +38,7 @@ from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_head, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_markers import check_markers
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
@@ -200,11 +200,9 @@ class Fsck:
         if head is None and not log.problems:  # a later first sync would clear the cache with this check's notes
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
-        more = (
-            []
-            if log.is_unreadable
-            else [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
-        )
+        chain, elsewhere, more = self.engine.log.chain, self.engine.log.seen_elsewhere, list[LogProblem | None]()
+        if not log.is_unreadable:
+            more = [*(host_saw_more(log, saw, chain, elsewhere) for saw in {head, seen}), cache_problem(log, self.engine.log)]
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
