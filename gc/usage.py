@@ -29,7 +29,7 @@ from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.gc.report import Freeable, Progress, ProgressSum, ignore_progress
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, RefTable
+from tensorstore_ck.log import FOLDERS, ObjectKey, RefTable, store_objects
 
 _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
@@ -187,7 +187,7 @@ class _Measurement:
         self._view = view
         self._held = roots(self._view)
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
-        self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}
+        self._sizes = {info.name: info.size_bytes for info in store_objects(engine.backend)}
         self._labels = sorted({label for labels in self._held.values() for label in labels})
         self._sums = ByteSums(self._labels)
         part_sizes = {ulid: size for name, size in self._sizes.items() if name.startswith("parts/") and (ulid := parse_ulid(name[-26:]))}

@@ -313,7 +313,7 @@ class SnapshotExpiredError(DamageError):
 
 
 class UnreadableError(DamageError):
-    """gc cannot tell what is needed, and frees nothing."""
+    """An object cannot be read, and may be intact: gc frees nothing, and a repair marks nothing."""
 
     kind = "unreadable"
     exit_code = 45

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -89,6 +89,10 @@ class LocalBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         return (info for info in self._walk(prefix) if not _is_temporary(info.name))
+
+    def folders(self, start: str) -> set[str]:
+        check_name(start)
+        return {entry.name for entry in self._entries("") if entry.name.startswith(start) and entry.is_dir(follow_symlinks=False)}
 
     def space(self) -> Space | None:
         folder = self.url
@@ -181,8 +185,8 @@ class LocalBackend:
             with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(self._path(name), dir_fd=self._at)
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
-        return (info for info in self._walk("") if _is_temporary(info.name))
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
+        return (info for info in self._walk("", folders) if _is_temporary(info.name))
 
     def abort_upload(self, name: str) -> None:
         temporary = name.rpartition("/")[2]
@@ -261,7 +265,8 @@ class LocalBackend:
         finally:
             os.close(fd)
 
-    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, prefix: str, inside: Collection[str] | None = None) -> Iterator[ObjectInfo]:
+        """`inside`: of the folders at the root, enter only these."""
         if self._within is not None:
             with os_errors("list", prefix or self.url):
                 for path, status in self._within.files(f"{self._root}/{prefix}".removesuffix("/")):
@@ -270,20 +275,23 @@ class LocalBackend:
         folders = [prefix]
         while folders:
             folder = folders.pop()
-            with os_errors("list", folder or self._root):
-                try:
-                    with os.scandir(f"{self._root}/{folder}") as entries:
-                        found = list(entries)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-            for entry in found:
+            for entry in self._entries(folder):
                 with os_errors("list", folder + entry.name), contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{folder}{entry.name}/")
+                        if folder or inside is None or entry.name in inside:
+                            folders.append(f"{folder}{entry.name}/")
                         continue
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
                         yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns)
+
+    def _entries(self, folder: str) -> Collection[os.DirEntry[str]]:
+        with os_errors("list", folder or self._root):
+            try:
+                with os.scandir(f"{self._root}/{folder}") as entries:
+                    return list(entries)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     # --- folders ---
 

@@ -5,8 +5,9 @@ Knows errno values and nothing of stores. A value that is not in the table count
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tensorstore_ck.common.free_space import disk_of
 from tensorstore_ck.errors import (
@@ -49,6 +50,7 @@ def store_error(exc: OSError, action: str, name: str, folder: str = "") -> Store
     text = f"cannot {action} {name}: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
     if exc.filename:
         text += f" at {os.fsdecode(exc.filename)}"
+        text += _who(os.fsdecode(exc.filename)) if code in (errno.EACCES, errno.EPERM) else ""
     if code in _FULL and folder and (disk := disk_of(folder)):
         text += f": {disk}"
     text += f"; {_ADVICE.get(code, 'try again')}"
@@ -59,6 +61,16 @@ def store_error(exc: OSError, action: str, name: str, folder: str = "") -> Store
     if code in _DENIED:
         return PermissionDeniedError(text, object_id=name)
     return BackendUnavailableError(text, object_id=name)
+
+
+def _who(path: str) -> str:
+    """Which user may not do it, and whose it is, as far as this user can see that."""
+    text = f" for user {os.geteuid()}"
+    if os.path.isabs(path):  # else it is relative to a folder that is not known here
+        with suppress(OSError):
+            found = os.lstat(path)
+            text += f" (it is user {found.st_uid}'s, mode {stat.filemode(found.st_mode)})"
+    return text
 
 
 @contextmanager

@@ -48,6 +48,7 @@ GROUPS: Final = {
     "repair": ("Check and repair", {
         "fsck": "cmd_fsck",
         "accept-log": "cmd_init_probe_salvage",
+        "adopt": "cmd_init_probe_salvage",
         "salvage": "cmd_init_probe_salvage",
         "probe": "cmd_init_probe_salvage",
     }),

@@ -37,7 +37,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.events import logged_observers
 from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
-from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
+from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 
@@ -88,7 +88,9 @@ def open_engine(
         kept = FOLDER_MIN_FREE if min_free is None and backend.is_local else asked  # on a full disk, too, a store opens: to free space
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
-        watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
+        watermark = Watermark(
+            _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
+        )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
@@ -160,6 +162,14 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
     return HeadFile(folder, config.uuid)
 
 
+def _inode(backend: Backend) -> int:
+    """The number of the store's folder; 0 without one."""
+    try:
+        return os.stat(backend.url).st_ino if backend.is_local else 0
+    except OSError:
+        return 0
+
+
 def read_config(backend: Backend) -> StoreConfig | None:
     """The store's configuration; None if there is no store.
 
@@ -169,7 +179,7 @@ def read_config(backend: Backend) -> StoreConfig | None:
     try:
         data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
     except MissingObjectError:
-        if any(next(iter(backend.list(folder)), None) for folder in ("log/", "snapshots/")):
+        if holds_snapshots(backend):
             raise CorruptObjectError(
                 f"{backend.url} holds snapshots but no {CONFIG_NAME}; run `tsck fsck`", object_id=CONFIG_NAME
             ) from None
@@ -185,9 +195,15 @@ def init_store(
     `unsynced` writes to the same place without fsync.
 
     Raises:
-        AlreadyExistsError: there is a store, and `exist_ok` is false.
+        AlreadyExistsError: there is a store, and `exist_ok` is false; or another program's files are where the store's would be.
         UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
+    if read_config(backend) is None and (foreign := foreign_object(backend)) is not None:
+        raise AlreadyExistsError(
+            f"{backend.url} holds {foreign}, which is not an object of a store: another program keeps its files in that folder. "
+            f"Give the store a folder of its own, for example {backend.url}/store",
+            object_id=backend.url,
+        )
     exclusive = probe_create(backend, unsynced=unsynced)
     if not exclusive and not single_writer_unsafe:
         raise UnsafeBackendError(

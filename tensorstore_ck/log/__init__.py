@@ -24,8 +24,9 @@ log.py                                   sync and append: the commit protocol
 """
 
 from tensorstore_ck.format.folders import FOLDERS
+from tensorstore_ck.log.contents import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader, chain_break, logs_in
+from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
@@ -60,7 +61,11 @@ __all__ = [
     "Watermark",
     "chain_break",
     "fold",
+    "foreign_object",
+    "holds_snapshots",
     "logs_in",
     "pieces",
+    "store_folders",
+    "store_objects",
     "validate_ref_name",
 ]

@@ -15,7 +15,6 @@ from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObj
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
 
-_LOG_NAME: Final = re.compile(r"(log(?:-[A-Za-z0-9-]+)?)/([0-9]{17})/\2[0-9]{3}")
 MAX_BATCH_ENTRIES: Final = 500
 _READERS: Final = 16
 _GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that the decoder reports an entry that is too long, as damage of that entry
@@ -137,11 +136,6 @@ class EntryReader:
             if entry is None:
                 return
             yield entry
-
-
-def logs_in(backend: Backend) -> list[str]:
-    """The prefixes of the logs that are there, the newest last."""
-    return sorted({match[1] for info in backend.list("") if (match := _LOG_NAME.fullmatch(info.name)) is not None})
 
 
 def chain_break(name: str) -> BrokenLogError:

@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.log.table_rows import Head
 
-_MAX_BYTES: Final = 1024
+_MAX_BYTES: Final = 4096
+_MAX_URL_CHARS: Final = 400
 _ABANDONED_SECONDS: Final = 60
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -38,6 +39,10 @@ class SeenHead(NamedTuple):
     """The highest entry known then: caches of other hosts may still contain entries up to it."""
     log: str = "log"
     """The prefix of the log."""
+    url: str = ""
+    """Where the store was when the entry was seen; empty: unknown."""
+    inode: int = 0
+    """Of the store's folder then; 0: unknown, or no folder."""
 
 
 class HeadFile:
@@ -137,6 +142,7 @@ def _require_own(status: os.stat_result, path: Path) -> None:
 def _encode(known: SeenHead) -> bytes:
     head = known.head
     body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n, "log": known.log}
+    body |= {"url": known.url[:_MAX_URL_CHARS], "inode": known.inode}
     return json.dumps(body).encode() + b"\n"
 
 
@@ -145,11 +151,12 @@ def _decode(data: bytes) -> SeenHead | None:
         body = json.loads(data)
         n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
         digest, log = bytes.fromhex(body["hash"]), body["log"]
+        url, inode = body.get("url", ""), body.get("inode", 0)  # earlier builds write none
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_sound = (
-        type(log) is str
-        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n))
+        type(log) is type(url) is str
+        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, inode))
         and len(digest) == DIGEST_BYTES
     )
-    return SeenHead(Head(n, Digest(digest)), accepted_ns, dismissed_n, log) if is_sound else None
+    return SeenHead(Head(n, Digest(digest)), accepted_ns, dismissed_n, log, url, inode) if is_sound else None

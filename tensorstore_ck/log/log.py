@@ -219,6 +219,11 @@ class Log:
         shielded(verify)
 
     @property
+    def seen_elsewhere(self) -> str:
+        """Which other store has the entries that this user has seen; see `Watermark.seen_elsewhere`."""
+        return self._watermark.seen_elsewhere()
+
+    @property
     def is_changed(self) -> bool:
         """Whether the log went back, was forked or replaced since this user saw it, as of the last `sync`, and nobody has accepted that."""
         return self._watermark.is_changed

@@ -22,6 +22,7 @@ ROLLBACK: Final[tuple[Rollback, ...]] = ("warn", "error")
 SAVE_SECONDS: Final = 10.0
 """A process saves the head that it appended at most this often, and when it closes the store."""
 _ACCEPT_TRIES: Final = 50
+_REPLACED: Final = "is another one now"
 
 
 class LogChangedWarning(UserWarning):
@@ -38,9 +39,12 @@ class Watermark:
         log: str = "log",
         rollback: Rollback = "warn",
         url: str = "",
+        inode: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log` is the prefix in store.json; `url` is for messages; `rollback`: whether a changed log is an error.
+        """`log` is the prefix in store.json; `rollback`: whether a changed log is an error.
+
+        `url` and `inode` (of its folder; 0: none) say where the store is: a copy of its files elsewhere may have another log.
 
         Raises:
             InvalidOptionError: an unknown `rollback`.
@@ -51,6 +55,7 @@ class Watermark:
         self._log = log
         self._rollback = rollback
         self._url = url
+        self._inode = inode
         self._monotonic = monotonic
         self._head: Head | None = None
         self._on_file: SeenHead | None = None
@@ -68,6 +73,16 @@ class Watermark:
     def is_changed(self) -> bool:
         """Whether the log went back, was forked or replaced, and nobody has accepted that yet."""
         return self._lost is not None or self._other_log is not None
+
+    def seen_elsewhere(self) -> str:
+        """Which store has the entries that this user has seen, if it may not be this one; empty: it is this one, or unknown."""
+        known = self._known
+        if known is None or not known.url:
+            return ""
+        if known.url != self._url:
+            return f"that this user has seen at {known.url}"
+        is_other = bool(known.inode and self._inode and known.inode != self._inode)
+        return "that this user has seen here, in another folder" if is_other else ""
 
     def last_seen(self) -> Head | None:
         """The highest entry seen. Call it before the log is read: later it may include a newer entry."""
@@ -108,7 +123,7 @@ class Watermark:
         """
         lost = max((entry for entry in seen if entry.n and hash_of(entry.n) != entry.hash), default=None)
         if lost is not None:
-            self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
+            self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else _REPLACED)
             if self._file is None:  # nobody can accept it
                 self._lost, self._head = None, head
             return
@@ -145,7 +160,7 @@ class Watermark:
             dismissed = [0 if self._lost is None else self._lost.n]
             if before is not None and before.log == self._log:
                 dismissed += [before.dismissed_n, before.head.n]
-            new = SeenHead(head, now_ns, max(dismissed), self._log)
+            new = SeenHead(head, now_ns, max(dismissed), self._log, self._url, self._inode)
             try:
                 before = self._file.swap(before, new)
             except OSError as exc:
@@ -163,7 +178,7 @@ class Watermark:
             self._has_saved = True
             return
         self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
-        new = self._with(self._head)
+        new = self._with(self._head)._replace(url=self._url, inode=self._inode)
         with suppress(OSError):  # the home may be full, read-only or another user's: then nothing is saved
             contents = self._file.swap(self._on_file, new)
             if contents is not None and contents.log != self._log:
@@ -183,12 +198,20 @@ class Watermark:
                 known = self._with(head)
                 if self._file.swap(self._on_file, known) == known:
                     self._on_file = known
-        where = shlex.quote(self._url)
-        message = (
-            f"{self._url}: log entry {name} {what}, though this user has seen it here. If the store was restored from a copy, or is a copy "
-            f"of another store's files, check its contents (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
-            "If not, entries were destroyed or forged: restore them from a copy"
-        )
+        where, elsewhere = shlex.quote(self._url), self.seen_elsewhere()
+        if elsewhere:
+            message = (
+                f"{self._url}: log entry {name} {what}: this store is a copy of the one {elsewhere}, or was restored or moved. If both are "
+                f"used, give this one an identity of its own with `tsck adopt -s {where}`; else accept its log with "
+                f"`tsck accept-log -s {where}`"
+            )
+        else:
+            worse = "it was replaced or forged" if what == _REPLACED else "entries were destroyed"
+            message = (
+                f"{self._url}: log entry {name} {what}, though this user has seen it here. If the store was restored from a "
+                f"copy, check its contents (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. If not, {worse}: "
+                "restore the log from a copy"
+            )
         self._report(head, message, name)
 
     def _report_other_log(self, other: SeenHead) -> None:

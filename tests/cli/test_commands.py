@@ -231,7 +231,7 @@ def test_fsck_frees_stale_uploads_only_when_asked(history: Tsck, tmp_path: Path,
     from tensorstore_ck.backend.protocol import ObjectInfo
 
     freed: list[str] = []
-    monkeypatch.setattr(LocalBackend, "list_uploads", lambda _: iter([ObjectInfo("old", 1, 0)]))
+    monkeypatch.setattr(LocalBackend, "list_uploads", lambda *_: iter([ObjectInfo("old", 1, 0)]))
     monkeypatch.setattr(LocalBackend, "abort_upload", lambda _, name: freed.append(name))
     assert history("fsck").code == 0
     assert freed == []

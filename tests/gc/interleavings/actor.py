@@ -9,7 +9,7 @@ a new one is led to the node by the recorded answers, and must ask the recorded 
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -147,7 +147,10 @@ class SteppingBackend:
     def space(self) -> Space | None:
         return None
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
+    def folders(self, start: str) -> set[str]:
+        return {info.name.partition("/")[0] for info in self.list("") if info.name.startswith(start)}
+
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         return iter(())
 
     def abort_upload(self, name: str) -> None: ...
