@@ -298,11 +298,15 @@ class TrainingState:
             self._own.check(own)
         taken = None if put_by == ranks else self._own.taken(olds)
         shared = {*self._parts, "ranks", "mid_step"}
-        state = found.checkout(
-            into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
-            rename=lambda name: self._shared.name_of(name) if name.partition(".")[0] in shared else None,
-            broadcast=broadcast,
-        )
+        try:
+            state = found.checkout(
+                into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
+                rename=lambda name: self._shared.name_of(name) if name.partition(".")[0] in shared else None,
+                broadcast=broadcast,
+            )
+        except MismatchError as exc:
+            what = f"{address.removesuffix('~0')!r} holds another model or optimizer than this training has"
+            raise MismatchError(f"{what}: if it is another run, give this one a ref of its own ({exc})", object_id=exc.object_id) from None
         if taken is None:
             self._load(state, own)
         else:

@@ -157,3 +157,11 @@ def test_a_gradient_of_no_parameter(store: tsck.Store) -> None:
     store.put_snapshot(state, ref="runs/job")
     with pytest.raises(tsck.MismatchError, match="a gradient of 'other'"):
         training.restore(store, "runs/job")
+
+
+def test_another_model_on_the_same_ref_is_told_to_take_another_one(store: tsck.Store) -> None:
+    TrainingState(model=nn.Linear(2, 2)).put(store, ref="runs/one", step=1)
+    with pytest.raises(
+        tsck.MismatchError, match=r"^'runs/one' holds another model or optimizer .* give this one a ref of its own \(.*model\.0\."
+    ):
+        built()[1].restore(store, "runs/one")
