@@ -5,6 +5,7 @@ the lists are in the log, so the next run continues with them. Clocks decide onl
 a refused run changes nothing, except that the log notes it.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
@@ -20,6 +21,7 @@ from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
 from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
+_logger: Final = logging.getLogger("tensorstore_ck.gc")
 ENDINGS_AN_ENTRY: Final = 500
 """Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
@@ -58,6 +60,11 @@ class _Gc:
         planner = self._planner
         plan = planner.make()
         refusal = self._refusal(plan)
+        _logger.debug(
+            "%d objects; %d snapshots expired; %d objects unreachable, %d too young; %d sparse packs; %d windows and pins end; %s",
+            *(len(plan.listed), len(plan.expired), len(plan.garbage), len(plan.young), len(plan.sparse), len(plan.ending)),
+            f"refused: {refusal}" if refusal else "dry run" if self._dry_run else "goes on",
+        )
         if self._dry_run:
             return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
         if refusal is not None:
@@ -172,6 +179,7 @@ class _Gc:
                 except NoSpaceError:
                     left += len(fitting)
                     continue
+                _logger.debug("compacted %d of %d packs of %s", len(compacted.moves), len(batch), url or "the store")
                 moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
                 self._notes.extend(compacted.problems)
                 new_bytes += compacted.written_bytes
@@ -207,6 +215,7 @@ class _Gc:
         view = self._engine.log.view()
         states = ((key, view.object_state(key)) for key in keys if key not in self._deleted)
         dead = sorted(key for key, state in states if state is not None and state.swept)
+        _logger.debug("delete %s", ", ".join(key.name for key in dead) or "nothing")
         delete(self._engine, dead, ProgressSum(self._progress, "deleting objects", len(dead)).add)
         self._deleted.update(dead)
 

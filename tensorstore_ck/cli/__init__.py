@@ -20,6 +20,7 @@ run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
 exit_codes.py         the table of exit codes
+debug_log.py          TSCK_DEBUG=1: what was decided, and why, in a file
 allowed_locations.py  the user's file of allowed locations for moved packs
 """
 

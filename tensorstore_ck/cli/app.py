@@ -18,6 +18,7 @@ import click
 import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
 from tensorstore_ck.cli.command_groups import COMMANDS, write_commands
+from tensorstore_ck.cli.debug_log import debug_log
 from tensorstore_ck.cli.help_topics import topic_page
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
@@ -111,7 +112,8 @@ class Program(click.Group):
                     say(line)
                 return 0
         try:
-            code = super().main(_arranged(arguments) or ["--help"], *others, **more)
+            with debug_log():
+                code = super().main(_arranged(arguments) or ["--help"], *others, **more)
         except click.UsageError as exc:
             where = exc.ctx.command_path if exc.ctx else "tsck"
             advice = f"see `{where} --help`"

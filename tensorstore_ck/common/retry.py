@@ -1,5 +1,6 @@
 """Retries after growing delays that can be ended early. Time is injected."""
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ NAP_SECONDS: Final = 0.2
 
 JITTER: Final = random.SystemRandom().random
 """Between 0 and 1, from the system: a save or a wait must not draw from `random`, which is part of a training job's state."""
+
+_logger: Final = logging.getLogger("tensorstore_ck.backend")
 
 OnRetry = Callable[[StoreError, float], object]
 
@@ -80,6 +83,7 @@ class RetryPolicy:
                 return request()
             except BackendUnavailableError as exc:
                 seconds = self.delay(failures)
+                _logger.debug("try %d failed, the next one is in %.1f s: %s", failures + 1, seconds, exc)
                 self._on_retry(exc, seconds)
             self.pause(seconds)
         raise AssertionError("not reached")

@@ -5,6 +5,7 @@ sees the fold at some head.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
@@ -24,6 +25,7 @@ from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
+_logger: Final = logging.getLogger("tensorstore_ck.log")
 _CHECKPOINT_TRIES: Final = 4
 _ORIGIN_KEY: Final = b"l/origin"
 """The number of the checkpoint from which the table was filled, until `verify` has compared it with the log."""
@@ -65,7 +67,8 @@ class Follower:
             LogChangedError: the log went back or was forked, with ``rollback="error"``.
             EmptiedError, TableError: try again.
         """
-        known, head = self._watermark.last_seen(), RefTable(table).head()
+        known, cached = self._watermark.last_seen(), RefTable(table).head()
+        head = cached
         seen = [] if known is None else [known]
         while True:
             newer = None if head is None else self._behind(head)
@@ -81,6 +84,9 @@ class Follower:
             head = RefTable(table).head()  # another process of this host was faster
         if head.n == 0:
             self._require_only_log()
+        _logger.debug(
+            "followed the log from %s to entry %d", "its start or a checkpoint" if cached is None else f"entry {cached.n}", head.n
+        )
         self._watermark.check(seen, head, lambda n: met[n] if n in met else self._hash_of(n, head), self._chain.name)
         return head
 

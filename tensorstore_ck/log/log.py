@@ -6,6 +6,7 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 """
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ T = TypeVar("T")
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
+_logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
 _REMEMBERED_WRITES: Final = 1000
 _LONGEST_DELAY_TRIES: Final = 3
@@ -310,7 +312,9 @@ class Log:
                     if appended is not None:
                         return appended
                     write_id = None
-                    self._sleep(self._conflict_delay(lost, self._clock() - began_ns))
+                    delay = self._conflict_delay(lost, self._clock() - began_ns)
+                    _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
+                    self._sleep(delay)
             raise AssertionError("unreachable")
 
         return shielded(lambda: append(write_id))
@@ -387,6 +391,7 @@ class Log:
                 if not sent:
                     raise  # refused, and nothing was sent before
                 outcome, trouble = Created.UNKNOWN, str(exc)
+            _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
             if outcome is Created.CREATED:
                 self._durable_n = entry.n
                 return True

@@ -4,6 +4,7 @@ With ``group=`` everything is read within one attempt of the ranks (`GroupRestor
 torch is imported only by what takes or returns tensors.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.state import LazySnapshot
+
+_logger: Final = logging.getLogger("tensorstore_ck.session")
 
 T = TypeVar("T")
 
@@ -142,6 +145,7 @@ def restoring(
 
     def find(address: str) -> Resolved:
         found = session.resolve(address)
+        _logger.debug("%s is step %s of %s, root %s", address, found.info.step, found.info.ref, found.info.root.hex())
         if not allow_marked:
             refuse_marked(Snapshot.from_info(found.info), address, "pass allow_marked=True")
         return found

@@ -1,0 +1,65 @@
+"""``TSCK_DEBUG=1``: the decisions of a command, as `tensorstore_ck` logs them at debug level, go to a file."""
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+from tensorstore_ck.cli.output import say
+from tensorstore_ck.errors import InvalidOptionError, StoreError
+from tensorstore_ck.redaction import redacted
+
+DEBUG_VARIABLE: Final = "TSCK_DEBUG"
+_FORM: Final = "%(asctime)s.%(msecs)03d %(process)d %(threadName)s %(name)s: %(message)s"
+
+
+@contextmanager
+def debug_log() -> Iterator[None]:
+    """Appends what the package logs to a file while the block runs, if the user asked for it, and names the file at the end.
+
+    Raises:
+        InvalidOptionError: the file cannot be written.
+    """
+    wanted = os.environ.get(DEBUG_VARIABLE, "")
+    if wanted in ("", "0"):
+        yield
+        return
+    path = platformdirs.user_state_path("tensorstore_ck", appauthor=False) / "debug.log" if wanted == "1" else Path(wanted)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _RedactedFile(path)
+    except OSError as exc:
+        raise InvalidOptionError(f"{DEBUG_VARIABLE} names a file that cannot be written: {exc}", object_id=DEBUG_VARIABLE) from exc
+    logger = logging.getLogger("tensorstore_ck")
+    before = logger.level
+    handler.setFormatter(logging.Formatter(_FORM, "%Y-%m-%d %H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.debug("%s", shlex.join(sys.argv))
+    try:
+        yield
+    except StoreError:
+        logger.debug("the command failed", exc_info=True)
+        raise
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+        handler.close()
+        say(f"tsck: what was decided, and why, is in {path}", err=True)
+
+
+class _RedactedFile(logging.FileHandler):
+    """A file of this user alone, without secrets of URLs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        path.chmod(0o600)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
