@@ -65,6 +65,12 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in found.items()}
 
 
+def forget_earlier() -> None:
+    """What accelerate keeps of an earlier run of this process, such as its loaders."""
+    for kind in (accelerate.state.AcceleratorState, accelerate.state.GradientState):
+        kind._reset_state()
+
+
 def train(
     folder: Path,
     store: Store | None,
@@ -86,8 +92,7 @@ def train(
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Run:
     """Steps are counted over all epochs. `resume`: False: no; else what `load_state` gets; `deepspeed`: a DeepSpeedPlugin."""
-    for kind in (accelerate.state.AcceleratorState, accelerate.state.GradientState):
-        kind._reset_state()
+    forget_earlier()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

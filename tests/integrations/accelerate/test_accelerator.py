@@ -211,6 +211,7 @@ def test_a_folder_of_another_store_is_refused(tmp_path: Path, store: tsck.Store)
 
 
 def test_attach_twice(tmp_path: Path, store: tsck.Store) -> None:
+    runs.forget_earlier()
     accelerator = accelerate.Accelerator(cpu=True)
     tsck.accelerate.attach(accelerator, store=store, ref=runs.REF)
     with pytest.raises(tsck.errors.InvalidOptionError, match="already"):
