@@ -20,6 +20,7 @@ find_resume_point.py   the snapshot that all ranks resume from
 environment.py         versions, devices and switches that change results
 compare_states.py      compares two states bit by bit
 verify_resume.py       checks that a job resumes bit for bit
+step_watch.py          the state after the last completed step, while the next one has not changed weights
 sample_cursor.py       SampleCursor: the order of samples, and the position in it
 progress_line.py       ProgressLine: saves in progress, on a terminal
 checkpointing/         when to save, and from which snapshot to resume
