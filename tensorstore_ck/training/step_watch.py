@@ -6,7 +6,7 @@ and scalers it is noted whether anything has changed them since. Knows no store.
 
 import copy
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class StepWatch:
         self._shared, self._own, self._captured, self._own_key = shared, own, captured, own_key
         self._noted: _Noted | None = None
         self._why = "no step was completed"
+        self._tensors: list[torch.Tensor] = []
+        """As at the first `note`, since to walk through a model takes as long as a small step."""
         self._began = False
         """Whether an optimizer has begun a step since `note`."""
         optimizers = shared.objects("optimizer").values()
@@ -61,9 +63,12 @@ class StepWatch:
 
     def note(self) -> None:
         """A step was completed."""
-        self._began = False
+        is_seen, self._began = self._began or not self._hooks, False
         try:
-            self._noted = _Noted(self._versions(), self._copied())
+            if not is_seen:  # a CUDA graph that is replayed calls no optimizer, and no tensor counts its changes
+                raise UnknownStateError("no optimizer was called in that step, so the begin of the next one may not be noticed either")
+            self._tensors = self._tensors or list(self._watched())
+            self._noted = _Noted(_versions(self._tensors), self._copied())
         except UnknownStateError as exc:
             self._noted, self._why = None, str(exc)
 
@@ -77,7 +82,7 @@ class StepWatch:
             raise UnknownStateError(self._why)
         if self._began:
             raise UnknownStateError("an optimizer had begun the next step")
-        if self._noted.versions != self._versions():
+        if self._noted.versions != _versions(self._watched()):
             raise UnknownStateError("the next step had changed a parameter, a buffer or the gradient scaler")
         state, copied = self._captured(), self._noted.copied
         return _merged(_merged(state, copied), {key: _merged(state[key], copied[key]) for key in (self._own_key, "extra") if key in state})
@@ -85,11 +90,8 @@ class StepWatch:
     def _note_begin(self, *_: object) -> None:
         self._began = True
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Tensors that a step changes in place, each with the count of its changes."""
-        return [(id(each), each._version) for each in self._watched()]
-
     def _watched(self) -> Iterator[torch.Tensor]:
+        """Tensors that a step changes in place."""
         for module in [*self._shared.objects("model").values(), *filter(_is_module, self._shared.objects("extra").values())]:
             yield from module.parameters()
             yield from module.buffers()
@@ -108,6 +110,11 @@ class StepWatch:
                     raise UnknownStateError(f"{name}{key and '.'}{key} is a {kind}, whose state at the end of a step is not known later")
         found = {**self._shared.capture_values(), self._own_key: self._own.capture_values()}
         return {name: _copy(name, each) for name, each in found.items()}
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Each with the count of its changes."""
+    return [(id(each), each._version) for each in tensors]
 
 
 def _is_module(each: object) -> bool:

@@ -144,6 +144,23 @@ def test_a_stop_of_the_process_saves_too(store: tsck.Store, error: BaseException
     assert store.resolve("run").step == 3
 
 
+def test_a_step_that_calls_no_optimizer_may_be_a_graph(store: tsck.Store) -> None:
+    """A CUDA graph that is replayed changes weights, and nothing counts that."""
+    job, error = Job(), FailedError()
+
+    def loop() -> None:
+        with tsck.Checkpointer(store, job.training, ref="run", when=tsck.every_steps(9)) as ckpt:
+            job.model[0].weight.data.add_(1)
+            ckpt.step(1)
+            job.model[0].weight.data.add_(1)
+            raise error
+
+    with pytest.raises(FailedError):
+        loop()
+    assert "no optimizer was called in that step" in error.__notes__[0]
+    assert "run" not in store.branches()
+
+
 class Loader:
     """Its position is its own affair."""
 
@@ -201,6 +218,7 @@ def test_a_failure_does_not_replace_the_exception(store: tsck.Store, monkeypatch
 
     def loop(job: Job) -> None:
         with tsck.Checkpointer(store, job.training, ref="run", when=tsck.every_steps(9)) as ckpt:
+            job.step()
             ckpt.step(1)
             raise error
 
