@@ -26,6 +26,8 @@ REPLACED: Final = {
     ),
 }
 """Method -> the parameters that it must have."""
+EXTENDED: Final = ("_inner_training_loop", "get_batch_samples", "_maybe_log_save_evaluate")
+"""Methods that are called with whatever parameters they have."""
 LOSSES: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 """Attributes that the training loop sets, and a resume restores."""
 
@@ -43,6 +45,7 @@ def require_supported() -> None:
             f"transformers {transformers.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="transformers"
         )
     changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
+    changed += [name for name in EXTENDED if not callable(getattr(NativeTrainer, name, None))]
     loop = getattr(NativeTrainer, "_inner_training_loop", None)
     changed += [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]
     if changed:

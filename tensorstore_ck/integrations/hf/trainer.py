@@ -20,6 +20,7 @@ from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionEr
 from tensorstore_ck.integrations import held_engine, persistent_workers
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
+from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
 from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
 from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
@@ -38,7 +39,7 @@ NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
 
 
-class SnapshotMixin:
+class SnapshotMixin(ExceptionSaveMixin):
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
     def __init__(
@@ -48,6 +49,7 @@ class SnapshotMixin:
         ref: str,
         asynchronous: bool = True,
         frozen_base: bool = False,
+        on_exception: bool = True,
         **options: Any,
     ) -> None:
         """All arguments but these go to the Trainer, and keep their meaning.
@@ -63,6 +65,7 @@ class SnapshotMixin:
             frozen_base: Parameters that do not require gradients, such as the base model below adapters of peft, do not change: they are
                 read at the first save and at each tenth, and not copied. A change is an error: at the next save or, if torch does not note
                 it (`merge_adapter`, a model that averages weights), at the tenth.
+            on_exception: In one process, save if an exception comes between two steps, such as in an evaluation, and `save_strategy` is on.
             options: For the Trainer.
 
         Raises:
@@ -71,10 +74,13 @@ class SnapshotMixin:
             InvalidNameError: `ref` is no valid name.
         """
         super().__init__(*args, **options)
-        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception)
 
-    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool) -> None:
+    def _use_store(
+        self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool, on_exception: bool
+    ) -> None:
         require_supported()
+        self._saves_on_exception = on_exception and self._native.args.save_strategy != SaveStrategy.NO
         if self._native.is_deepspeed_enabled and frozen_base:
             raise InvalidOptionError(
                 "frozen_base= cannot be used with DeepSpeed, which keeps parameters in another way", object_id="frozen_base"
@@ -90,17 +96,6 @@ class SnapshotMixin:
         self._frozen: list[str] = []
         self._is_resuming = False
         self._folders = PendingFolders()
-
-    @property
-    def _native(self) -> Any:
-        """This object, with the private names of transformers' Trainer."""
-        return self
-
-    @property
-    def _group(self) -> "dist.ProcessGroup | None":
-        """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
-        is_group = dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1 or self._native.is_deepspeed_enabled)
-        return dist.group.WORLD if is_group else None
 
     @property
     def _engine(self) -> Any:
@@ -250,11 +245,11 @@ class SnapshotMixin:
         """A finished run is not continued: transformers would train one more step, if it has ended within an epoch."""
         state = self._native.state
         if state.global_step < state.max_steps:
-            super()._run_epoch(*args, **options)  # type: ignore[misc]
+            super()._run_epoch(*args, **options)
 
     def _load_best_model(self) -> None:
         native = self._native
-        pointer = read_pointer(native.state.best_model_checkpoint)
+        pointer, self._is_between_steps = read_pointer(native.state.best_model_checkpoint), False
         if pointer is None:
             super()._load_best_model()  # type: ignore[misc]
             return
@@ -283,6 +278,7 @@ class SnapshotMixin:
         metrics = trainer_values.step_metrics(state, self._store, self._group)
         with held_engine.partitioned(self._engine):
             saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch)
+        self._saved_step = state.global_step if saved is not None else self._saved_step
         self._folders.finish(self._store.url)
         if saved is None:
             return  # the Checkpointer warned, and will raise if it goes on
@@ -373,6 +369,7 @@ def attach(
     ref: str,
     asynchronous: bool = True,
     frozen_base: bool = False,
+    on_exception: bool = True,
 ) -> None:
     """Makes an existing Trainer, of any subclass, save into a store.
 
@@ -382,6 +379,7 @@ def attach(
         ref: See `SnapshotMixin`.
         asynchronous: See `SnapshotMixin`.
         frozen_base: See `SnapshotMixin`.
+        on_exception: See `SnapshotMixin`.
 
     Raises:
         InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
@@ -393,7 +391,7 @@ def attach(
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
     try:
-        SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+        SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception)
     except BaseException:
         trainer.__class__ = kind
         raise

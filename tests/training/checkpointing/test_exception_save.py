@@ -31,7 +31,7 @@ class Job:
 
     def __init__(self, **more: Any) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.model: Any = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3])
         self.scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0)
