@@ -21,6 +21,7 @@ resume_candidates.py   which snapshot that is
 environment.py         versions, devices and switches that change results
 compare_states.py      compares two states bit by bit
 verify_resume.py       checks that a job resumes bit for bit
+step_watch.py          the state after the last completed step, while the next one has not changed weights
 sample_cursor.py       SampleCursor: the order of samples, and the position in it
 seeded_loader.py       a DataLoader that draws a sample's random numbers again
 progress_line.py       ProgressLine: saves in progress, on a terminal

@@ -53,9 +53,9 @@ class RankOwnState:
         self, model: StatefulPart, loaders: StatefulPart, extra: dict[str, Any], values: dict[str, Any], merge: Merge | None
     ) -> None:
         self._model = model
-        self._loaders = loaders
+        self.loaders, self._loaders = loaders.objects, loaders
         self._extra = extra
-        self._values = values
+        self.values = self._values = values
         self.merge = merge
 
     def digests(self) -> dict[str, bytes]:
@@ -71,18 +71,22 @@ class RankOwnState:
 
     def capture(self, agreement: Agreement) -> State:
         """All of it as it is now, not copied."""
-        own: State = {
+        own = self.capture_values()
+        for module in self._modules():
+            kept = buffers.rank_buffers(module.path, module.buffers, agreement)
+            if kept:
+                own[module.side] = {**own.get(module.side, {}), module.key: kept} if module.key else kept
+        return own
+
+    def capture_values(self) -> State:
+        """All but buffers, not copied."""
+        return {
             GENERATORS: rng.get_process_states(),
             **self._loaders.states(lambda _, each: each.state_dict()),
             **self._loader_generators(),
             **self._generators("extra").states(lambda _, each: rng.get_state(each)),
             **self._part(VALUES).states(_get_value),
         }
-        for module in self._modules():
-            kept = buffers.rank_buffers(module.path, module.buffers, agreement)
-            if kept:
-                own[module.side] = {**own.get(module.side, {}), module.key: kept} if module.key else kept
-        return own
 
     def lead(self, shared: State, agreement: Agreement) -> None:
         """Changes the shared state so that one rank saves each buffer that differs by rank."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -41,6 +42,10 @@ class SharedState:
         limited._named, limited._restores_gradients = self._named, "gradients" in parts
         return limited
 
+    def objects(self, part: str) -> Mapping[str, Any]:
+        """Those of one part, by name."""
+        return next((each.objects for each in (*self._others, self._models, self._optimizers) if each.name == part), self._extra)
+
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""
         return ParameterNames(self._named)
@@ -64,6 +69,13 @@ class SharedState:
         for part in self._others:
             found |= part.states(lambda _, each: each.state_dict())
         return found | self._plain_extra().states(extras.get_state)
+
+    def capture_values(self) -> State:
+        """What of it a step may change before it changes weights: without models, optimizers, scalers and modules; not copied."""
+        found: State = {}
+        for part in self._others:
+            found |= {} if part.name == "scaler" else part.states(lambda _, each: each.state_dict())
+        return found | self._plain_extra().matching(lambda each: not isinstance(each, nn.Module)).states(extras.get_state)
 
     def capture_gradients(self) -> tuple[gradients.Gradients, gradients.Gradients]:
         """The shared gradients, and this rank's own."""

@@ -35,6 +35,7 @@ from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
+from tensorstore_ck.training.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -350,19 +351,21 @@ class TrainingState:
         shared, own = self._capture(rank_and_world_size()[1])
         return {**shared, OWN: own}
 
+    def step_watch(self) -> StepWatch:
+        """For a save of the last completed step after an exception."""
+        return StepWatch(self._shared, self._own, self.captured, OWN)
+
     def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> Sides:
         """The shared side and this rank's own. A failure here is raised by the save, which all ranks must begin together."""
         if group is None:
             shared, own = self._capture(1, with_gradients=with_gradients)
             return {**shared, OWN: own}, None
         try:
-            agreement = self._agreements.ask(store, group, self._describe, timeout)
+            describe = lambda: RankReport(self._own.digests(), self._shared.optimizer_members())  # noqa: E731
+            agreement = self._agreements.ask(store, group, describe, timeout)
             return self._capture(group.size(), with_gradients=with_gradients, agreement=agreement)
         except Exception as exc:  # noqa: BLE001 - the save raises it
             return UnpreparedState(exc), None
-
-    def _describe(self) -> RankReport:
-        return RankReport(self._own.digests(), self._shared.optimizer_members())
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 trainer.py         Trainer, SnapshotMixin and attach: saves and resumes where transformers does
 trainer_values.py  what transformers loses at a resume: losses that are not logged yet
 weights.py         how a model takes its weights, and which of them adapters leave as they are
+exception_save.py  saves the last completed step after an exception
 small_files.py     configuration and tokenizer, in each snapshot
 imported_folder.py an imported snapshot as transformers' own folder
 compatibility.py   versions of transformers, and the private methods that are replaced

@@ -23,6 +23,8 @@ REPLACED: Final = {
     ),
 }
 """Method -> the parameters that it must have."""
+EXTENDED: Final = ("_inner_training_loop", "get_batch_samples", "_maybe_log_save_evaluate")
+"""Methods that are called with whatever parameters they have."""
 LOSSES: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 """Attributes that the training loop sets, and a resume restores."""
 
@@ -36,5 +38,6 @@ def require_supported() -> None:
     PACKAGE.require_version(transformers.__version__)
     loop = getattr(NativeTrainer, "_inner_training_loop", None)
     lost = [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]
+    lost += [name for name in EXTENDED if not callable(getattr(NativeTrainer, name, None))]
     changed = [*changed_methods(NativeTrainer, REPLACED), *lost]
     PACKAGE.require_unchanged(transformers.__version__, changed, owner="the Trainer of", module="transformers.Trainer")

@@ -19,10 +19,11 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
+from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.arguments import opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
@@ -39,7 +40,7 @@ NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
 
 
-class SnapshotMixin:
+class SnapshotMixin(ExceptionSaveMixin):
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
     def __init__(
@@ -49,6 +50,7 @@ class SnapshotMixin:
         ref: str,
         asynchronous: bool = True,
         frozen_base: bool = False,
+        on_exception: bool = True,
         **options: Any,
     ) -> None:
         """All arguments but these go to the Trainer, and keep their meaning.
@@ -64,6 +66,7 @@ class SnapshotMixin:
             frozen_base: Parameters that do not require gradients, such as the base model below adapters of peft, do not change: they are
                 read at the first save and at each tenth, and not copied. A change is an error: at the next save or, if torch does not note
                 it (`merge_adapter`, a model that averages weights), at the tenth.
+            on_exception: In one process, save if an exception comes between two steps, such as in an evaluation, and `save_strategy` is on.
             options: For the Trainer.
 
         Raises:
@@ -72,10 +75,13 @@ class SnapshotMixin:
             InvalidNameError: `ref` is no valid name.
         """
         super().__init__(*args, **options)
-        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception)
 
-    def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool) -> None:
+    def _use_store(
+        self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool, on_exception: bool
+    ) -> None:
         require_supported()
+        self._saves_on_exception = on_exception and self._native.args.save_strategy != SaveStrategy.NO
         if self._native.is_deepspeed_enabled and frozen_base:
             raise InvalidOptionError(
                 "frozen_base= cannot be used with DeepSpeed, which keeps parameters in another way", object_id="frozen_base"
@@ -91,16 +97,6 @@ class SnapshotMixin:
         self._frozen: list[str] = []
         self._is_resuming = False
         self._named = NamedSaves()
-
-    @property
-    def _native(self) -> Any:
-        """This object, with the private names of transformers' Trainer."""
-        return self
-
-    @property
-    def _group(self) -> "dist.ProcessGroup | None":
-        """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
-        return all_ranks(also_one=self._native.is_deepspeed_enabled)
 
     @property
     def _engine(self) -> Any:
@@ -247,11 +243,11 @@ class SnapshotMixin:
         """A finished run is not continued: transformers would train one more step, if it has ended within an epoch."""
         state = self._native.state
         if state.global_step < state.max_steps:
-            super()._run_epoch(*args, **options)  # type: ignore[misc]
+            super()._run_epoch(*args, **options)
 
     def _load_best_model(self) -> None:
         native = self._native
-        pointer = read_pointer(native.state.best_model_checkpoint)
+        pointer, self._is_between_steps = read_pointer(native.state.best_model_checkpoint), False
         if pointer is None:
             super()._load_best_model()  # type: ignore[misc]
             return
@@ -281,6 +277,7 @@ class SnapshotMixin:
         with held_engine.partitioned(self._engine):
             saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch)
         self._named.finish()
+        self._saved_step = state.global_step if saved is not None else self._saved_step
         if saved is None:
             return  # the Checkpointer warned, and will raise if it goes on
         if native.args.should_save:
@@ -361,6 +358,7 @@ def attach(
     ref: str,
     asynchronous: bool = True,
     frozen_base: bool = False,
+    on_exception: bool = True,
 ) -> None:
     """Makes an existing Trainer, of any subclass, save into a store.
 
@@ -370,9 +368,12 @@ def attach(
         ref: See `SnapshotMixin`.
         asynchronous: See `SnapshotMixin`.
         frozen_base: See `SnapshotMixin`.
+        on_exception: See `SnapshotMixin`.
 
     Raises:
         InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
     """
-    begin = partial(SnapshotMixin._use_store, trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+    begin = partial(
+        SnapshotMixin._use_store, trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception
+    )
     mix_in(trainer, SnapshotMixin, transformers.Trainer, begin, title="Trainer", expected="a transformers.Trainer")

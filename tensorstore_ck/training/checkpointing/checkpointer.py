@@ -1,7 +1,7 @@
 """Saves a job's state when a trigger fires, and resumes from the newest intact snapshot."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
@@ -19,6 +19,7 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
+from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
@@ -84,6 +85,7 @@ class Checkpointer:
         verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
         max_unsaved_seconds: float | None = None,
+        on_exception: bool = True,
         clock: Callable[[], float] = CLOCK,
     ) -> None:
         """All ranks of `group` create one with the same arguments.
@@ -105,6 +107,8 @@ class Checkpointer:
             timeout_seconds: With `group`: how long to wait for the other ranks.
             max_unsaved_seconds: How long the training continues while saves fail or hang, by the clock of rank 0, since the last published
                 snapshot; by default an hour, or 10 of the usual intervals between saves if that is longer.
+            on_exception: If an exception, Ctrl-C or ``SystemExit`` leaves the ``with`` block of one process, save the last completed
+                step, unless the next one has changed a weight (docs/guides/when-to-save.md). A note on the exception says what was saved.
             clock: In seconds; for tests.
 
         Raises:
@@ -125,6 +129,9 @@ class Checkpointer:
         """Whether `on_preemption` caused a save: true on all ranks after the same step, so that the loop can end there."""
         self._saves = self._resumes = 0
         self._before: TriggerContext | None = None
+        self._metadata: Mapping[str, object] = {}
+        self._on_exception = on_exception
+        self._exception_save: ExceptionSave | None = None
         self._stall = self._restart = 0.0
         self._run_mtbf: float | None = None
         self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
@@ -148,10 +155,16 @@ class Checkpointer:
         )
 
     def __enter__(self) -> Self:
+        if self._on_exception:
+            self._exception_save = ExceptionSave(self._state, self._ref, self._group)
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close() if kind is None else None
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        ending, self._exception_save = self._exception_save, None
+        if ending is not None:
+            ending.end(error, self._put_last)
+        if kind is None:
+            self.close()
 
     @property
     def costs(self) -> SaveCosts:
@@ -246,6 +259,16 @@ class Checkpointer:
             InvalidOptionError: the step went backwards, or a trigger needs an argument that is missing.
             StoreError: a save failed permanently, or there was no snapshot for too long: on all ranks after the same step.
         """
+        if self._exception_save is not None:
+            self._exception_save.begin_step()
+        saved = self._step(step, metrics, epoch, metadata or {}, last=last)
+        if self._exception_save is not None:
+            self._exception_save.end_step(step, is_saved=saved is not None)
+        return saved
+
+    def _step(
+        self, step: int, metrics: Mapping[str, float] | None, epoch: float | None, metadata: Mapping[str, object], *, last: bool
+    ) -> Snapshot | PendingSnapshot | None:
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
         self._pending.check()
@@ -259,7 +282,7 @@ class Checkpointer:
             previous_step=self._before.step if self._before is not None else None,
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
-        self._before = moment
+        self._before, self._metadata = moment, metadata
         self._pending.end_if_failing(step)
         poll_triggers(self._flag, self._decided, self._saves, step)
         if not self._when.fires(moment):
@@ -267,26 +290,36 @@ class Checkpointer:
         self._saves += 1
         self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._decided)
         self._when.saved(moment)
-        return self._put(moment, metadata or {})
+        return self._put(moment)
 
-    def _put(self, moment: TriggerContext, metadata: Mapping[str, object]) -> Snapshot | PendingSnapshot | None:
-        options: dict[str, Any] = {
+    def _options(self, moment: TriggerContext, causes: Iterable[str]) -> dict[str, Any]:
+        return {
             "ref": self._ref,
             "step": moment.step,
             "metrics": {name: float(value) for name, value in moment.metrics.items()},
-            "triggers": list(dict.fromkeys(name[:MAX_TRIGGER_CHARS] for name in self._when.causes()))[:MAX_TRIGGERS],
+            "triggers": list(dict.fromkeys(name[:MAX_TRIGGER_CHARS] for name in causes))[:MAX_TRIGGERS],
             "epoch": None if moment.epoch is None else float(moment.epoch),
             "group": self._group,
             **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,
         }
+
+    def _put_last(self, state: object) -> None:
+        """Saves the state after the last completed step, when the saves before it have ended."""
+        assert self._before is not None
+        self._pending.wait()
+        options = self._options(self._before, [CAUSE])
+        self._store.put_snapshot(state, metadata={**self._metadata, NOTE: self._note(self._before)}, **options)
+
+    def _put(self, moment: TriggerContext) -> Snapshot | PendingSnapshot | None:
+        options = self._options(moment, self._when.causes())
         self._pending.resolve_undecided()
         began = self._clock()
         self._unsaved.begin_save()
         state, store = self._state, self._store
         found: Snapshot | PendingSnapshot
         try:
-            options["metadata"] = {**metadata, NOTE: self._note(moment)}
+            options["metadata"] = {**self._metadata, NOTE: self._note(moment)}
             if self._asynchronous:
                 pending = (
                     state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)

@@ -85,6 +85,34 @@ def test_a_given_folder_whose_save_was_never_published(tmp_path: Path, store: ts
     runs.assert_equal(runs.weights(resumed), undisturbed.weights)
 
 
+class FailIn(TrainerCallback):  # type: ignore[misc]
+    """Fails at step 5, in one of the callbacks."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._fail)
+
+    def _fail(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            raise runs.Killed
+
+
+@pytest.mark.parametrize(("event", "saved"), [("on_evaluate", 5), ("on_pre_optimizer_step", 4), ("on_step_begin", 4)])
+def test_an_exception_between_two_steps_saves(tmp_path: Path, store: tsck.Store, event: str, saved: int) -> None:
+    """And never within a step: `on_step_begin` comes when its batches are read."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5}  # an evaluation draws a number
+    whole = runs.native(tmp_path / "whole", **options)
+    whole.train()
+    trainer = runs.over_store(tmp_path, store, asynchronous=False, **options)
+    trainer.add_callback(FailIn(event))
+    with pytest.raises(runs.Killed) as caught:
+        trainer.train()
+    assert store.resolve(runs.REF).step == saved
+    assert getattr(caught.value, "__notes__", []) == ["tensorstore_ck: step 5, the last completed one, was saved"][: saved - 4]
+    resumed = runs.over_store(tmp_path, store, **options)
+    resumed.train(resume_from_checkpoint=True)
+    runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
 @pytest.mark.parametrize("form", ["address", "folder"])
 def test_a_resume_from_an_earlier_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed, form: str) -> None:
     runs.over_store(tmp_path / "out", store).train()
