@@ -81,18 +81,22 @@ class Log:
         shared: bool = True,
         read_only: bool = False,
         may_begin: bool = False,
+        require_store: Callable[[], object] = lambda: None,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = JITTER,
     ) -> None:
         """`shared` is false if `create` may overwrite, and only one process writes. `read_only`: no checkpoints are written.
 
+        `require_store` raises if the location does not hold this store any more: asked before an entry is created, and if the log is empty.
         `may_begin`: it may begin although the store has another log, as salvage's does. `watermark`: what was seen of this log; by default
         only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that folds it: the block
         index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
-        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin)
+        self._follower = Follower(
+            backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin, require_store=require_store
+        )
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._followed_n = 0
@@ -104,6 +108,7 @@ class Log:
         self._actor = actor
         self._new_id = new_id
         self._shared = shared
+        self._require_store = require_store
         self._read_only = read_only
         self._sleep = sleep
         self._jitter = jitter
@@ -368,6 +373,7 @@ class Log:
         That an entry is absent proves nothing once it was sent: the request may still be under way.
         """
         name = self.chain.name(entry.n)
+        self._require_store()
         self._make_durable(entry.n - 1)
         self._written.append((entry.n, entry.write_id))
         sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
