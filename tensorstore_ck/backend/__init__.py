@@ -6,6 +6,7 @@ protocol.py               what the store needs of a backend
 object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
 local_io.py               system calls on one file
+local_modes.py            modes and group of what a store in a folder makes
 local_writer.py           one large local file, written by several threads
 local_direct_writer.py    the same past the page cache
 os_errors.py              from an `OSError` to this package's errors

@@ -13,10 +13,11 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
 from tensorstore_ck.backend.local_io import read_at, read_whole, write_at
+from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
@@ -27,6 +28,8 @@ from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
+
+T = TypeVar("T")
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 
@@ -229,11 +232,18 @@ class LocalBackend:
 
     def _open_new(self, path: str) -> int:
         mode = 0o666 if self._within is None else FILE_MODE
+        make = partial(os.open, path, _NEW, mode, dir_fd=self._at)
         try:
-            return os.open(path, _NEW, mode, dir_fd=self._at)
+            fd = self._made(make)
         except FileNotFoundError:
             self._make_folder(os.path.dirname(path))
-            return os.open(path, _NEW, mode, dir_fd=self._at)
+            fd = self._made(make)
+        if self._within is None:
+            inherit_from_root(fd, self._root)
+        return fd
+
+    def _made(self, make: Callable[[], T]) -> T:
+        return make() if self._within is not None else make_as_owner(self._root, make)
 
     def _write_file(self, path: str, data: Buffer) -> None:
         fd = self._open_new(path)
@@ -300,7 +310,7 @@ class LocalBackend:
             self._within.make_folders(folder)
             return
         try:
-            os.mkdir(folder, 0o777)
+            self._made(partial(os.mkdir, folder, 0o777))
         except FileExistsError:
             return
         except FileNotFoundError:
@@ -309,6 +319,8 @@ class LocalBackend:
             self._make_folder(os.path.dirname(folder))
             self._make_folder(folder, is_second_try=True)
             return
+        if folder.startswith(f"{self._root}/"):
+            inherit_from_root(folder, self._root)
         if self._root.startswith(f"{folder}/"):  # above the root: `_sync_folder` does not
             self._fsync_folder(os.path.dirname(folder))
 

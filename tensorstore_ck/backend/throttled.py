@@ -71,6 +71,10 @@ class ThrottledBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For workers in other processes, which check the free space themselves; a limit of this process cannot be theirs."""
+        return _from_pickle, (self._inner, self._writes, self._reads, self._min_free)
+
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Reads, then waits: the size is not known before."""
         data = self._inner.get(name, max_bytes=max_bytes)
@@ -148,6 +152,10 @@ class _ThrottledWriter:
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+def _from_pickle(inner: Backend, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None) -> Backend:
+    return throttled(inner, writes=writes, reads=reads, min_free=min_free)
 
 
 def _slices(limit: RateLimit | None, size: int) -> list[int]:

@@ -9,23 +9,41 @@ import click
 
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
+from tensorstore_ck.backend.local_modes import share_with_group
 from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
+from tensorstore_ck.common.free_space import writing_to
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.opening import init_store
-from tensorstore_ck.errors import NoSpaceError, StoreError, UnsafeBackendError
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.log import Head, LogChangedWarning
 from tensorstore_ck.maintenance.salvage import Salvaged, SalvageReport
 from tensorstore_ck.maintenance.salvage import adopt as run_adopt
 from tensorstore_ck.maintenance.salvage import salvage as run_salvage
 
 
-@command("Make an empty store.", "tsck init ./ckpt", "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...")
+@command(
+    "Make an empty store.",
+    "tsck init ./ckpt",
+    "tsck init /data/team/ckpt --shared group",
+    "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...",
+)
+@click.option("--shared", type=click.Choice(["group"]), help="All users of the folder's group may save, read and free space there.")
 @store_options(writes=True, url_argument=True)
-def init(choice: StoreChoice, *, as_json: bool) -> None:
-    """Make an empty store at URL: a folder, or s3://bucket/prefix."""
+def init(choice: StoreChoice, *, shared: str | None, as_json: bool) -> None:
+    """Make an empty store at URL: a folder, or s3://bucket/prefix.
+
+    Everything in a folder gets the mode, the group and the default ACL of that folder, whoever writes it.
+    """
     with closing(choice.open_backend()) as backend:
+        if shared is not None:
+            if "://" in backend.url:
+                raise InvalidOptionError(
+                    f"--shared is for folders; access to {backend.url} is a matter of its service", object_id="--shared"
+                )
+            with writing_to(backend.url, "the folder"):
+                share_with_group(backend.url)
         config = init_store(backend, single_writer_unsafe=choice.single_writer_unsafe, exist_ok=False)
     emit({"url": backend.url, "config": config}, [f"made a store at {printable(backend.url)}"], as_json=as_json)
 

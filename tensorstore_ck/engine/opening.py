@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,6 +76,7 @@ def open_engine(
     if read_only:
         backend = cast(Backend, ReadOnlyBackend(backend))
     try:
+        is_given = config is not None
         config = config or read_config(backend)
         if config is None and create:
             unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # fsyncs do not matter for exclusion
@@ -102,6 +104,7 @@ def open_engine(
             open_place=opener,
             read_only=read_only,
             find_process=this_process,
+            require_store=partial(require_same_store, backend, config) if backend.is_local and not is_given else lambda: None,
         )
         backend, engine.observers = engine.backend, observers
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
@@ -131,13 +134,14 @@ def make_engine(
     open_place: Callable[[str], Backend] | None = None,
     read_only: bool = False,
     find_process: Callable[[], Process | None] | None = None,
+    require_store: Callable[[], object] = lambda: None,
 ) -> Engine:
     """An engine from its components; tests pass their own clock, ids and delays. `open_place` opens the locations of moved packs.
 
     `find_process` returns this process, for the writer record; without it no save writes one.
     """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
-    options |= {"actor": current_actor(), "read_only": read_only}
+    options |= {"actor": current_actor(), "read_only": read_only, "require_store": require_store}
     log = Log(backend, table, **options, watermark=watermark, on_swept=forget_packs, shared=not single_writer)
     apart = Log(backend, MemoryTable(), **options)
 
@@ -181,10 +185,30 @@ def read_config(backend: Backend) -> StoreConfig | None:
     except MissingObjectError:
         if holds_snapshots(backend):
             raise CorruptObjectError(
-                f"{backend.url} holds snapshots but no {CONFIG_NAME}; run `tsck fsck`", object_id=CONFIG_NAME
+                f"{backend.url} holds snapshots but no {CONFIG_NAME}: `tsck fsck` tells whether `tsck salvage` can make it again",
+                object_id=CONFIG_NAME,
             ) from None
         return None
     return decode_config(data, backend.url)
+
+
+def require_same_store(backend: Backend, config: StoreConfig) -> None:
+    """Checks that a folder still holds the store that was opened there, with the same log: a disk may have been unmounted.
+
+    Raises:
+        NotAStoreError: it does not.
+    """
+    try:
+        found: StoreConfig | None = read_config(backend)
+    except CorruptObjectError:
+        found = None
+    if found is None or (found.uuid, found.log) != (config.uuid, config.log):
+        what = "it has no store.json now" if found is None else f"the store there is {found.uuid} now, with the log {found.log}"
+        raise NotAStoreError(
+            f"{backend.url} does not hold the store {config.uuid} any more that this process opened there: {what}. Its disk may not be "
+            "mounted, or the folder was moved, deleted or replaced. Nothing was published; open the store again where it is",
+            object_id=backend.url,
+        )
 
 
 def init_store(
@@ -196,6 +220,7 @@ def init_store(
 
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false; or another program's files are where the store's would be.
+        CorruptObjectError: there is a store that lost its store.json, which must not get a new identity.
         UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
     if read_config(backend) is None and (foreign := foreign_object(backend)) is not None:

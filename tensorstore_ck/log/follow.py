@@ -47,6 +47,7 @@ class Follower:
         prefix: str,
         on_swept: Callable[[Batch, Sequence[Ulid]], None],
         may_begin: bool,
+        require_store: Callable[[], object],
     ) -> None:
         """See `Log`."""
         self._backend = backend
@@ -55,6 +56,7 @@ class Follower:
         self._on_swept = on_swept
         self._watermark = watermark
         self._may_begin = may_begin
+        self._require_store = require_store
         self._next_checkpoint_try = 0
         self._unusable: set[int] = set()
         """Checkpoints that this build cannot use, such as those of a build with another fold."""
@@ -183,6 +185,7 @@ class Follower:
 
     def _require_only_log(self) -> None:
         """Checks that an empty log is the only one: if store.json names a wrong log, gc must not free everything."""
+        self._require_store()
         others = [] if self._may_begin else [log for log in logs_in(self._backend) if log != self._prefix]
         if others:
             raise self._chain.broken(1, f"is missing, though the store has another log ({', '.join(others)}); store.json may be wrong")

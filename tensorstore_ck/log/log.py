@@ -83,18 +83,22 @@ class Log:
         shared: bool = True,
         read_only: bool = False,
         may_begin: bool = False,
+        require_store: Callable[[], object] = lambda: None,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = JITTER,
     ) -> None:
         """`shared` is false if `create` may overwrite, and only one process writes. `read_only`: no checkpoints are written.
 
-        `may_begin`: whether the log may be empty although the store has another one, as in salvage. `watermark`: what was seen of this log;
-        by default only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that folds it:
-        the block index must drop them in that batch.
+        `require_store` raises if the location does not hold this store any more; it is called before an entry is created, and if the log is
+        empty. `may_begin`: whether the log may be empty although the store has another one, as in salvage. `watermark`: what was seen of
+        this log; by default only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that
+        folds it: the block index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
-        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin)
+        self._follower = Follower(
+            backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin, require_store=require_store
+        )
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._followed_n = 0
@@ -106,6 +110,7 @@ class Log:
         self._actor = actor
         self._new_id = new_id
         self._shared = shared
+        self._require_store = require_store
         self._read_only = read_only
         self._sleep = sleep
         self._jitter = jitter
@@ -377,6 +382,7 @@ class Log:
         Once the bytes were sent, an absent entry proves nothing: the request may still be in progress.
         """
         name = self.chain.name(entry.n)
+        self._require_store()
         self._make_durable(entry.n - 1)
         self._written.append((entry.n, entry.write_id))
         sent, trouble, began_ns = False, "the backend did not report the outcome", self._clock()
