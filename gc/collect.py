@@ -148,11 +148,9 @@ class _Gc:
 
         space = self._engine.backend.space()
         is_full = space is not None and space.free_bytes < SPARE_BYTES
-        while (
-            len(accepted) > (ENDINGS_AN_ENTRY if is_full else 0)
-            and self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops
-        ):
-            pass
+        if len(accepted) > (ENDINGS_AN_ENTRY if is_full else 0):
+            while len(self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops) == ENDINGS_AN_ENTRY:
+                pass
         condemn(
             self._engine,
             self._planner.live,
@@ -203,12 +201,16 @@ class _Gc:
         return [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
 
     def _sweep(self) -> None:
+        left = True
+
         def build(view: RefTable) -> list[Op]:
+            nonlocal left
             due = self._due(view)
+            left = len(due) > OBJECTS_AN_ENTRY
             return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
 
-        while self._engine.log.append(build).ops:
-            pass
+        while left:
+            self._engine.log.append(build)
 
     def _delete(self, keys: Iterable[ObjectKey]) -> None:
         """Deletes the objects among `keys` that this run or another one has swept."""

@@ -39,14 +39,18 @@ def die_once(piece: tuple[int, str]) -> int:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50) as cluster:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", silence_logs=50
+    ) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def threads_of_dask() -> Iterator[Any]:
     """In this process: it starts quickly."""
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None, silence_logs=50) as cluster:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
+    ) as cluster:
         yield cluster
 
 

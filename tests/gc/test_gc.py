@@ -280,6 +280,7 @@ def test_options_that_make_no_sense(options: dict[str, float]) -> None:
 
 def test_more_runs_out_than_one_entry_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorstore_ck.gc.collect.ENDINGS_AN_ENTRY", 2)
+    monkeypatch.setattr("tensorstore_ck.gc.collect.OBJECTS_AN_ENTRY", 2)
     store = open_store()
     put_all(store, "job", [state(number) for number in range(6)])
     for step in range(1, 6):
@@ -287,6 +288,7 @@ def test_more_runs_out_than_one_entry_can_say(monkeypatch: pytest.MonkeyPatch) -
         store.forget(f"job@{step}")
     assert len(collect(store).snapshots) == 5, "as the dry run said"
     assert [len(entry.ops) for entry in store.engine.log.entries() if entry.ops[0].name in ("purge", "unpin")] == [2] * 5
+    assert sum(entry.ops[0].name == "sweep" for entry in store.engine.log.entries()) > 1
     assert (store.forgotten(), store.pins()) == ((), ())
     require_sound(store, {"job": state(5)})
 

@@ -158,11 +158,16 @@ class PutStatus:
 
     def _tell(self) -> None:
         with self._changed.lock:
-            due = [callback for stage, callback in self._callbacks if self._is_settled(stage)]
-            self._callbacks = [(stage, callback) for stage, callback in self._callbacks if not self._is_settled(stage)]
+            due = self._take_settled()
             self._changed.notify_all()
         for callback in due:
             _call(callback)
+
+    def _take_settled(self) -> list[Callable[[], object]]:
+        """Under the caller's lock. A function for the same reason as `items_of`."""
+        due = [callback for stage, callback in self._callbacks if self._is_settled(stage)]
+        self._callbacks = [(stage, callback) for stage, callback in self._callbacks if not self._is_settled(stage)]
+        return due
 
 
 def _nothing() -> None:

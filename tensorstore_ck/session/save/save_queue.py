@@ -25,7 +25,7 @@ from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
 from tensorstore_ck.session.save.queued_put import Admission, Put, QueuedPut, StagedPut, UnraisedErrors, WaitedPut, pop_error
-from tensorstore_ck.session.save.worker import Worker
+from tensorstore_ck.session.save.worker import Worker, items_of
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
@@ -303,8 +303,7 @@ class SaveQueue:
     def _queued(self, *workers: Worker[QueuedPut]) -> list[QueuedPut]:
         """What these workers have, by default all; each once, although two have one that is handed over."""
         with self._changed.lock:
-            busy = [worker for worker in workers or self._workers if worker.thread is not None]
-            return list(dict.fromkeys(item for worker in busy for item in worker.items()))
+            return items_of(workers or self._workers)
 
     def _is_idle(self) -> bool:
         return all(worker.thread is None for worker in self._workers)

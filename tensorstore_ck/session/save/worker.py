@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Generic, TypeVar
 
 from tensorstore_ck.common.changes import Changes
@@ -84,3 +84,12 @@ class Worker(Generic[Item]):
             if self._working is None:
                 self.thread = None
             return self._working
+
+
+def items_of(workers: Iterable[Worker[Item]]) -> list[Item]:
+    """The items of all workers that run, each once; under the caller's lock.
+
+    A function, since Python 3.12 and 3.13 leave a lock locked if Ctrl-C comes between two turns of a loop in the lock's own block.
+    """
+    busy = [worker for worker in workers if worker.thread is not None]
+    return list(dict.fromkeys(item for worker in busy for item in worker.items()))
