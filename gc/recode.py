@@ -1,12 +1,12 @@
 """Re-encodes the packs of chosen snapshots, so that they are smaller."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tensorstore_ck.common.units import human_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
-from tensorstore_ck.format.codec import Mode, check_recode_mode
+from tensorstore_ck.format.codec import check_recode_mode
 from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, require_total_order
@@ -48,8 +48,15 @@ def recode_snapshots(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> RecodeReport:
-    """Re-encodes the history of a branch, the snapshot at another address, or without addresses all held snapshots. See `Store.recode`."""
-    mode = check_recode_mode(codec)
+    """Re-encodes the history of a branch, the snapshot at another address, or without addresses all held snapshots. See `Store.recode`.
+
+    Packs at other locations stay as they are.
+
+    Raises:
+        UnreadableError: a held snapshot cannot be read, so which blocks of a pack are needed is unknown.
+        UnsafeBackendError: the backend does not create objects exclusively.
+    """
+    mode, progress = check_recode_mode(codec), progress or ignore_progress
     before_ns = engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
 
     def at(view: RefTable, address: str) -> Iterable[SnapshotInfo]:
@@ -60,31 +67,6 @@ def recode_snapshots(
         chosen = addressed.values() if addresses else view.snapshots()
         return [info for info in chosen if before_ns is None or info.time_ns <= before_ns]
 
-    return run_recode(engine, choose, mode, dry_run=dry_run, progress=progress)
-
-
-def run_recode(
-    engine: Engine,
-    choose: Callable[[RefTable], Iterable[SnapshotInfo]],
-    mode: Mode,
-    *,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-) -> RecodeReport:
-    """Re-encodes the packs of chosen snapshots, except packs at other locations.
-
-    Args:
-        engine: The store.
-        choose: Returns the snapshots, given the newest view.
-        mode: How to encode blocks.
-        dry_run: Changes nothing.
-        progress: Receives the progress.
-
-    Raises:
-        UnreadableError: a held snapshot cannot be read, so which blocks of a pack are needed is unknown.
-        UnsafeBackendError: the backend does not create objects exclusively.
-    """
-    progress = progress or ignore_progress
     if not dry_run:
         engine.require_writable()
     require_total_order(engine, "recode")
@@ -93,7 +75,7 @@ def run_recode(
 
     def look(_: int, view: RefTable) -> tuple[int, dict[ObjectKey, ListedObject]]:
         live.update(view)
-        chosen = list(choose(view))
+        chosen = choose(view)
         needed = {ObjectKey("pack", pack) for info in chosen for pack in live.packs_of(view, info)}
         here = needed - {ObjectKey("pack", pack) for pack in view.locations()}
         return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}

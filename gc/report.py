@@ -113,7 +113,7 @@ class GcReport:
     later: tuple[FreedLater, ...] = ()
     """What later runs free, and when."""
     not_recorded: str = ""
-    """Why the log does not say that this run took place; empty if it does, and in a dry run."""
+    """Why the log does not record this run; empty if it does, and in a dry run."""
 
     def __repr__(self) -> str:
         what = "would free" if self.dry_run else "freed"

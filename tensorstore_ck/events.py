@@ -104,7 +104,7 @@ LEVELS: Final[Mapping[Kind, int]] = {
 }
 _REASONS: Final[Mapping[str, str]] = {
     "skipped": "no memory was free for it",
-    "replaced": "a newer one took its place before it was written",
+    "replaced": "a newer one replaced it before it was written",
     "cancelled": "it was cancelled",
     "abandoned": "the process ended before it was published",
 }

@@ -107,9 +107,9 @@ def closed_folders(
                 taken(folder)
             if os.fstat(at).st_mode & _OTHERS:
                 os.fchmod(at, FOLDER_MODE)
-            entries = scan(".", at)
-            folders += [name if folder == "." else f"{folder}/{name}" for name, status in entries if stat.S_ISDIR(status.st_mode)]
-            files = [(name, status) for name, status in entries if not stat.S_ISDIR(status.st_mode)]
+            files_and_folders = scan(".", at)
+            folders += [name if folder == "." else f"{folder}/{name}" for name, status in files_and_folders if stat.S_ISDIR(status.st_mode)]
+            files = [(name, status) for name, status in files_and_folders if not stat.S_ISDIR(status.st_mode)]
             for name, status in files:
                 _require_file(status, f"{shown}/{name}", owner if files_of is None else files_of)
             yield folder, at, files

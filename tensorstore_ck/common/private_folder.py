@@ -100,10 +100,10 @@ class PrivateFolder:
         while folders:
             folder = folders.pop()
             try:
-                entries = scan(folder, self.fd())
+                files_and_folders = scan(folder, self.fd())
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            for name, status in entries:
+            for name, status in files_and_folders:
                 if stat.S_ISDIR(status.st_mode):
                     folders.append(f"{folder}/{name}")
                 elif stat.S_ISREG(status.st_mode):

@@ -92,7 +92,7 @@ class Helper(threading.Thread):
 
 
 class _Started(threading.Event):
-    """Takes the place of the event by which `Thread.start` waits for the new thread."""
+    """Replaces the event by which `Thread.start` waits for the new thread."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()

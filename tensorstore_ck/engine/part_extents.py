@@ -43,7 +43,7 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
                 first_base[row] = shared[key]
             else:
                 first_base[row] = shared[key] = len(wanted)
-                wanted += [(base.block, base.place if base.place is not None else places[base.block]) for base in bases]
+                wanted += [(base.block, base.location if base.location is not None else places[base.block]) for base in bases]
         row += 1
     rows: list[tuple[Any, ...]] = []
     for row, (_, place) in enumerate(wanted):
@@ -54,7 +54,7 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
 
 def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
     """A location whose bases all have locations, so that it can be used elsewhere."""
-    bases = tuple(base if base.place is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
+    bases = tuple(base if base.location is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
     return place._replace(bases=bases)
 
 
@@ -78,5 +78,5 @@ def chain_of(place: Location) -> Iterator[Location]:
     """A location, and those of all bases that are needed to decode its block."""
     yield place
     for base in place.bases:
-        if base.place is not None:
-            yield from chain_of(base.place)
+        if base.location is not None:
+            yield from chain_of(base.location)

@@ -1,21 +1,21 @@
 """Everything that FORMAT.md describes: bytes in and bytes out. No I/O and no torch.
 
-store_config.py       store.json
-folders.py            the names of objects in the store
-sealed.py             sealed objects: magic, msgpack body and hash
-record.py             snapshot records
-part.py               parts: what one rank contributes to one snapshot
-part_index.py         finds the blocks of each tensor region in a part
-layout.py             layouts: the tensors of a state and its tree
-layout_merge.py       merges the layouts of ranks whose states differ
-tree.py               the tree of a layout, parsed and checked
-values.py             encodes leaves that are not tensors, and dict keys
-sharding.py           which elements of a tensor each rank holds
-block_assignment.py   which rank writes which blocks
-pack.py               packs of blocks and their footers
-codec/                how the bytes of a block are encoded
-relocation.py         relocation maps: which pack entries are in other packs now
-writer_record.py      writer records: the process behind a series of names
-random_streams.py     derived seeds of random generators
-step_counters.py      finds the step counters of optimizers
+store_config.py        store.json
+folders.py             the names of objects in the store
+sealed.py              sealed objects: magic, msgpack body and hash
+record.py              snapshot records
+part.py                parts: what one rank contributes to one snapshot
+part_index.py          finds the blocks of each tensor region in a part
+layout.py              layouts: the tensors of a state and its tree
+merge_layout_parts.py  merges the layouts of ranks whose states differ
+tree.py                the tree of a layout, parsed and checked
+values.py              encodes leaves that are not tensors, and dict keys
+sharding.py            which elements of a tensor each rank holds
+block_assignment.py    which rank writes which blocks
+pack.py                packs of blocks and their footers
+codec/                 how the bytes of a block are encoded
+relocation.py          relocation maps: which pack entries are in other packs now
+writer_record.py       writer records: the process behind a series of names
+random_streams.py      derived seeds of random generators
+step_counters.py       finds the step counters of optimizers
 """

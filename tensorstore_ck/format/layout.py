@@ -32,7 +32,7 @@ import numpy as np
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, ParseBudget, object_hash, seal, take, unseal
-from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard, whole_box
 
 MAX_DIMS: Final = 64
 MAX_NAME_BYTES: Final = 1024
@@ -91,7 +91,7 @@ class TensorSpec(NamedTuple):
     @property
     def whole(self) -> BoxBounds:
         """The box of all its elements."""
-        return BoxBounds((0,) * len(self.shape), self.shape)
+        return whole_box(self.shape)
 
 
 class SharedStorage(NamedTuple):
@@ -336,17 +336,17 @@ def _dtype(item: Any) -> tuple[str, int]:
 
 def _storages(items: list[Any], tensors: Sequence[TensorSpec]) -> list[SharedStorage]:
     storages = []
-    placed: set[int] = set()
+    seen: set[int] = set()
     for size, members, offsets in items:
         numbers = (size, *members, *offsets)
         if any(type(number) is not int for number in numbers) or min(numbers) < 0 or size > MAX_TENSOR_BYTES:
             raise ValueError("a shared storage is malformed")
         end = 0
         for offset, tensor in sorted(zip(offsets, members, strict=True)):
-            if offset < end or tensor in placed:
+            if offset < end or tensor in seen:
                 raise ValueError("tensors of a shared storage overlap")
             end = offset + tensors[tensor].size_bytes
-            placed.add(tensor)
+            seen.add(tensor)
         if end > size:
             raise ValueError("a shared storage does not hold its tensors")
         storages.append(SharedStorage(size, tuple(members), tuple(offsets)))

@@ -1,4 +1,4 @@
-"""The log, the only place where a store changes, and the ref table that it folds to.
+"""The log, through which every change of a store goes, and the ref table that it folds to.
 
 entry.py, operations.py, object_set.py   what an entry holds (format)
 ref_names.py                             what a branch or tag may be called

@@ -48,7 +48,7 @@ class Base(NamedTuple):
     """A block that another one is encoded against."""
 
     block: Digest
-    place: Location | None
+    location: Location | None
     """Its location; None for a block that the same save writes."""
 
 

@@ -139,10 +139,6 @@ class Follower:
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)
 
-    def fold_own(self, table: Table, entry: Entry) -> None:
-        """Folds an entry that this process appended, without reading it again."""
-        self.fold(table, [entry])
-
     def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
         """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""
         apart = MemoryTable()

@@ -100,7 +100,7 @@ class Log:
             backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin, require_store=require_store
         )
         self.table = FailoverTable(table, self._fill)
-        """The host's cache, or the table in memory that takes its place."""
+        """The host's cache, or the table in memory that replaces it."""
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
         self._is_strict = False
@@ -435,7 +435,7 @@ class Log:
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:
-                self._follower.fold_own(self.table, entry)
+                self._follower.fold(self.table, [entry])
                 self._followed_n = entry.n
             except (EmptiedError, TableError):
                 self.sync()

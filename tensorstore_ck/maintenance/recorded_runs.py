@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.engine.engine import Engine
@@ -19,8 +19,10 @@ from tensorstore_ck.gc.report import Progress as GcProgress
 from tensorstore_ck.log import FOLDERS, Op
 from tensorstore_ck.log.field_checks import MAX_COUNTS, MAX_MESSAGE_CHARS
 from tensorstore_ck.log.run_outcome import FAILED, FINDINGS, OK, REFUSED
-from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, RepairReport, run_fsck, run_repair
 from tensorstore_ck.redaction import redacted
+
+if TYPE_CHECKING:
+    from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, RepairReport
 
 GC: Final = "gc"
 FSCK: Final = "fsck"
@@ -44,15 +46,19 @@ def recorded_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bo
     return replace(report, not_recorded=_record(engine, GC, began_ns, OK, _gc_counts(report)))
 
 
-def recorded_fsck(engine: Engine, options: FsckOptions | None = None, *, executor: Executor | None = None) -> FsckReport:
+def recorded_fsck(engine: Engine, options: "FsckOptions | None" = None, *, executor: Executor | None = None) -> "FsckReport":
     """As `run_fsck`; a check that does not end is not noted."""
+    from tensorstore_ck.maintenance.fsck import run_fsck  # noqa: PLC0415 - gc needs nothing of fsck
+
     began_ns = engine.clock()
     report = run_fsck(engine, options, executor=executor)
     return replace(report, not_recorded=_record_fsck(engine, began_ns, report, _fsck_counts(report, report)))
 
 
-def recorded_repair(engine: Engine, options: FsckOptions | None = None, *, other: Engine | None = None) -> RepairReport:
+def recorded_repair(engine: Engine, options: "FsckOptions | None" = None, *, other: Engine | None = None) -> "RepairReport":
     """As `run_repair`; it is noted as a run of fsck that found what is left."""
+    from tensorstore_ck.maintenance.fsck import run_repair  # noqa: PLC0415
+
     began_ns = engine.clock()
     report = run_repair(engine, options, other=other)
     repaired = {"repaired": len(report.mended), "marked": len(report.marked), "unmarked": len(report.unmarked)}
@@ -60,7 +66,7 @@ def recorded_repair(engine: Engine, options: FsckOptions | None = None, *, other
     return replace(report, after=replace(report.after, not_recorded=not_recorded))
 
 
-def _record_fsck(engine: Engine, began_ns: int, report: FsckReport, counts: Mapping[str, int]) -> str:
+def _record_fsck(engine: Engine, began_ns: int, report: "FsckReport", counts: Mapping[str, int]) -> str:
     for finding in report.findings:
         is_of_log = finding.kind == BrokenLogError.kind or finding.object.startswith(f"{engine.config.log}/")
         if finding.severity == "error" and (is_of_log or finding.object == CONFIG_NAME):
@@ -101,7 +107,7 @@ def _gc_counts(report: GcReport) -> dict[str, int]:
     }
 
 
-def _fsck_counts(report: FsckReport, looked_at: FsckReport) -> dict[str, int]:
+def _fsck_counts(report: "FsckReport", looked_at: "FsckReport") -> dict[str, int]:
     """`report` lists the damage that is left; `looked_at` what was read to find it."""
     errors = sum(finding.severity == "error" for finding in report.findings)
     counts = {

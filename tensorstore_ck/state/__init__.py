@@ -1,4 +1,4 @@
-"""Takes torch states apart for the store and rebuilds them. Knows torch; knows no store and no log.
+"""Takes torch states apart for the store and rebuilds them. Knows torch; `check` knows a backend too, `shared_parts` an engine and its log.
 
 `capture` makes a `CapturedState`; `restore` and `LazySnapshot` read a `SnapshotContent`. Nothing is pickled, nothing that stored data
 names is imported or called, and values that could not be restored exactly are refused.

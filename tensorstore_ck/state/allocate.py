@@ -144,12 +144,12 @@ class TensorAllocator:
         self._bases: dict[int, TensorOrArray] = {}
         self._made: dict[tuple[int, int, torch.dtype | None], TensorOrArray] = {}
         self.targets: dict[int, ByteSink] = {}
-        placed = {number for storage in layout.storages for number in storage.tensors}
+        in_storage = {number for storage in layout.storages for number in storage.tensors}
         shared: defaultdict[int, list[WantedLeaf]] = defaultdict(list)
         alone: dict[int, WantedLeaf] = {}
         for want in wanted:
             leaf = want[0]
-            if leaf.kind == "view" or want[1] is not None or leaf.index in placed:
+            if leaf.kind == "view" or want[1] is not None or leaf.index in in_storage:
                 shared[leaf.index].append(want)
             else:
                 alone[leaf.index] = want

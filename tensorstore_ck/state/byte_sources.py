@@ -18,7 +18,7 @@ import torch
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.state.device.window_copies import PieceCopy, copies_of, follow
-from tensorstore_ck.state.plain_memory import require_reachable
+from tensorstore_ck.state.plain_memory import is_dense, require_reachable
 
 Array = npt.NDArray[Any]
 
@@ -177,7 +177,7 @@ def source_of(tensor: torch.Tensor | Array) -> MemorySource | CopySource:
     """
     if isinstance(tensor, torch.Tensor):
         require_reachable(tensor)
-        if _is_dense_on_host(tensor):
+        if tensor.is_cpu and is_dense(tensor):
             return MemorySource(tensor.data_ptr(), tensor.untyped_storage(), tensor.nbytes)
         follow(tensor)
     elif tensor.flags.c_contiguous:
@@ -193,18 +193,13 @@ def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -
     """
     if isinstance(tensor, torch.Tensor):
         require_reachable(tensor)
-        if _is_dense_on_host(tensor) and stored in (None, tensor.dtype):
+        if tensor.is_cpu and is_dense(tensor) and stored in (None, tensor.dtype):
             return MemoryTarget(tensor.data_ptr(), tensor.nbytes, tensor)
         follow(tensor)
         return CopyTarget(tensor, stored)
     if tensor.flags.c_contiguous:
         return MemoryTarget(address_of(tensor), tensor.nbytes, tensor)
     return CopyTarget(tensor)
-
-
-def _is_dense_on_host(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are contiguous CPU memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def pieces(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, int]]:

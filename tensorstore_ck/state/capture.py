@@ -70,7 +70,7 @@ class CaptureWalk:
         self._blobs: list[bytes] = []
         self._names = LeafNames()
         self._refuse = refuse
-        self._root: list[Node] = [None]
+        self._top: list[Node] = [None]
         self._table = TensorTable()
         # The nodes of tensors, to be replaced if some turn out to be views.
         self._tensor_nodes: list[list[Any]] = []
@@ -78,7 +78,7 @@ class CaptureWalk:
 
     def visit(self, state: object) -> None:
         """Walks the whole state."""
-        self._visit(state, "", self._root, 0, 0)
+        self._visit(state, "", self._top, 0, 0)
 
     def finish(self) -> CapturedState:
         """Decides which tensors share memory, and returns the result."""
@@ -109,7 +109,7 @@ class CaptureWalk:
                 nodes[position] = self._view_node(leaf, view, number_of) if view else self._node(leaf, number_of[leaf])
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
-        layout = Layout(TensorSpecs(names, forms), self._root[0], storages, list(self._meshes), spreads)
+        layout = Layout(TensorSpecs(names, forms), self._top[0], storages, list(self._meshes), spreads)
         follow_all(table.areas.devices.values())
         return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=device_blocks())
 
@@ -298,9 +298,9 @@ class CaptureWalk:
             except (RuntimeError, NotImplementedError) as exc:
                 self._fail(name, f"torch cannot reach its memory ({exc})", "store a plain tensor with the same values")
                 return
-        self._place(number, nodes, position)
+        self._set_node(number, nodes, position)
 
-    def _place(self, number: int, nodes: list[Any], position: int) -> None:
+    def _set_node(self, number: int, nodes: list[Any], position: int) -> None:
         nodes[position] = self._node(number, number)
         self._tensor_nodes.append(nodes)
         self._tensor_positions.append(position)
@@ -332,7 +332,7 @@ class CaptureWalk:
             else:
                 self._spreads[number] = "flat" if share.is_flat else "boxes"
                 self._explicit[number] = boxes
-        self._place(number, nodes, position)
+        self._set_node(number, nodes, position)
 
     def _visit_sourced(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.at(path)
@@ -340,7 +340,7 @@ class CaptureWalk:
         if number is None:
             spec = TensorSpec(name, DTYPE_NAMES[value.dtype], value.dtype.itemsize, value.shape)
             number = self._table.add(value, spec, value.source, None)
-        self._place(number, nodes, position)
+        self._set_node(number, nodes, position)
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.at(path)
@@ -353,7 +353,7 @@ class CaptureWalk:
                 return
             spec = TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape, order_of(array))
             number = self._table.add(array, spec, source_of(array), area_of(array))
-        self._place(number, nodes, position)
+        self._set_node(number, nodes, position)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 

@@ -122,19 +122,15 @@ def copy_captured(
 def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sampling) -> set[int]:
     """The tensors at `addresses` whose sample differs from their copies at `targets`."""
     changed = set()
-    is_there = (addresses != 0) & (sizes > 0)
-    small, large = np.flatnonzero(is_there & (sizes <= INLINE_TENSOR_BYTES)), np.flatnonzero(is_there & (sizes > INLINE_TENSOR_BYTES))
-    for number, address, target, size in zip(
-        small.tolist(), *(column[small].tolist() for column in (addresses, targets, sizes)), strict=True
-    ):
-        if _memcmp_with_gil(address, target, size):
+    numbers = np.flatnonzero((addresses != 0) & (sizes > 0))
+    for number, address, target, size in zip(numbers.tolist(), *np.stack((addresses, targets, sizes))[:, numbers].tolist(), strict=True):
+        if size <= INLINE_TENSOR_BYTES:
+            differs = bool(_memcmp_with_gil(address, target, size))
+        else:
+            sample = pieces(number, 0, size, sampling.verify_share, sampling.turn)
+            differs = any(_memcmp(address + start, target + start, stop - start) for start, stop in sample)
+        if differs:
             changed.add(number)
-    for number, address, target, size in zip(
-        large.tolist(), *(column[large].tolist() for column in (addresses, targets, sizes)), strict=True
-    ):
-        for start, stop in pieces(number, 0, size, sampling.verify_share, sampling.turn):
-            if _memcmp(address + start, target + start, stop - start):
-                changed.add(number)
     return changed
 
 

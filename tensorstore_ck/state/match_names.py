@@ -32,16 +32,16 @@ class NamesByPrefix:
         return self._names[first:last]
 
 
-def roots_of(path: str, stored: Mapping[str, str]) -> set[str | None]:
+def container_paths(path: str, stored: Mapping[str, str]) -> set[str | None]:
     """The stored containers that hold what the target has below `path`; with None if some of it has another relative path.
 
     `stored`: name in the target -> path in the snapshot.
     """
-    roots: set[str | None] = set()
+    paths: set[str | None] = set()
     for name, stored_path in stored.items():
         tail = name[len(path) - 1 :]
-        roots.add(stored_path[: -len(tail)] if stored_path.endswith(tail) else "" if stored_path == tail[1:] else None)
-    return roots
+        paths.add(stored_path[: -len(tail)] if stored_path.endswith(tail) else "" if stored_path == tail[1:] else None)
+    return paths
 
 
 def value_conflict(leaf: Leaf, content: SnapshotContent) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 from tensorstore_ck.state.aliasing import Area, Extent
 from tensorstore_ck.state.byte_sources import Array, address_of
-from tensorstore_ck.state.plain_memory import span_of
+from tensorstore_ck.state.plain_memory import is_dense, span_of
 
 
 def area_of(tensor: torch.Tensor | Array) -> Area:
@@ -28,13 +28,13 @@ def extent_of(tensor: torch.Tensor | Array) -> Extent:
     if isinstance(tensor, torch.Tensor):
         start = tensor.data_ptr()
         device, area, area_stop, repeats = area_of(tensor) or (None, 0, 0, False)
-        is_whole = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        is_whole = is_dense(tensor)
         return Extent(device, start, start + span_of(tensor), area, area_stop, start, tensor.nbytes, is_whole, repeats)
     address, start, stop = _bounds(tensor)
-    root = tensor
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    _, area, area_stop = _bounds(root) if root.size else (address, start, stop)
+    owner = tensor
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    _, area, area_stop = _bounds(owner) if owner.size else (address, start, stop)
     is_whole = tensor.flags.c_contiguous
     repeats = not is_whole and _repeats(tensor.shape, tensor.strides, tensor.itemsize)
     return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, tensor.nbytes, is_whole, repeats)

@@ -47,10 +47,10 @@ def capture_value(value: object, name: str) -> OpaqueItem:
 
 class _ValueWalk(CaptureWalk):
     def visit_at(self, value: object, name: str) -> None:
-        self._visit(value, f"{name}.", self._root, 0, 0)
+        self._visit(value, f"{name}.", self._top, 0, 0)
 
     def subtree(self) -> OpaqueItem:
-        return OpaqueItem(self._root[0], self._values, self._blobs)
+        return OpaqueItem(self._top[0], self._values, self._blobs)
 
     def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
         return start

@@ -19,6 +19,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN and not tensor.is_nested and tensor.layout is torch.strided and not tensor.is_quantized
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a plain tensor holds its elements one after another, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor has the memory of all its elements: a sharded module frees its parameters between uses."""
     if not tensor.numel():

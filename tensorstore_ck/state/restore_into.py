@@ -22,6 +22,7 @@ from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.match_names import (
     NamesByPrefix,
+    container_paths,
     containers,
     describe_mismatch,
     describe_target_mismatch,
@@ -29,7 +30,6 @@ from tensorstore_ck.state.match_names import (
     is_expanded,
     is_whole,
     own_leaves,
-    roots_of,
     value_conflict,
 )
 from tensorstore_ck.state.memory_order import in_order_of
@@ -369,11 +369,11 @@ class RestorePlan:
         leaf = self._stored.get(path[:-1])
         if leaf is not None:
             return leaf
-        roots = roots_of(path, {name: self._stored[name].path for name in self._below.names(path)})
-        if not roots:
+        paths = container_paths(path, {name: self._stored[name].path for name in self._below.names(path)})
+        if not paths:
             return self._containers.get(path[:-1])
-        root = roots.pop() if len(roots) == 1 else None
-        return self._tree if root == "" else self._containers.get(root) if root else None
+        container_path = paths.pop() if len(paths) == 1 else None
+        return self._tree if container_path == "" else self._containers.get(container_path) if container_path else None
 
     def _build(self, tree: Tree) -> Any:
         return build(tree, self.content, self.tensor_of)

@@ -172,7 +172,7 @@ def _placements(tensor: "DTensor", mesh: Mesh, path: str) -> tuple[Placement, ..
 def _check_order(tensor: "DTensor", mesh: Mesh, placements: list[Placement], path: str) -> None:
     """Refuses a DTensor that may not have been split in the order of its mesh dims, as its placements say."""
     order = getattr(tensor._spec, "shard_order", None)  # torch 2.10 and newer
-    if order is not None and any(tuple(entry.mesh_dims) != tuple(sorted(entry.mesh_dims)) for entry in order):
+    if order is not None and any(tuple(shards.mesh_dims) != tuple(sorted(shards.mesh_dims)) for shards in order):
         refuse(path, f"is a DTensor with the shard order {order}, not the mesh's own", "redistribute it without a shard order first")
     for number, placement in enumerate(placements):
         if placement is None or placement.split_factor == 1 or tensor.shape[placement.dim] % placement.split_factor == 0:

@@ -88,6 +88,13 @@ class Background:
         if thread is not None:
             thread.join(PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
 
+    def read_once(self, uuid: str, kind: str, work: Callable[[Progress], object], patience_seconds: float | None = None) -> Read:
+        """The read; unless it has a result, starts it as `start` does."""
+        read = self.read(uuid, kind)
+        if read.result is None:
+            self.start(uuid, kind, work, patience_seconds)
+        return read
+
     @contextmanager
     def alone(self, progress: Progress) -> Iterator[None]:
         """For reads that use all cores and much memory: waits until no other one runs."""

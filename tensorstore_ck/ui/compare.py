@@ -44,7 +44,7 @@ class MetricPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowRange:
     """Some of the rows of a long table."""
 
     rows: Sequence[object]
@@ -62,9 +62,9 @@ class Part:
         return self.first + len(self.rows) if self.first + len(self.rows) < self.count else None
 
 
-def part_of(rows: Sequence[object], first: int) -> Part:
+def rows_from(rows: Sequence[object], first: int) -> RowRange:
     """At most `MAX_SHOWN` of the rows."""
-    return Part(rows[first : first + MAX_SHOWN], first, len(rows))
+    return RowRange(rows[first : first + MAX_SHOWN], first, len(rows))
 
 
 def page(pages: Pages, request: Request) -> Response:
@@ -107,8 +107,8 @@ def _differences(read: Read, text: str, first_tensor: int, first_value: int) -> 
     differences = read.result if isinstance(read.result, Differences) else None
     return {
         "differences": differences,
-        "tensors": part_of(differences.tensors(text), first_tensor) if differences is not None else None,
-        "values": part_of(differences.diff.values, first_value) if differences is not None else None,
+        "tensors": rows_from(differences.tensors(text), first_tensor) if differences is not None else None,
+        "values": rows_from(differences.diff.values, first_value) if differences is not None else None,
         "q": text,
         "value_text": value_text,
         "key_of": key_of,
@@ -159,7 +159,7 @@ def changes_page(pages: Pages, request: Request) -> Response:
         group=group,
         read=read,
         found=changes,
-        changes=part_of(changes.tensors, first) if changes is not None else None,
+        changes=rows_from(changes.tensors, first) if changes is not None else None,
         key=key_of(f"changes {group}"),
         url=pages.link("compare/changes", store, **query, first=first or None),
         next_url=pages.link("compare/changes", store, **query, first=first + MAX_SHOWN),

@@ -46,10 +46,7 @@ def read_contents(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, pati
         details, costs = describe_with_costs(pages.sources.open(store).engine, info_of(pages, store, snapshot))
         return Contents(details, tensor_tree(details, costs))
 
-    read = pages.sources.looks.read(store.uuid, kind)
-    if read.result is None:
-        pages.sources.looks.start(store.uuid, kind, work, patience_seconds)
-    return read
+    return pages.sources.looks.read_once(store.uuid, kind, work, patience_seconds)
 
 
 def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> SnapshotInfo:

@@ -84,11 +84,7 @@ def read_differences(pages: Pages, store: StoreKey, pair: Pair, patience_seconds
         progress("comparing the tables", 0, 0)
         return _differences(_diff(pages, store, pair))
 
-    looks, kind = pages.sources.looks, f"differences {pair.kind}"
-    read = looks.read(store.uuid, kind)
-    if read.result is None:
-        looks.start(store.uuid, kind, work, patience_seconds)
-    return read
+    return pages.sources.looks.read_once(store.uuid, f"differences {pair.kind}", work, patience_seconds)
 
 
 def _diff(pages: Pages, store: StoreKey, pair: Pair) -> SnapshotDiff:
@@ -109,7 +105,7 @@ def _differences(diff: SnapshotDiff) -> Differences:
 
 def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience_seconds: float) -> Read:
     """The read of the `Changes` of all tensors, or of those in a group; it begins now unless it was made before."""
-    looks, kind = pages.sources.looks, f"changes {pair.kind} {group}"
+    looks = pages.sources.looks
 
     def is_wanted(name: str) -> bool:
         return not group or name == group or name.startswith(f"{group}.")
@@ -143,10 +139,7 @@ def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience
                 done += sum(map(read_bytes, batch))
         return Changes(tuple(_sorted(changes)))
 
-    read = looks.read(store.uuid, kind)
-    if read.result is None:
-        looks.start(store.uuid, kind, work, patience_seconds)
-    return read
+    return looks.read_once(store.uuid, f"changes {pair.kind} {group}", work, patience_seconds)
 
 
 def _sorted(changes: "Iterable[ChangeStatistics]") -> "list[ChangeStatistics]":

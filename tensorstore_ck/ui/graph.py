@@ -64,11 +64,6 @@ class Graph:
     left_out: int
     """Lines that are not shown."""
 
-    @property
-    def is_a_line(self) -> bool:
-        """Nothing to see: a single line."""
-        return self.left_out == 0 and all(row.track == 0 for row in self.rows)
-
 
 @dataclass(slots=True)
 class _Track:
@@ -138,7 +133,7 @@ def _rows(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> list[Graph
     shown: list[tuple[Save, _Track]] = sorted(((save, track) for track in tracks for save in track.shown), key=lambda item: -item[0].id)
     number = {save.id: row for row, (save, _) in enumerate(shown)}
     ends = [_end(track, number) for track in tracks]
-    _place(tracks, number, ends)
+    _assign_columns(tracks, number, ends)
     rows = []
     for save, track in shown:
         rows.append(GraphRow(save, track.at, tuple(labels.get(save.ulid, ())), track.is_abandoned, track.below(save)))
@@ -151,7 +146,7 @@ def _end(track: _Track, number: Mapping[int, int]) -> int:
     return begin if begin is not None else number[track.shown[0].id]
 
 
-def _place(tracks: Iterable[_Track], number: Mapping[int, int], ends: list[int]) -> None:
+def _assign_columns(tracks: Iterable[_Track], number: Mapping[int, int], ends: list[int]) -> None:
     """Gives each track the first column where it ends above the one before; the branch itself, the first track, has a column alone.
 
     Tracks are in the order of their newest saves, so each begins above all before it.

@@ -186,9 +186,9 @@ def _reach(store: ReadOnlyStore, urls: Iterable[str], progress: Progress) -> dic
 def _locations(cold: Counter[str], reach: Read, usage_read: Read) -> list[Location]:
     usage = usage_read.result if isinstance(usage_read.result, Usage) else None
     errors = reach.result if isinstance(reach.result, dict) else {}
-    sizes = {place.url: place.bytes for place in usage.places} if usage is not None else {}
+    sizes = {cold_packs.url: cold_packs.bytes for cold_packs in usage.places} if usage is not None else {}
     own_bytes = sum(pack.bytes for pack in usage.packs) - sum(sizes.values()) if usage is not None else None
-    own_packs = len(usage.packs) - sum(place.packs for place in usage.places) if usage is not None else None
+    own_packs = len(usage.packs) - sum(cold_packs.packs for cold_packs in usage.places) if usage is not None else None
     locations = [Location("", own_packs, own_bytes, "")]
     for url, packs in sorted(cold.items()):
         locations.append(Location(url, packs, sizes.get(url, 0) if usage is not None else None, errors.get(url)))

@@ -90,7 +90,7 @@ class Pages:
         return HTMLResponse(self._environment.get_template(template).render({"here": here, **values}), status)
 
     def part(self, template: str, **values: Any) -> Response:
-        """A piece of a page, for htmx to put in its place."""
+        """A piece of a page, for htmx to insert."""
         return HTMLResponse(self._environment.get_template(template).render(values))
 
     def store_of(self, request: Request) -> StoreKey:

@@ -45,7 +45,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GroupStatistics:
     """Statistics of tensors: those with NaN or infinity first."""
 
     tensors: "tuple[TensorStatistics, ...]"
@@ -68,7 +68,7 @@ def page(pages: Pages, request: Request) -> Response:
     snapshot = find_snapshot(pages, store, asked(request.query_params, "at"))
     tensor, group, first = request.query_params.get("tensor"), request.query_params.get("group", ""), number_of(request, "first")
     read = read_statistics(pages, store, snapshot, tensor, group)
-    statistics = read.result if isinstance(read.result, Found) else None
+    statistics = read.result if isinstance(read.result, GroupStatistics) else None
     query = {"at": snapshot.ulid, "tensor": tensor, "group": group or None}
     return pages.render(
         "snapshot_statistics.html",
@@ -96,7 +96,7 @@ def read_statistics(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, te
     def is_wanted(name: str) -> bool:
         return name == tensor if tensor is not None else not group or name.startswith(f"{group}.")
 
-    def work(progress: Progress) -> Found:
+    def work(progress: Progress) -> GroupStatistics:
         from tensorstore_ck.state.read_pieces import stored_tensors  # noqa: PLC0415 - loads torch
         from tensorstore_ck.state.statistics import statistics_of  # noqa: PLC0415
 
@@ -114,12 +114,9 @@ def read_statistics(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, te
                 progress(f"reading tensors: {human_bytes(done)} of {human_bytes(total)}", done, total)
                 statistics += statistics_of(dict(batch), bins)
                 done += sum(size_of(stored) for _, stored in batch)
-        return Found(tuple(sorted(statistics, key=lambda stored: not (stored.nan or stored.inf))), bool(bins))
+        return GroupStatistics(tuple(sorted(statistics, key=lambda stored: not (stored.nan or stored.inf))), bool(bins))
 
-    read = looks.read(store.uuid, kind)
-    if read.result is None:
-        looks.start(store.uuid, kind, work)
-    return read
+    return looks.read_once(store.uuid, kind, work)
 
 
 def size_of(tensor: "StoredTensor") -> int:

@@ -41,31 +41,31 @@ class TensorGroup:
     name: str
     count: int = 0
     size_bytes: int = 0
-    entries: "list[TensorGroup | TensorRow]" = field(default_factory=list)
+    children: "list[TensorGroup | TensorRow]" = field(default_factory=list)
     """In the state's order."""
     groups: "dict[str, TensorGroup]" = field(default_factory=dict)
 
     def tensors(self) -> Iterator[TensorRow]:
         """All of them, in the state's order of groups."""
-        stack = [iter(self.entries)]
+        stack = [iter(self.children)]
         while stack:
-            entry = next(stack[-1], None)
-            if entry is None:
+            child = next(stack[-1], None)
+            if child is None:
                 stack.pop()
-            elif isinstance(entry, TensorRow):
-                yield entry
+            elif isinstance(child, TensorRow):
+                yield child
             else:
-                stack.append(iter(entry.entries))
+                stack.append(iter(child.children))
 
     def shown(self) -> "list[tuple[str, TensorGroup | TensorRow]]":
-        """The entries with their names. A group with a single entry is merged with it."""
+        """The children with their names. A group with a single child is merged with it."""
         shown: list[tuple[str, TensorGroup | TensorRow]] = []
-        for entry in self.entries:
-            name = entry.name
-            while isinstance(entry, TensorGroup) and len(entry.entries) == 1:
-                (entry,) = entry.entries
-                name = f"{name}.{entry.name}"
-            shown.append((name, entry))
+        for child in self.children:
+            name = child.name
+            while isinstance(child, TensorGroup) and len(child.children) == 1:
+                (child,) = child.children
+                name = f"{name}.{child.name}"
+            shown.append((name, child))
         return shown
 
     def find(self, path: str) -> "TensorGroup | None":
@@ -78,26 +78,26 @@ class TensorGroup:
 
 def tensor_tree(details: SnapshotDetails, costs: Mapping[str, GroupCost]) -> TensorGroup:
     """The tree of all tensors; `costs`: of each."""
-    root = TensorGroup("", "")
+    tree = TensorGroup("", "")
     for path, dtype, shape, size_bytes in details.tensors:
         *parents, name = path.split(".", MAX_DEPTH)
-        group, at = root, ""
+        group, at = tree, ""
         group.count += 1
         group.size_bytes += size_bytes
         for parent in parents:
-            at = f"{at}.{parent}" if group is not root else parent
+            at = f"{at}.{parent}" if group is not tree else parent
             child = group.groups.get(parent)
             if child is None:
                 child = group.groups[parent] = TensorGroup(at, parent)
-                group.entries.append(child)
+                group.children.append(child)
             group = child
             group.count += 1
             group.size_bytes += size_bytes
         cost = costs.get(path)
         codecs = codecs_text(cost) if cost is not None else ""
         stored = cost.stored_bytes if cost is not None else None
-        group.entries.append(TensorRow(path, name, dtype, shape, size_bytes, stored, codecs, details.placements.get(path, "")))
-    return root
+        group.children.append(TensorRow(path, name, dtype, shape, size_bytes, stored, codecs, details.placements.get(path, "")))
+    return tree
 
 
 def codecs_text(cost: GroupCost) -> str:

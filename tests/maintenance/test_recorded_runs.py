@@ -1,6 +1,8 @@
 """Each run of gc, fsck or repair leaves one entry in the log with its outcome, unless it may not; and its result is the same."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,3 +177,9 @@ def test_a_build_that_does_not_know_it_goes_on(forget_operation: Callable[[str],
     old.tag("kept", "job")
     assert old.fsck().ok
     assert old.resolve("kept").step == 1
+
+
+def test_a_gc_loads_nothing_of_fsck() -> None:
+    program = "import sys, tensorstore_ck.maintenance.recorded_runs; print(*(name for name in sys.modules if 'maintenance.' in name))"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert loaded.stdout.split() == ["tensorstore_ck.maintenance.recorded_runs"]

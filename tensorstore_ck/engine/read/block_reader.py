@@ -207,13 +207,15 @@ def decode_at(
         DamageError: it, or one that it is encoded against, is missing or damaged.
     """
     name = pack_name(place.pack)
-    base_bytes = sum(base.place.raw for base in place.bases if base.place is not None)
+    base_bytes = sum(base.location.raw for base in place.bases if base.location is not None)
     if base_bytes > 2 * place.raw:  # fp32 masters of 16-bit weights; a delta has as much as its base. Known before any of it is decoded
         raise CorruptObjectError(f"{name}: a block of {place.raw:,} bytes is said to need {base_bytes:,} bytes of others", object_id=name)
     stored = memoryview(bytearray(place.stored))
     backend.read_into(name, place.offset, stored)
     bases = [
-        at_hand[base.block] if base.block in at_hand else decode_at(backend, base.place) for base in place.bases if base.place is not None
+        at_hand[base.block] if base.block in at_hand else decode_at(backend, base.location)
+        for base in place.bases
+        if base.location is not None
     ]
     return decode(place.codec, stored, place.raw, name, into, bases=bases)
 

@@ -2,7 +2,7 @@
 
 No global index, and no list of what lies where: which parts hold a box of a tensor follows from the layout (see `block_assignment`),
 and a part is opened only when something of it is wanted. A snapshot whose ranks had several layouts, such as the stages of a pipeline,
-is read as one (see `layout_merge`); that a tensor of several layouts is one and the same was checked when it was saved.
+is read as one (see `merge_layout_parts`); that a tensor of several layouts is one and the same was checked when it was saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
 from tensorstore_ck.format.block_assignment import decode_regions, first_ranks, ranks_with_layout, regions_of_tensor, row_boxes
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
-from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
+from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name
 from tensorstore_ck.format.part_index import PartIndex, RegionBytes
 from tensorstore_ck.format.record import Record

@@ -88,8 +88,8 @@ class ParentBlocks:
                 return None
             else:
                 base, age = place.bases[0], place.flags + 1
-        assert base.place is not None
-        raw = self._read(base.block, base.place)
+        assert base.location is not None
+        raw = self._read(base.block, base.location)
         return None if raw is None else DeltaBase(base, age, raw)
 
     def _read(self, block: Digest, place: Location) -> memoryview | None:

@@ -23,7 +23,7 @@ _STUCK_SECONDS: Final = 5.0
 
 
 class FailoverReader:
-    """A `Reader` whose reads never raise `TableError`: another reader of the same rows takes the place of one that fails."""
+    """A `Reader` whose reads never raise `TableError`: another reader of the same rows replaces one that fails."""
 
     @abstractmethod
     def _current(self) -> Reader:

@@ -1,7 +1,7 @@
 """The rules of a policy: what each keeps, the limits, and what happens to snapshots as they age. Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
@@ -163,12 +163,16 @@ def _steps(value: object, name: str) -> tuple[int, ...]:
     raise InvalidOptionError(f"{name} must be a list of at most {MAX_STEPS:,} steps, not {value!r}", object_id=name)
 
 
+def _items(value: object) -> Sequence[object]:
+    """The items of a list of lists; any other value is the only item."""
+    return value if isinstance(value, list | tuple) and value and all(isinstance(item, list | tuple) for item in value) else [value]
+
+
 def _bests(value: object, name: str) -> tuple[Best, ...]:
-    several = value if isinstance(value, list | tuple) and value and all(isinstance(best, list | tuple) for best in value) else [value]
-    if len(several) > MAX_METRICS:
+    if len(_items(value)) > MAX_METRICS:
         raise InvalidOptionError(f"{name} may name at most {MAX_METRICS} metrics", object_id=name)
     bests = []
-    for best in several:
+    for best in _items(value):
         if not (isinstance(best, list | tuple) and len(best) == 3 and isinstance(best[1], str) and best[1] and best[2] in DIRECTIONS):
             raise InvalidOptionError(f'{name} must be like (3, "val_loss", "min"), not {best!r}', object_id=name)
         bests.append(Best(_count(best[0], name), best[1], best[2]))
@@ -179,9 +183,8 @@ def _bests(value: object, name: str) -> tuple[Best, ...]:
 
 
 def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
-    several = value if isinstance(value, list | tuple) and value and all(isinstance(stage, list | tuple) for stage in value) else [value]
     stages = []
-    for stage in several:
+    for stage in _items(value):
         if not (isinstance(stage, list | tuple) and len(stage) == 2):
             raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {stage!r}', object_id=name)
         stages.append(AgeStage(_seconds(stage[0], name), check_location(stage[1])))

@@ -13,7 +13,7 @@ from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.engine.write.rank_parts import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
-from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
+from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name
 from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.session.group.rank_messages import named_ranks
@@ -30,7 +30,7 @@ Cut = dict[tuple[Any, ...], list[tuple[int, bytes]]]
 
 
 class PipelineStage:
-    """The ranks with one layout: a `layout_merge.LayoutPart` over their parts."""
+    """The ranks with one layout: a `merge_layout_parts.LayoutPart` over their parts."""
 
     def __init__(self, engine: Engine, ranks: tuple[int, ...], ulids: Sequence[Ulid]) -> None:
         """`ulids`: of the parts of these ranks."""

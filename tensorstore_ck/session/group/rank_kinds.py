@@ -12,7 +12,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, regions_of_tensor
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
-from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
+from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.sealed import pack_body, take, unpack_body
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.rank_messages import named_ranks
@@ -27,7 +27,7 @@ ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
 
 
 class RankKind(NamedTuple):
-    """What the ranks with one layout save: a `layout_merge.LayoutPart`."""
+    """What the ranks with one layout save: a `merge_layout_parts.LayoutPart`."""
 
     ranks: tuple[int, ...]
     layout: Layout

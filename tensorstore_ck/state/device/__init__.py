@@ -7,5 +7,5 @@ block_ids.cu       BLAKE3 of many blocks, for a GPU
 kernel.py          compiles and launches it, and checks what it returns
 device_blocks.py   the ids of a state's blocks on devices
 
-Imports nothing of the rest of `state`: `byte_sources` builds on it.
+`byte_sources` builds on `window_copies`, and `device_blocks` on `byte_sources`.
 """

@@ -15,6 +15,7 @@ from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledByte
 from tensorstore_ck.state.byte_sources import CopySource, pieces
 from tensorstore_ck.state.device.kernel import BlockHasher, Ids, Numbers, hasher_of
 from tensorstore_ck.state.device.window_copies import copies_of
+from tensorstore_ck.state.plain_memory import is_dense
 from tensorstore_ck.state.rank_shares import ChainedSource
 
 MIN_SOURCE_BYTES: Final = 256 << 10
@@ -75,7 +76,7 @@ class DeviceBlocks:
 
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
-        if not isinstance(source, CopySource) or not isinstance(source.tensor, torch.Tensor) or not _is_dense(source.tensor):
+        if not isinstance(source, CopySource) or not isinstance(source.tensor, torch.Tensor) or not is_dense(source.tensor):
             return False
         tensor = source.tensor
         with _on_stream_of(tensor.device):
@@ -104,13 +105,9 @@ def _runs(source: ByteSource, blocks: Sequence[tuple[int, int, int]]) -> Iterato
         yield _Run(source.tensor, positions, np.array(starts, np.int64), np.array(stops, np.int64) - np.array(starts, np.int64))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[int], Ids]]:
     """Positions of one device's blocks, and their ids: of dense tensors all at once, of others a few at a time."""
-    dense = [run for run in runs if _is_dense(run.tensor)]
+    dense = [run for run in runs if is_dense(run.tensor)]
     if dense:
         addresses = np.concatenate([run.tensor.data_ptr() + run.starts for run in dense])
         yield (
@@ -120,7 +117,7 @@ def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[
     strided = [
         _Gathered(run.tensor, position, start, start + size)
         for run in runs
-        if not _is_dense(run.tensor)
+        if not is_dense(run.tensor)
         for position, start, size in zip(run.positions, run.starts.tolist(), run.sizes.tolist(), strict=True)
     ]
     for several in batches(strided, lambda block: block.stop - block.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):

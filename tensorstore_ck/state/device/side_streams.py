@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.format.block_assignment import row_boxes
+from tensorstore_ck.state.plain_memory import is_dense
 
 PIECE_BYTES: Final = 32 << 20
 """Bytes of a non-dense tensor that are gathered at a time."""
@@ -80,7 +81,7 @@ class SideStreams:
 def _pieces(copy: DeviceCopy) -> Iterator[DeviceCopy]:
     """A dense tensor in one piece; any other in several, since each piece is made dense on the device first."""
     tensor, target = copy
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if is_dense(tensor):
         yield copy
         return
     count = max(PIECE_BYTES // tensor.itemsize, 1)

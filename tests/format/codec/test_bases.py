@@ -78,5 +78,5 @@ def test_extents_have_the_locations_that_they_were_made_of() -> None:
 
 
 def _resolved(place: Location, places: dict[Digest, Location]) -> list[Location]:
-    bases = [base.place if base.place is not None else places[base.block] for base in place.bases]
+    bases = [base.location if base.location is not None else places[base.block] for base in place.bases]
     return [place, *(each for base in bases for each in _resolved(base, places))]

@@ -42,7 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor is on it: none is read in place."""
     found = Device()
     monkeypatch.setattr(CAPTURE, "device_blocks", lambda: DeviceBlocks(lambda _: found))
-    monkeypatch.setattr(byte_sources, "_is_dense_on_host", lambda tensor: False)
+    monkeypatch.setattr(byte_sources, "is_dense", lambda tensor: False)
     monkeypatch.setattr(TensorTable, "add_run", lambda self, items, start: start)
     read = byte_sources.CopySource.read
 
