@@ -52,8 +52,7 @@ def test_a_training_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case:
     check_door(case, tmp_path, monkeypatch, REF, save=save, resume=resume)
 
 
-@pytest.mark.parametrize("case", NEWEST)
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("case", "plain"), [*((case, True) for case in NEWEST), ("newest damaged", False)])
 def test_a_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, plain: bool) -> None:
     def resume(store: tsck.Store, _: str | None) -> int | None:
         job = Job()
