@@ -63,7 +63,7 @@ test-newest-torch:
 	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state
 
-# The trainers' own checkpoint tests, run against the adapters here; docs/trainers.md has the tables. Downloads their sources at the versions
+# The trainers' own checkpoint tests, run against the adapters here; docs/trainers has the tables. Downloads their sources at the versions
 # that are installed: accelerate's from PyPI, the others from GitHub. One of them, from a folder of sources: TRAINERS="lightning=FOLDER".
 # All but these three are in the environment of test-apart.
 test-trainers: $(INSTALLED) $(if $(filter-out transformers% accelerate% lightning%,$(or $(TRAINERS),all)),$(APART)/.installed)

@@ -5,7 +5,7 @@ core_v0.19.0, with the absolute path of .venv-apart/newest-megatron in PYTHONPAT
 or a test of it. ``stored`` puts the strategies of tensorstore_ck in place of torch_dist's, with a ref for each folder. RANKS: most tests
 need 8. The ranks are forked from one process that has imported Megatron, since 8 imports take a minute on two cores. New ranks are forked
 after a test that failed on one of them, for which the others might wait, and after every few tests, since the tests leave their process
-groups open. The script prints how each test ended, with the error of the first rank that failed; docs/trainers.md has the table.
+groups open. The script prints how each test ended, with the error of the first rank that failed; docs/trainers/megatron.md has the table.
 """
 
 import contextlib

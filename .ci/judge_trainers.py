@@ -2,7 +2,7 @@
 
 Without a folder of sources it downloads them: from PyPI where the source package has the tests, else from GitHub. judged_trainers.py says
 for each trainer which tests must fail, and why, and which plugin of pytest puts the adapter into the place of the trainer. The output has
-the rows of the table in docs/trainers.md. The exit code is 1 if a test ends otherwise than expected.
+the rows of the table in docs/trainers. The exit code is 1 if a test ends otherwise than expected.
 
 With `JUDGED_STOCK=1` in the environment, plugins of trainers in `.venv-apart` leave the trainer as it is: all that fails is shown, then.
 """

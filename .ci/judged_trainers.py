@@ -102,7 +102,7 @@ LIGHTNING = Judged(
 
 FILES = "opens the files of a checkpoint"
 
-DEEPSPEED = Judged(  # docs/trainers.md says which files are left out
+DEEPSPEED = Judged(  # docs/trainers/deepspeed.md says which files are left out
     tests=tuple(
         f"unit/checkpoint/test_{name}.py"
         for name in (
@@ -179,7 +179,7 @@ TORCHTITAN = Judged(
     apart=True,
 )
 
-MEGATRON = Judged(  # docs/trainers.md says which files are left out
+MEGATRON = Judged(  # docs/trainers/megatron.md says which files are left out
     tests=tuple(
         f"tests/unit_tests/dist_checkpointing/{name}.py"
         for name in (

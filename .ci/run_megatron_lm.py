@@ -3,8 +3,9 @@
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1; or of core_v0.19.0, with the absolute path
 of .venv-apart/newest-megatron in PYTHONPATH. On Python 3.11 stock saves of the latter also need a sitecustomize.py that sets
 `typing.override`, since Megatron-LM imports it in processes that it spawns. FOLDER: for the store, and what the ranks say. ARGUMENTS:
-Megatron-LM's own, after those below. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers.md says, in the wrapper for
-parallel saves if FULLY_PARALLEL=1, and saves to the ref REF; local checkpoints are those of tsck.nvrx. It prints what the first rank says;
+Megatron-LM's own, after those below. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers/megatron.md says, in the
+wrapper for parallel saves if FULLY_PARALLEL=1, and saves
+to the ref REF; local checkpoints are those of tsck.nvrx. It prints what the first rank says;
 each rank ends with a hash of its weights, moments and generators, which a resumed job must have, too.
 """
 
@@ -101,7 +102,7 @@ def without_draws(make: Any) -> Any:
 
 
 def replace_save(training: Any, folder: Path) -> None:
-    """What docs/trainers.md says that a training script does."""
+    """What docs/trainers/megatron.md says that a training script does."""
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager  # noqa: PLC0415
 
     import tensorstore_ck as tsck  # noqa: PLC0415

@@ -16,7 +16,7 @@ from tests.documents import DOCS, PAGES, README, REPOSITORY, text
 QUESTIONS = {
     "How do I install it, and how do I get torch without CUDA?": ("README.md", "Install"),
     "How do I save and resume in my own loop?": ("docs/quickstart.md", "A training script"),
-    "What does my Lightning module need?": ("docs/trainers.md", "Lightning"),
+    "What does my Lightning module need?": ("docs/trainers/lightning.md", "Lightning"),
     "How do I give it the endpoint and the keys of my S3 server?": ("docs/guides/s3.md", "Endpoint and keys"),
     "How do I bring my old checkpoints in?": ("docs/guides/import-export.md", "Import and export"),
     "How do I keep the best three and the last five?": ("docs/guides/retention.md", "Policies"),

@@ -15,8 +15,10 @@ import tensorstore_ck
 PACKAGE = Path(tensorstore_ck.__file__).parent
 ROOT = PACKAGE.parent
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-PAGES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "decisions"]
-PAGES.remove("docs/trainers.md")  # it names files of the trainers, too
+PAGES = [
+    path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name not in ("decisions", "trainers")
+]
+"""Without those of trainers, which name files of the trainers, too."""
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 

@@ -235,7 +235,7 @@ def test_files_that_cannot_be_made_do_not_end_a_run(tmp_path: Path, store: tsck.
 
 
 def test_reading_over_fsspec(tmp_path: Path, finished: Finished) -> None:
-    """What docs/trainers.md shows."""
+    """What docs/trainers/transformers.md shows."""
     fsspec.register_implementation("tsck", SnapshotFileSystem, clobber=True)  # as the entry point does where the package is installed
     trainer, store = finished
     url = f"tsck://{runs.REF}@4/model.safetensors::{store.url}"

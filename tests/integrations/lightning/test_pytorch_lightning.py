@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::lightning_fa
 
 
 class Saves(tsck.lightning.SnapshotMixin, pytorch_lightning.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """As docs/trainers.md has it."""
+    """As docs/trainers/lightning.md has it."""
 
 
 class Model(runs.Training, pytorch_lightning.LightningModule):  # type: ignore[misc]
