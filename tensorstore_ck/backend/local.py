@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
 from tensorstore_ck.backend.local_io import read_at, read_whole, write_at
-from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
+from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
@@ -210,7 +210,8 @@ class LocalBackend:
             with os_errors("write", name, self.url):
                 is_direct = self._sync and use_direct(fd)
         except BaseException:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
             self._unlink_quietly(path)
             raise
         return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
@@ -310,7 +311,10 @@ class LocalBackend:
             self._within.make_folders(folder)
             return
         try:
-            self._made(partial(os.mkdir, folder, 0o777))
+            if folder.startswith(f"{self._root}/"):
+                make_as_owner(self._root, partial(make_folder, folder, self._root))
+            else:
+                os.mkdir(folder, 0o777)
         except FileExistsError:
             return
         except FileNotFoundError:
@@ -319,8 +323,6 @@ class LocalBackend:
             self._make_folder(os.path.dirname(folder))
             self._make_folder(folder, is_second_try=True)
             return
-        if folder.startswith(f"{self._root}/"):
-            inherit_from_root(folder, self._root)
         if self._root.startswith(f"{folder}/"):  # above the root: `_sync_folder` does not
             self._fsync_folder(os.path.dirname(folder))
 

@@ -17,6 +17,7 @@ T = TypeVar("T")
 FOLDER_BITS: Final = 0o2777
 FILE_BITS: Final = 0o666
 GROUP_BITS: Final = 0o2070
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def make_as_owner(root: str, make: Callable[[], T]) -> T:
@@ -49,10 +50,31 @@ def _filesystem_ids() -> Any:
     return library if hasattr(library, "setfsuid") else None
 
 
-def inherit_from_root(made: int | str, root: str) -> None:
-    """Gives a new file or folder of this process the mode and group of `root`, as far as this user and the filesystem can."""
+def make_folder(folder: str, root: str) -> None:
+    """Makes a folder below `root` that is like it. Changes its mode by a handle: another user may put a link in its place.
+
+    Raises:
+        FileNotFoundError: its parent is not there.
+        OSError: it is there, or cannot be made.
+    """
+    parent, name = os.path.split(folder)
+    at = os.open(parent, _FOLDER)
+    try:
+        os.mkdir(name, 0o777, dir_fd=at)
+        with suppress(OSError):  # deleted meanwhile
+            fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+            try:
+                inherit_from_root(fd, root)
+            finally:
+                os.close(fd)
+    finally:
+        os.close(at)
+
+
+def inherit_from_root(made: int, root: str) -> None:
+    """Gives an open file or folder the mode and group of `root`, as far as this user and the filesystem can."""
     with suppress(OSError):  # some filesystems have no modes
-        wanted, found = os.stat(root), os.stat(made)
+        wanted, found = os.stat(root), os.fstat(made)
         if found.st_gid != wanted.st_gid:
             with suppress(OSError):  # not a group of this user's
                 os.chown(made, -1, wanted.st_gid)
@@ -72,6 +94,42 @@ def has_default_acl(folder: str) -> bool:
         return bool(os.getxattr(folder, "system.posix_acl_default"))
     except (OSError, AttributeError):  # it has none, or the system knows none
         return False
+
+
+def files_unlike_root(root: str, *, change: bool = False) -> list[str]:
+    """The names of files and folders below `root` whose mode or group is not the one that `inherit_from_root` gives; sorted.
+
+    `change`: gives it to them, and returns those that this user could change. Follows no links, and leaves files with several names alone.
+    """
+    wanted, acl_decides = os.stat(root), has_default_acl(root)
+    found = []
+
+    def is_like(status: os.stat_result) -> bool:
+        mode = mode_below(wanted, is_folder=stat.S_ISDIR(status.st_mode))
+        return status.st_gid == wanted.st_gid and (acl_decides or stat.S_IMODE(status.st_mode) == mode)
+
+    for folder, folders, files, at in os.fwalk(root):
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                status = os.stat(name, dir_fd=at, follow_symlinks=False)
+                is_ours = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
+                if is_ours and not is_like(status) and (not change or is_like(_changed(name, at, status, root))):
+                    found.append(os.path.relpath(f"{folder}/{name}", root))
+    return sorted(found)
+
+
+def _changed(name: str, at: int, status: os.stat_result, root: str) -> os.stat_result:
+    """The status after `inherit_from_root`, unless something else has that name by now."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    except OSError:  # this user may not read it, so it is another user's
+        return status
+    try:
+        if os.path.samestat(os.fstat(fd), status):
+            inherit_from_root(fd, root)
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def share_with_group(root: str) -> None:

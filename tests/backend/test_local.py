@@ -66,7 +66,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
     def one(verb: str, real: Callable[..., None]) -> Callable[..., None]:
         def call(path: str, *args: Any, **kwargs: Any) -> None:
             real(path, *args, **kwargs)
-            seen.append(f"{verb} {show(path)}")
+            at = kwargs.get("dir_fd")
+            seen.append(f"{verb} {show(path if at is None else f'{paths[at]}/{path}')}")
 
         return call
 

@@ -139,6 +139,25 @@ def test_a_folder_that_is_not_there_is_made(folder: Path) -> None:
     assert stat.S_IMODE((folder / "new").stat().st_mode) & 0o2770 == 0o2770
 
 
+def test_fsck_reports_and_repairs_modes(folder: Path) -> None:
+    give(folder, 0o2775)
+    store = open_store(LocalBackend(str(folder)))
+    put_labels(store.engine, "job", "a b")
+    assert not store.fsck().findings
+    pack = next(path for path in folder.rglob("packs/*/*"))
+    pack.chmod(0o600)
+    pack.parent.chmod(0o755)
+    os.chown(folder / "store.json", ANN.uid, STRANGER.gid)
+    (finding,) = store.fsck().findings
+    assert (finding.kind, finding.severity, finding.object) == ("mode", "notice", f"packs/{pack.parent.name}")
+    assert finding.message.startswith("3 files and folders, this one first,")
+    assert "drwxrwsr-x, group 3000" in finding.message
+    report = store.repair()
+    assert [(each.object, each.how) for each in report.mended] == [(finding.object, "3 modes and groups set to those of the root folder")]
+    assert not report.after.findings
+    assert stat.filemode(pack.stat().st_mode) == "-rw-rw-r--"
+
+
 @pytest.mark.slow
 def test_a_default_acl_decides_instead(folder: Path) -> None:
     """Bob, who is in no group of the folder, may do everything by the ACL; the modes, which are its mask, are left to the kernel."""

@@ -9,6 +9,7 @@ read_only_engine.py    an engine at the log as it was checked
 check_snapshot.py      one snapshot: record, parts, layout, extents
 affected.py            the tensors that damage affects
 check_markers.py       the markers of cold locations
+check_modes.py         who may use the files of a store in a folder
 check_packs.py         footers, and known bad blocks
 check_data.py          reads every stored byte, in pieces
 last_verified.py       when this host last verified each pack

@@ -40,6 +40,7 @@ from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_l
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_markers import check_markers
+from tensorstore_ck.maintenance.fsck.check_modes import check_modes
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Findings, FsckReport, Severity, kind_of, object_problem
@@ -141,6 +142,7 @@ class Fsck:
             PlaceUnavailableError: packs lie at a location that cannot be used; its message names damage that was found before.
         """
         self._check_config()
+        check_modes(self._backend, self._found)
         self._check_log()
         if self.log.is_unreadable:
             return FsckReport(self._found.all(), self.log.entries, 0, 0, 0, 0)

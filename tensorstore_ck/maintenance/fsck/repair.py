@@ -21,6 +21,7 @@ from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log,
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_markers import repair_markers
+from tensorstore_ck.maintenance.fsck.check_modes import repair_modes
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
@@ -150,6 +151,7 @@ class _Repair:
     def _repair_log(self, fsck: Fsck, seen: Head | None) -> Fsck:
         if repair_config(self._engine, self._other_engine):
             self._repaired["store.json"] = "written again"
+        self._repaired |= repair_modes(self._engine.backend)
         self._repaired |= dict.fromkeys(repair_markers(self._engine.placed), "written again")
         entries = repair_entries(self._engine, self._other_engine, fsck.log, seen) if self._other_engine is not None else []
         self._repaired |= dict.fromkeys(entries, COPIED)

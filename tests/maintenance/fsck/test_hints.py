@@ -66,7 +66,6 @@ def damage(folder: str, how: str, *, last: bool = False) -> str:
     """Damages the first or last object below a folder of the store; its name."""
     found = [path for path in Path("the store", folder or "store.json").rglob("*") if path.is_file()]
     path = sorted(found, key=lambda path: path.name)[-1 if last else 0] if folder else Path("the store/store.json")
-    path.chmod(0o600)
     data = bytearray(path.read_bytes())
     match how:
         case "gone":

@@ -1,0 +1,39 @@
+"""Checks and repairs the modes and groups of a store in a folder: if not those of its root folder, users are locked out, or let in."""
+
+import os
+import stat
+from typing import Final
+
+from tensorstore_ck.backend.local_modes import files_unlike_root
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.maintenance.fsck.findings import Findings
+from tensorstore_ck.maintenance.fsck.repairable import repair_command
+
+MODE: Final = "mode"
+"""Kind of the finding; a notice, since nothing is lost."""
+
+
+def check_modes(backend: Backend, findings: Findings) -> None:
+    """Adds one finding for all files and folders, named by the first."""
+    found = _unlike_root(backend)
+    if found:
+        root = os.stat(backend.url)
+        findings.add(
+            MODE,
+            found[0],
+            f"{len(found):,} files and folders, this one first, do not have the mode and group of {backend.url} "
+            f"({stat.filemode(root.st_mode)}, group {root.st_gid}), so not the same users may use them: {repair_command()}, run by root or "
+            "by each owner, changes that",
+            severity="notice",
+            repairable=True,
+        )
+
+
+def repair_modes(backend: Backend) -> dict[str, str]:
+    """Gives them the mode and group of the root folder, as far as this user may: name of the first -> what was done."""
+    done = _unlike_root(backend, change=True)
+    return {done[0]: f"{len(done):,} modes and groups set to those of the root folder"} if done else {}
+
+
+def _unlike_root(backend: Backend, *, change: bool = False) -> list[str]:
+    return files_unlike_root(backend.url, change=change) if backend.is_local and os.path.isdir(backend.url) else []
