@@ -18,6 +18,7 @@ run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
 exit_codes.py         the table of exit codes
+standard_streams.py   stdout and stderr that are closed, full or broken
 allowed_locations.py  the user's file of allowed locations for moved packs
 """
 

@@ -1,6 +1,7 @@
 """From which snapshot a trainer's run resumes, and whether it may save to a ref."""
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -111,6 +112,6 @@ def require_own_ref(store: Store, ref: str, argument: str) -> None:
     newest = store.resolve(ref)
     raise ConflictError(
         f"{ref!r} has snapshots of an earlier run (step {newest.step}): pass {argument} to continue it, or another ref to keep both, or "
-        f"delete it first with `tsck forget {ref}`",
+        f"delete it first with `tsck forget {shlex.quote(ref)} -s {shlex.quote(store.url)}`",
         object_id=ref,
     )

@@ -15,6 +15,7 @@ run_outcome.py                           what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that nobody has to read the log from its start
+contents.py                              what of a root is the store's
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
