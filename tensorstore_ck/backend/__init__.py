@@ -45,6 +45,7 @@ from tensorstore_ck.redaction import clean_error, display_url, secret_values
 __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_CUT_URL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|memory|file|local|https?):", re.IGNORECASE)
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 
@@ -67,6 +68,12 @@ def open_backend(
     shown = display_url(text)
     if not text or "\0" in text or "::" in text:
         raise InvalidUrlError(f"{shown!r} is not the URL of a store: give a folder, or s3://bucket/prefix", object_id=shown)
+    if match is None and (cut := _CUT_URL.match(text)) is not None:
+        raise InvalidUrlError(
+            f"{shown!r} is no URL, and hardly meant as a folder: pathlib.Path and os.path.normpath drop a slash of {cut[0]}//..., so give "
+            f"it as text; a folder of that name is './{shown}'",
+            object_id=shown,
+        )
     if match is None or match["protocol"].lower() in ("file", "local"):
         if storage_options:
             raise InvalidOptionError(f"storage_options are for remote stores, and {shown} is a local folder", object_id=shown)

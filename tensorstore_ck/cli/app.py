@@ -8,6 +8,7 @@ import difflib
 import importlib
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,14 +17,14 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import exit_codes
+from tensorstore_ck.cli import exit_codes, standard_streams
 from tensorstore_ck.cli.command_groups import COMMANDS, write_commands
 from tensorstore_ck.cli.debug_log import debug_log
 from tensorstore_ck.cli.help_topics import topic_page
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
-from tensorstore_ck.errors import StoreError
+from tensorstore_ck.errors import NotAStoreError, NotFoundError, StoreError
 from tensorstore_ck.redaction import redacted
 
 LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` the content of one."
@@ -95,12 +96,17 @@ class Program(click.Group):
             sys.exit(0)
         arguments = list(sys.argv[1:] if args is None else args)
         more["standalone_mode"] = False
+        output = standard_streams.prepare()
+        if not standard_streams.shows_colours():
+            more["color"] = False
         logger, lines = logging.getLogger("tensorstore_ck"), _Lines(logging.WARNING)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             logger.addHandler(lines)
             try:
-                sys.exit(self._run(arguments, prog_name or "tsck", *others, **more))
+                code = self._run(arguments, prog_name or "tsck", *others, **more)
+                lost = standard_streams.lost_output(output)
+                sys.exit(code if lost is None or code else _lost_output(lost))
             finally:
                 logger.removeHandler(lines)
 
@@ -117,16 +123,38 @@ class Program(click.Group):
         except click.UsageError as exc:
             where = exc.ctx.command_path if exc.ctx else "tsck"
             advice = f"see `{where} --help`"
+            meant = _store_among(arguments) if "unexpected extra argument" in exc.format_message() else ""
             message = " ".join(exc.format_message().split())
-            _fail("usage", f"{message.removesuffix('.')}. {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
+            _fail("usage", f"{message.removesuffix('.')}. {advice[0].upper()}{advice[1:]}{meant}", where, as_json=as_json)
             return exit_codes.USAGE
         except click.Abort:
             _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
             return exit_codes.INTERRUPTED
         except StoreError as exc:
-            _fail(exc.kind, str(exc), exc.object_id, as_json=as_json, more=f" (see: tsck help {exc.kind})")
+            meant = _store_among(arguments) if isinstance(exc, NotAStoreError | NotFoundError) else ""
+            _fail(exc.kind, f"{exc}{meant}", exc.object_id, as_json=as_json, more=f" (see: tsck help {exc.kind})")
             return exc.exit_code
         return code if isinstance(code, int) else 0
+
+
+def _lost_output(exc: OSError) -> int:
+    """Prints that output was lost, unless its reader stopped; the exit code."""
+    if isinstance(exc, BrokenPipeError):
+        return StoreError.exit_code
+    from tensorstore_ck.backend.os_errors import store_error  # noqa: PLC0415 - what prints help needs no backend
+
+    error = store_error(exc, "write", "the output")
+    _fail(error.kind, str(error), "", as_json=False)
+    return error.exit_code
+
+
+def _store_among(arguments: list[str]) -> str:
+    """What to type instead, if a store stands where no command takes one: each takes it as ``-s``. No other argument is repeated."""
+    for at, word in enumerate(arguments[1:], 1):
+        is_option = word.startswith("-") or arguments[at - 1].startswith("-")
+        if not is_option and os.path.isfile(os.path.join(word, "store.json")):
+            return f"; did you mean `tsck {shlex.join([arguments[0], '-s', word])}`?"
+    return ""
 
 
 def _arranged(arguments: list[str]) -> list[str]:

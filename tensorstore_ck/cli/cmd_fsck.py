@@ -13,12 +13,13 @@ from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, UnreadableError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, UnreadableError
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck
 from tensorstore_ck.maintenance.fsck.check_config import find_config, is_of_log
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Finding, FsckReport
 from tensorstore_ck.maintenance.recorded_runs import recorded_fsck, recorded_repair
+from tensorstore_ck.redaction import display_url
 
 
 @command(
@@ -74,7 +75,10 @@ def fsck(
         if other is not None:  # a copy of this store's files has the same uuid, and must not share this host's cache
             folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
             from_choice = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder)
-            source = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
+            try:
+                source = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
+            except NotAStoreError as exc:  # a new one would have nothing to take
+                raise NotAStoreError(f"there is no store at {display_url(other)}, which --from names: correct it", object_id=other) from exc
         engine, is_sure = _open(choice, stack, source, changes=repair or abort_uploads, records=not no_record)
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None

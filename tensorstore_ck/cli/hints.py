@@ -61,7 +61,8 @@ def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str
         name, rest = found.groups()
         command = root.command.get_command(root, name) if isinstance(root.command, click.Group) else None
         takes_store = command is not None and any(parameter.name == "store" for parameter in command.params)
-        names_store = bool({"-s", "--store"} & set(rest.split()))
+        takes_url = command is not None and any(parameter.name == "url" for parameter in command.params)
+        names_store = bool({"-s", "--store"} & set(rest.split())) or (takes_url and rest.strip() != "")
         more = arguments if not names_store else [*(storage if "://" in rest else ()), *state]
         return f"`tsck {name}{rest} {shlex.join(more)}`" if takes_store and more else found[0]
 

@@ -7,6 +7,7 @@ terminal.
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -66,7 +67,7 @@ def emit_words(text: str) -> None:
 
 def clear_line() -> None:
     """Removes the progress bar that may be on the terminal's last line; the next report draws it again."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         click.echo("\r\x1b[K", nl=False, err=True)
 
 

@@ -1,12 +1,13 @@
 """Opens or creates a store: from a URL to an `Engine`."""
 
+import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import platformdirs
 
@@ -41,6 +42,8 @@ from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, St
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
+
+_logger: Final = logging.getLogger("tensorstore_ck")
 
 
 def open_engine(
@@ -81,6 +84,7 @@ def open_engine(
         if config is None and create:
             unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # fsyncs do not matter for exclusion
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
+            _logger.warning("made a new store at %s", backend.url)
         if config is None:
             raise NotAStoreError(
                 f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url

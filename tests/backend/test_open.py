@@ -1,6 +1,7 @@
 """From a URL to a backend."""
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,11 +46,17 @@ BAD_URLS = [
     "memory://",
     "nosuch://a/b",
     "simplecache::s3://bucket/a",
+    Path("s3://bucket/a"),
+    os.path.normpath("gs://bucket/a"),
+    "s3:bucket/a",
+    "S3:/bucket/a",
+    "file:/abs/a",
+    "memory:/m",
 ]
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_malformed_urls_are_refused(url: str) -> None:
+def test_malformed_urls_are_refused(url: str | Path) -> None:
     with pytest.raises(InvalidUrlError):
         open_backend(url)
 

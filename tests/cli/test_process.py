@@ -3,10 +3,13 @@
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import tensorstore_ck
 from tests.cli.conftest import Tsck
@@ -81,6 +84,45 @@ def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
         os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("stdout", "code", "said"), [("/dev/full", 34, "cannot write the output: No space left"), (None, 0, "")])
+def test_what_becomes_of_the_output_stops_no_work(history: Tsck, tmp_path: Path, stdout: str | None, code: int, said: str) -> None:
+    target = "1>&-" if stdout is None else f">{stdout}"
+    line = f"exec {shlex.quote(sys.executable)} -m tensorstore_ck.cli tag after runs/gpt {target}"
+    done = subprocess.run(["sh", "-c", line], env=_environment(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (code, True, 1 if said else 0), done.stderr
+    assert "after" in history("tag").out
+
+
+def test_a_stream_that_cannot_show_a_character_shows_its_code(history: Tsck, tmp_path: Path) -> None:
+    history("mark", "runs/gpt@1", "bad", "--reason", "日本 é")
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorstore_ck.cli", "log"],
+        env=_environment(tmp_path) | {"PYTHONIOENCODING": "latin-1"},
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert r"\u65e5\u672c é".encode("latin-1") in done.stdout
+
+
+@pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colours_where_none_are_wanted(history: Tsck, tmp_path: Path, variable: dict[str, str]) -> None:
+    terminal, child = pty.openpty()
+    env = {**_environment(tmp_path), "TERM": "xterm", "TSCK_PAGER": "cat", **variable}
+    done = subprocess.run([sys.executable, "-m", "tensorstore_ck.cli", "branch"], env=env, stdout=child, check=False)
+    os.close(child)
+    shown = os.read(terminal, 10_000)
+    os.close(terminal)
+    assert (done.returncode, b"\x1b" in shown, b"runs/gpt" in shown) == (0, False, True)
+
+
+def test_a_store_as_an_argument_gets_a_hint_that_works(history: Tsck) -> None:
+    done = history("fsck", "ck", store=None)
+    assert (done.code, "did you mean `tsck fsck -s ck`?" in done.err) == (2, True)
+    assert history("fsck", "-s", "ck", store=None).code == 0
 
 
 def test_bars_on_a_terminal(history: Tsck, tmp_path: Path) -> None:

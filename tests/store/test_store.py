@@ -220,3 +220,10 @@ def test_a_snapshot_in_one_line(store: tsck.Store) -> None:
     assert repr(snapshot) == f"Snapshot({snapshot.root[:12]}, job, step 1, 2023-11-14 22:13:20 UTC, bad)"
     assert store.resolve(snapshot.root[:12]).id == snapshot.id
     assert repr(replace(snapshot, step=None, mark="")) == f"Snapshot({snapshot.root[:12]}, job, 2023-11-14 22:13:20 UTC)"
+
+
+def test_a_store_that_is_made_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with tsck.open(tmp_path / "a mistyped name", create=True):
+            pass
+    assert [record.message for record in caplog.records] == [f"made a new store at {tmp_path / 'a mistyped name'}"]

@@ -1,6 +1,7 @@
 """When a trainer's run saves, to which ref it may, and what a folder means whose save was never published."""
 
 import os
+import shlex
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -94,6 +95,6 @@ def require_own_ref(store: Store, ref: str, argument: str) -> None:
     newest = store.resolve(ref)
     raise ConflictError(
         f"{ref!r} has snapshots of an earlier run (step {newest.step}): pass {argument} to continue it, or another ref to keep both, or "
-        f"delete it first with `tsck forget {ref}`",
+        f"delete it first with `tsck forget {shlex.quote(ref)} -s {shlex.quote(store.url)}`",
         object_id=ref,
     )

@@ -4,6 +4,7 @@ To resume a killed copy, run it again. The target's histories are never rewritte
 that were added later are copied, too; pins and forgotten snapshots are not.
 """
 
+import shlex
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
@@ -87,7 +88,8 @@ def _require_compatible(source: Engine, target: Engine) -> None:
     one, other = source.backend.url, target.backend.url
     if source.config.uuid == target.config.uuid:
         raise InvalidOptionError(
-            f"{one} and {other} are the same store, or one is a file copy of the other: copy to a separate store (`tsck init`)",
+            f"{one} and {other} are the same store, or one is a file copy of the other: copy to a separate store, as `tsck init URL` "
+            f"makes; or give the copy an identity of its own: `tsck adopt -s {shlex.quote(other)}`",
             object_id=other,
         )
     if source.config.block_bytes != target.config.block_bytes:
