@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.session.ref_fence import RefFence
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import Pool, make_store
 from tests.training.checkpointing import unsaved_side
@@ -305,3 +306,22 @@ def test_a_save_after_one_that_may_have_happened_is_no_conflict(tmp_path: Path, 
     job.save()
     job.ckpt.close()
     assert job.steps() == [4, 3, 2, 1]
+
+
+def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the log does not say whose entry it is."""
+    job = Job(tmp_path, asynchronous=False)
+    job.save()
+    lose_a_reply(job, happened=True)
+    job.save()
+    with monkeypatch.context() as patch:
+
+        def unknown(action: Any, **_: Any) -> Any:
+            return action()
+
+        patch.setattr(job.store, "retrying", unknown)
+        patch.setattr(RefFence, "settle", lambda *_: False)
+        assert any("the next save checks again" in each for each in job.save())
+    job.save()
+    job.ckpt.close()
+    assert job.steps() == [4, 2, 1]
