@@ -27,13 +27,13 @@ from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetail
 from tensorstore_ck.log.snapshot_log import SnapshotLog
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
-from tensorstore_ck.session import restore
+from tensorstore_ck.session import restoring
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
-from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
-from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
 from tensorstore_ck.session.save.retrying import retrying
+from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.session.session import Session
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class Store:
             DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these errors if one meets them.
             SnapshotAbortedError: with `group`: a rank failed in another way, or was not there in time.
         """
-        return restore.checkout(
+        return restoring.checkout(
             self.session,
             address,
             group=group,
@@ -434,7 +434,7 @@ class Store:
         Returns:
             What `read` returned, and the snapshot.
         """
-        return restore.restoring(
+        return restoring.restoring(
             self.session,
             address,
             read,
@@ -467,7 +467,7 @@ class Store:
             NotFoundError: no rank states were saved, or there is no such rank.
             MismatchError: another number of ranks saved them, and neither `rank` nor `rank_state_map` is given.
         """
-        return restore.rank_state(
+        return restoring.rank_state(
             self.session,
             address,
             rank,
@@ -484,11 +484,11 @@ class Store:
         Raises:
             FormatVersionError: the snapshot names a rule that this build does not know.
         """
-        return restore.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
+        return restoring.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
 
     def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
         """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
-        return restore.open_lazily(self.session, address)
+        return restoring.open_lazily(self.session, address)
 
     # --- look -------------------------------------------------------------------------------------------------------------
 

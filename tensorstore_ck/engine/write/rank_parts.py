@@ -10,7 +10,7 @@ from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.publish import at_branch, condemned_of, publish, store_record
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record
@@ -78,7 +78,7 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *
     )
 
 
-def record_of(engine: Engine, request: PutRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
+def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
     """The record of what all `ranks`, in their order, have written.
 
     `streams` is the rule of derived streams, if there are rank states.
@@ -108,7 +108,7 @@ def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
 
 def publish_parts(
     engine: Engine,
-    request: PutRequest,
+    request: SaveRequest,
     record: Record,
     ranks: Sequence[RankParts],
     *,

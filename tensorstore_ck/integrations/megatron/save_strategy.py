@@ -31,7 +31,7 @@ from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.session.save.group_put import UnpreparedState
+from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import Store
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
