@@ -1,9 +1,8 @@
 """tensorstore_ck: a content-addressed snapshot store for training state.
 
 ``__init__.pyi`` lists the public names; each is loaded when it is first used, so that this package and its commands start fast.
-The areas are in ARCHITECTURE.md; the other modules:
+The areas are in ARCHITECTURE.md; those that are modules:
 
-store.py      `Store` and `open`
 errors.py     every error that a caller can meet
 events.py     the events of saves
 redaction.py  text without secrets and control characters

@@ -1,0 +1,18 @@
+"""What users hold: public names, signatures and docstrings. Each method is one call into `session`, `maintenance` or gc.
+
+read_only_store.py  `ReadOnlyStore`: restores, and looks
+store.py            `Store`: saves, refs, what stays and what goes, upkeep
+opening.py          `open`
+
+What takes long to import, such as torch, is imported only by the methods that need it, so that a command starts fast.
+"""
+
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.session.save_options import LAST_SEEN
+from tensorstore_ck.store.opening import open_store
+from tensorstore_ck.store.read_only_store import ReadOnlyStore
+from tensorstore_ck.store.store import Store
+
+open = open_store  # noqa: A001 - `tsck.open` reads as `gzip.open` does
+
+__all__ = ["ANY", "LAST_SEEN", "ReadOnlyStore", "Store", "open", "open_store"]

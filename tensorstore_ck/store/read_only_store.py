@@ -1,0 +1,521 @@
+"""`ReadOnlyStore`: what restores from a store, or looks at it, and changes nothing."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.units import parse_rate
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.log.quota import Quota
+from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
+from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
+from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.maintenance import forget as forgetting
+from tensorstore_ck.maintenance import refs
+from tensorstore_ck.session import restoring
+from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
+from tensorstore_ck.session.restoring import Restoring
+from tensorstore_ck.session.save.retrying import retrying
+from tensorstore_ck.session.session import Session
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.axes import Axes
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tensorstore_ck.gc import GcOptions, GcReport
+    from tensorstore_ck.gc.recode import RecodeReport
+    from tensorstore_ck.gc.report import Progress as GcProgress
+    from tensorstore_ck.gc.tiering import TierReport
+    from tensorstore_ck.gc.usage import Usage
+    from tensorstore_ck.log.retention import Policy
+    from tensorstore_ck.maintenance.advise import Advice
+    from tensorstore_ck.maintenance.apply_policies import RetentionReport
+    from tensorstore_ck.maintenance.bisect_history import Bisection, Tested
+    from tensorstore_ck.maintenance.describe import SnapshotDiff
+    from tensorstore_ck.maintenance.forget import Forgotten
+    from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport
+    from tensorstore_ck.state import LazySnapshot, LoadReport
+    from tensorstore_ck.state.statistics import ChangeStatistics, TensorStatistics
+
+T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class ReadOnlyStore:
+    """What can be done with a store that was opened read-only; `Store` adds what changes one.
+
+    ``tsck.open(url, read_only=True)`` returns a `Store` whose changing methods raise a `PermissionDeniedError`. For a type checker it is
+    this class, which has none of them.
+    """
+
+    def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
+        self._session = Session(engine, host_memory_bytes=host_memory_bytes, dead_after_seconds=dead_after_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __dir__(self) -> list[str]:
+        """The public names, without earlier spellings, which are functions of another name."""
+        names = (name for name in dir(type(self)) if not name.startswith("_"))
+        return [name for name in names if getattr(getattr(type(self), name), "__name__", name) == name]
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        return self.engine.backend.url
+
+    @property
+    def engine(self) -> Engine:
+        """For what is built on top of a store: see `integrations`."""
+        return self.session.engine
+
+    @property
+    def session(self) -> Session:
+        """What this handle has seen of refs, its process groups and its queue of saves: for what is built on top of a store."""
+        return self._session
+
+    def close(self) -> None:
+        """Finishes the saves in progress, and releases connections, memory and the cache; idempotent.
+
+        Raises:
+            StoreError: what a save failed with that nobody waited for.
+        """
+        self.session.close()
+
+    # --- restore -------------------------------------------------------------------------------------------------------
+
+    @renamed_argument(allow_bad="allow_marked")
+    def checkout(
+        self,
+        address: str,
+        *,
+        into: object = None,
+        select: Sequence[str] | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        dtype: "torch.dtype | None" = None,
+        device: "str | torch.device" = "cpu",
+        report: "LoadReport | None" = None,
+        allow_marked: bool = False,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        broadcast: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Any:
+        """Restores the snapshot at `address`, every block verified. Waits first for the asynchronous saves of this handle.
+
+        Args:
+            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
+            into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
+                before anything is read; if reading then fails, its tensors are undefined.
+            select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
+            strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
+                what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
+            rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out).
+            dtype: Floating-point tensors are converted to it, except those of one element in an optimizer's state, such as step counters.
+            device: Where new tensors are made.
+            report: Filled with the differences when `strict` is false.
+            group: A process group, or a one-dimensional DeviceMesh, whose ranks all restore the snapshot that rank 0 finds, or none does.
+                Each passes its own side of `into`.
+            broadcast: With `group`: tensors that all ranks restore in full, as under DDP, are read by one rank each, and go to the
+                others by a broadcast: for networks that are faster than the store.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+            allow_marked: Also restore a snapshot that was marked ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
+
+        Raises:
+            NotFoundError: nothing at that address.
+            SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
+            MismatchError: it does not fit `into` or `select`.
+            DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these errors if one meets them.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or was not there in time.
+        """
+        return restoring.checkout(
+            self.session,
+            address,
+            group=group,
+            allow_marked=allow_marked,
+            timeout_seconds=timeout_seconds,
+            into=into,
+            select=select,
+            strict=strict,
+            rename=rename,
+            dtype=dtype,
+            device=device,
+            report=report,
+            broadcast=broadcast,
+        )
+
+    @renamed_argument(allow_bad="allow_marked")
+    def restoring(
+        self,
+        address: str,
+        read: Callable[[Restoring], T],
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        broadcast: bool = False,
+        allow_marked: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> tuple[T, Snapshot]:
+        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
+
+        An error that `read` raises on one rank ends the restore on all of them at once. Otherwise as `checkout`.
+
+        Returns:
+            What `read` returned, and the snapshot.
+        """
+        return restoring.restoring(
+            self.session,
+            address,
+            read,
+            group=group,
+            broadcast=broadcast,
+            allow_marked=allow_marked,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def rank_state(
+        self,
+        address: str,
+        rank: int | None = None,
+        *,
+        rank_state_map: Callable[[int, int], int | Iterable[int]] | None = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Any:
+        """What a rank saved as ``rank_state=``: this rank's own, if the number of ranks is the same.
+
+        Args:
+            address: As in `checkout`.
+            rank: The rank whose state to take, whatever the number of ranks.
+            rank_state_map: If the number of ranks differs, maps this rank and the number of ranks that saved to the rank whose state to
+                take, such as ``lambda rank, ranks: rank % ranks``. If it returns several ranks, their states come as a list.
+            group: All its ranks restore their states, or none; without it there is one rank.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+
+        Raises:
+            NotFoundError: no rank states were saved, or there is no such rank.
+            MismatchError: another number of ranks saved them, and neither `rank` nor `rank_state_map` is given.
+        """
+        return restoring.rank_state(
+            self.session,
+            address,
+            rank,
+            rank_state_map=rank_state_map,
+            group=group,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def random_streams(
+        self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Streams:
+        """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks saved.
+
+        Raises:
+            FormatVersionError: the snapshot names a rule that this build does not know.
+        """
+        return restoring.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
+
+    def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
+        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
+        return restoring.open_lazily(self.session, address)
+
+    def finish_staged(
+        self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        """Waits for the saves of this handle, and for earlier staged saves of this host, or of the hosts of `group`. Restores call it.
+
+        Does not wait for uploads if `address` means a staged snapshot, such as ``runs/gpt^staged``.
+        """
+        self.session.finish_staged(address, process_group(group), timeout_seconds)
+
+    def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T:
+        """Calls `call` until it succeeds, while trying again can help (see `errors`, "retry"), and returns its result.
+
+        ::
+
+            snapshot = store.retrying(lambda: store.put_snapshot(state, ref="runs/gpt", step=step, group=group))
+
+        Transient errors are tried again. If a save may or may not have happened, the log is read first: a snapshot that was published is
+        returned, and not saved again. Any other error is raised at once, such as that of a save to a ref that another process moved.
+        With ``group=`` all ranks call this: they raise the same errors, and so try again together.
+
+        Args:
+            call: A save, a restore or any other use of this store; an asynchronous save with its ``wait()``.
+            attempts: How often it is called, at most.
+            pause_seconds: Before the second call; twice as long before each further one.
+
+        Raises:
+            StoreError: what the last call raised.
+        """
+        return retrying(self.session.context, call, attempts=attempts, pause_seconds=pause_seconds)
+
+    # --- look ----------------------------------------------------------------------------------------------------------
+
+    def resolve(self, address: str) -> Snapshot:
+        """The snapshot at an address."""
+        return Snapshot.from_info(self.session.resolve(address).info)
+
+    def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog:
+        """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`.
+
+        The list has `to_pandas`, and notebooks show it as a table.
+        """
+        return refs.history(self.engine, ref, limit)
+
+    def branches(self) -> dict[str, Snapshot]:
+        """Every branch, and where it is."""
+        return refs.branches(self.engine)
+
+    def tags(self) -> dict[str, Snapshot]:
+        """Every tag, and where it is."""
+        return refs.tags(self.engine)
+
+    def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
+        """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.
+
+        Where the metric is NaN or infinite, the line has a gap, and a red line from top to bottom.
+
+        Args:
+            metric: Its name, such as ``"loss"``.
+            ref: The branch.
+            axes: Draw into these; by default into a new figure of pyplot, which notebooks show.
+
+        Raises:
+            NotFoundError: no snapshot has that metric.
+            MissingExtraError: matplotlib is not installed.
+
+        Returns:
+            The axes, to which more can be added.
+        """
+        from tensorstore_ck.maintenance.metric_plot import draw_points, metric_points, shown_axes  # noqa: PLC0415
+
+        points = metric_points(self.log(ref), metric)
+        axes = shown_axes() if axes is None else axes
+        draw_points(axes, points, metric)
+        return axes
+
+    def metadata(self, address: str) -> dict[str, Any]:
+        """The metadata that a snapshot was saved with. Reads one small object, where `show` reads the tables of all ranks."""
+        return self.engine.read_metadata(self.session.resolve(address).info)
+
+    def show(self, address: str) -> SnapshotDetails:
+        """Metadata, tensors and values of a snapshot."""
+        from tensorstore_ck.maintenance.describe import describe  # noqa: PLC0415
+
+        return describe(self.engine, self.session.resolve(address).info)
+
+    def diff(self, old: str, new: str) -> "SnapshotDiff":
+        """Which tensors and values differ between two snapshots, and how many of their bytes.
+
+        Reads no tensor data, but where other ranks or placements cut a tensor at other borders.
+        """
+        from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
+
+        return diff_snapshots(self.engine, self.session.resolve(old).info, self.session.resolve(new).info)
+
+    def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]":
+        """Minimum, maximum, mean, standard deviation, norm, and counts of NaN, infinity and zero of each tensor, in the state's order.
+
+        Reads and verifies the tensors' data, piece by piece: some 200 MiB are in memory, whatever the size of the snapshot; but a strided
+        view of another tensor, such as a transposed one, is read whole. All numbers are float64: see `TensorStatistics`. States of single
+        ranks (``rank_state=``) are left out.
+
+        Args:
+            address: The snapshot; also one that is marked.
+            select: Globs over names such as ``model.*``, as in `checkout`.
+            bins: Also a histogram with so many bins of each tensor; the data is then read twice.
+
+        Raises:
+            MismatchError: a glob fits nothing.
+            DamageError: stored data is damaged.
+        """
+        from tensorstore_ck.maintenance.describe import statistics  # noqa: PLC0415
+
+        return statistics(self.engine, self.session.resolve(address).info, select, bins)
+
+    def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
+        """By how much each tensor that differs changed between two snapshots; the largest relative change comes first, and tensors that
+        were reshaped, added or removed come last.
+
+        Only tensors with a block that differs are read, in both snapshots, piece by piece as in `statistics`. How the change is measured:
+        see `ChangeStatistics`.
+
+        Args:
+            old: The address of the snapshot to compare with.
+            new: The address of the other one.
+            select: See `statistics`; a glob may fit names of either snapshot.
+
+        Raises:
+            MismatchError: a glob fits nothing.
+            DamageError: stored data is damaged.
+        """
+        from tensorstore_ck.maintenance.describe import change_statistics  # noqa: PLC0415
+
+        return change_statistics(self.engine, self.session.resolve(old).info, self.session.resolve(new).info, select)
+
+    def find_nan(self, address: str, select: Sequence[str] | None = None) -> str | None:
+        """The name of a snapshot's first tensor that has a NaN or an infinity; None if no tensor has one. Reads no tensor after it.
+
+        Args:
+            address: See `statistics`.
+            select: See `statistics`.
+
+        Raises:
+            MismatchError: a glob fits nothing.
+            DamageError: stored data is damaged.
+        """
+        from tensorstore_ck.maintenance.describe import find_nan  # noqa: PLC0415
+
+        return find_nan(self.engine, self.session.resolve(address).info, select)
+
+    def usage(self, *, per_snapshot: bool = False) -> "Usage":
+        """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
+
+        Args:
+            per_snapshot: Also the size of each snapshot, and what forgetting it would free.
+        """
+        from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
+
+        return measure_usage(self.engine.of_store(), per_snapshot=per_snapshot)
+
+    def last_runs(self) -> dict[str, RunOutcome]:
+        """``gc``, ``fsck`` -> the last run of each, by any host: when it ended, its outcome, and what it freed or found.
+
+        A run whose process could not write to the log is not among them; neither are dry runs, nor `free_dropped`.
+        """
+        return last_runs(self.engine.log.newest_view())
+
+    @renamed_argument(
+        stall="stall_seconds", lag="lag_seconds", restart="restart_seconds", mtbf="mtbf_seconds", bytes_per_second="bandwidth"
+    )
+    def advise(
+        self,
+        ref: str,
+        *,
+        stall_seconds: float | None = None,
+        lag_seconds: float | None = None,
+        restart_seconds: float | None = None,
+        mtbf_seconds: float | None = None,
+        bandwidth: float | str | None = None,
+        bytes_per_day: float | None = None,
+    ) -> "Advice":
+        """How often the job of a branch should save to lose the least time, by its history and measured costs.
+
+        Args:
+            ref: The branch.
+            stall_seconds: How long a save blocks the training; None: as `Checkpointer` noted with the newest snapshot.
+            lag_seconds: From then until the snapshot is published; None: as `Checkpointer` noted, or 0.
+            restart_seconds: From a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
+            mtbf_seconds: Mean time between failures; None: by how often the run was resumed, or four hours.
+            bandwidth: Of the store, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
+            bytes_per_day: How much the store may grow.
+        """
+        from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415
+
+        return advise(
+            self.engine,
+            ref,
+            stall=stall_seconds,
+            lag=lag_seconds,
+            restart=restart_seconds,
+            mtbf=mtbf_seconds,
+            bytes_per_second=None if bandwidth is None else parse_rate(bandwidth),
+            bytes_per_day=bytes_per_day,
+        )
+
+    def fsck(
+        self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None, record: bool = True
+    ) -> "FsckReport":
+        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Repairs nothing.
+
+        An entry in the log says what it found: see `last_runs`. There is none if this process may not write, if the log is damaged, or with
+        ``record=False``: then nothing in the store changes.
+        """
+        from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck  # noqa: PLC0415
+        from tensorstore_ck.maintenance.recorded_runs import recorded_fsck  # noqa: PLC0415
+
+        options = options or FsckOptions(read_data=read_data, progress=progress)
+        return (recorded_fsck if record else run_fsck)(self.engine.of_store(), options)
+
+    # --- what stays ----------------------------------------------------------------------------------------------------
+
+    def pins(self) -> tuple[PinnedSnapshot, ...]:
+        """Every pin."""
+        return refs.pins(self.engine)
+
+    def policies(self) -> "dict[str, Policy]":
+        """Glob -> policy."""
+        from tensorstore_ck.maintenance.apply_policies import policies  # noqa: PLC0415
+
+        return policies(self.engine)
+
+    def quotas(self) -> dict[str, Quota]:
+        """Glob -> quota, with what is used of it."""
+        from tensorstore_ck.maintenance.quotas import quotas  # noqa: PLC0415
+
+        return quotas(self.engine)
+
+    def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]:
+        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes.
+
+        Warns of rules that match nothing.
+        """
+        from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
+
+        return kept_by(self.engine, ref)
+
+    def forgotten(self) -> "tuple[Forgotten, ...]":
+        """What `undo` can restore, newest first."""
+        return forgetting.forgotten(self.engine)
+
+    if TYPE_CHECKING:
+        # Narrower forms of methods of `Store`.
+
+        def bisect(
+            self,
+            ref: str,
+            is_bad: Callable[[Snapshot], bool | None],
+            *,
+            good: str | None = None,
+            bad: str | None = None,
+            unpinned_unsafe: Literal[True],
+            tested: "Callable[[Tested], object] | None" = None,
+        ) -> "Bisection":
+            """`Store.bisect`, where it changes nothing."""
+
+        def watch(self, ref: str, *, pin_for: None, **options: Any) -> Generator[Snapshot]:
+            """`Store.watch`, where it changes nothing."""
+
+        def apply_policies(self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None) -> "RetentionReport":
+            """`Store.apply_policies`, where it changes nothing."""
+
+        def gc(self, options: "GcOptions | None" = None, *, dry_run: Literal[True], progress: "GcProgress | None" = None) -> "GcReport":
+            """`Store.gc`, where it changes nothing."""
+
+        def recode(
+            self,
+            *addresses: str,
+            codec: str = "small",
+            older_than: "str | float | None" = None,
+            dry_run: Literal[True],
+            rate_limit: float | str | None = None,
+            progress: "GcProgress | None" = None,
+        ) -> "RecodeReport":
+            """`Store.recode`, where it changes nothing."""
+
+        def migrate_tiers(
+            self, *, dry_run: Literal[True], rate_limit: float | str | None = None, progress: "GcProgress | None" = None
+        ) -> "TierReport":
+            """`Store.migrate_tiers`, where it changes nothing."""
