@@ -7,13 +7,13 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
-from tensorstore_ck.engine.write.publish import MAX_TRIES
+from tensorstore_ck.engine.write.publish import MAX_TRIES, check_expected
 from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts, publish_parts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import SnapshotExpiredError, StoreError
 from tensorstore_ck.format.record import Record
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class Destination(Protocol):
@@ -41,8 +41,8 @@ class Destination(Protocol):
     def begin(self, request: SaveRequest) -> None:
         """Finds the snapshot with which the save may share blocks."""
 
-    def known(self, request: SaveRequest, number: int, ranks: int) -> BlockLookup:
-        """Which blocks of part `number` need not be written."""
+    def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
+        """Which blocks of part `number` need not be written, by a `view` whose head is the anchor."""
 
     def wrote(self, request: SaveRequest) -> None:
         """Called when a rank of several has written its parts: rank 0 must be able to read them, and a crash must lose nothing."""
@@ -68,27 +68,34 @@ class StoreDestination:
     is_offline = is_staging = False
     txn: Ulid | None = None
 
-    def __init__(self, engine: Engine, rank: int = 0) -> None:
-        """`rank`: of several that save together, or 0."""
+    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False) -> None:
+        """`rank`: of several that save together, or 0. A process alone finds out before it writes that the ref is elsewhere."""
         self.engine = engine
         self._rank = rank
+        self._is_alone = is_alone
         self._tries = 1
 
     def admit(self, request: SaveRequest) -> None:
-        """Checks quotas on rank 0. The ref is checked when the entry is appended: until then it may move.
+        """Checks quotas on rank 0, and of a process alone the ref. Both are checked again when the entry is appended.
 
         Raises:
+            ConflictError: the ref is not where it must be.
             QuotaExceededError: the quota of the ref is used up.
         """
         if self._rank == 0:
-            self.engine.log.look(lambda view: check_quotas(view, request.ref))
+            self.engine.log.look(lambda view: self._check(view, request))
+
+    def _check(self, view: RefTable, request: SaveRequest) -> None:
+        if self._is_alone:
+            check_expected(self.engine, view, request.ref, request.expect)
+        check_quotas(view, request.ref)
 
     def begin(self, request: SaveRequest) -> None:
         """Does nothing: `request` names the snapshot with which the save may share blocks."""
 
-    def known(self, request: SaveRequest, number: int, ranks: int) -> BlockLookup:
+    def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`."""
-        return DedupIndex(self.engine, request.nearest, number, ranks)
+        return DedupIndex(self.engine, request.nearest, number, ranks, view=view)
 
     def wrote(self, request: SaveRequest) -> None:
         """Does nothing: all ranks can read what is in the store."""

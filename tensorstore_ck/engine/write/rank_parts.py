@@ -66,7 +66,8 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *
     Raises:
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
     """
-    head = engine.log.sync() if sync else engine.log.view().head()
+    view = engine.log.newest_view() if sync else engine.log.view()
+    head = view.head()
     checked = head.n if head is not None else 0
     return RankParts(
         [each.ulid for each in written],
@@ -74,7 +75,7 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *
         sum(each.new_bytes for each in written),
         anchor,
         checked,
-        condemned_of(engine, engine.log.view(), (), [(each.ulid, each.part) for each in written]),
+        condemned_of(engine, view, (), [(each.ulid, each.part) for each in written]),
     )
 
 

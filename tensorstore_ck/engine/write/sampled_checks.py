@@ -7,6 +7,7 @@ have equal samples.
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -178,7 +179,7 @@ class CaptureSample:
     def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
         """All small tensors, as they were read one by one, and together."""
         self._reads = reads
-        tensors, first = self._captured.layout.tensors, 0
+        tensors, first = self._captured.layout.tensors[:], 0
         for last, each in enumerate(inlined, start=1):
             kind = tensors[each.tensor].dtype
             if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
@@ -265,6 +266,7 @@ def require_unchanged(captured: CapturedState, changed: set[int]) -> None:
         )
 
 
+@lru_cache(256)
 def _mask_of(dtype: str, item_bytes: int) -> int | None:
     elements = elements_of(dtype, item_bytes)
     if not elements.is_float or dtype in _WITHOUT:

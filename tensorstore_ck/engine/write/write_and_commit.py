@@ -37,7 +37,8 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
     engine, is_offline = destination.engine, destination.is_offline
     destination.admit(request)
     destination.begin(request)
-    head, known = engine.log.view().head(), destination.known(request, 0, 1)
+    view = engine.log.view()
+    head, known = view.head(), destination.known(request, view, 0, 1)
     anchor = head.n if head is not None else 0
     written = write_part(
         engine,
@@ -53,7 +54,7 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
         found = written.tensors.sample.finiteness
         findings = SaveFindings(elements=found.elements, non_finite=found.non_finite)
     else:
-        findings = ParentComparison(engine, written, captured, request.claim).examine()
+        findings = ParentComparison(engine, view, written, captured, request.claim).examine()
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
         return Written([written], checked_parts(engine, [written], anchor, sync=is_published_later), findings)

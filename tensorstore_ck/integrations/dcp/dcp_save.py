@@ -117,9 +117,9 @@ class DcpSave:
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
 
     def _begin(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
-        anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
+        anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
-        known, coding = self._destination.known(self._request, role.part, role.parts), self._request.coding
+        known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
         tensors.sample.verify(tensors.inlined, tensors.inline)
@@ -127,8 +127,8 @@ class DcpSave:
 
     def _complete(self, begun: Begun, captured: CapturedState, meter: PutMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
-        engine, slot = self._engine, begun.role.slot
-        with open_packs(engine, self._destination.known(self._request, slot.rank, slot.world_size), meter) as packs:
+        engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
+        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
             blobs = write_blobs(captured, packs, slot, self._request.coding)
         inlined, inline = inline_of(captured, slot, begun.block_bytes)
         tensors = begun.tensors._replace(inline=inline, inlined=inlined)
@@ -136,7 +136,7 @@ class DcpSave:
         return (
             written,
             checked_parts(engine, [written], begun.anchor),
-            ParentComparison(engine, written, captured, self._request.claim).examine(),
+            ParentComparison(engine, view, written, captured, self._request.claim).examine(),
         )
 
     # --- the coordinator ----------------------------------------------------------------------------------------------

@@ -193,18 +193,18 @@ class RankSave:
     def _write(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own
         turn, slot = self._planning.turn, self.take_slot()
-        anchor = engine.log.sync().n
-        known = self._destination.known(self._request, rank, ranks)
+        anchor, view = engine.log.sync().n, engine.log.view()
+        known = self._destination.known(self._request, view, rank, ranks)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
         self._written = [write(self._captured, known, slot=slot, apart=self._destination.is_staging)]
         if own is not None:
             alone = PartSlot(ranks + rank, ranks, (ranks + rank,), None)
-            known = self._destination.known(self._request, ranks + rank, ranks)
+            known = self._destination.known(self._request, view, ranks + rank, ranks)
             self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
         replica_hashes = replica_drift.hash_replicas(self._captured, slot, self._written[0].part, block_bytes, turn) if turn else None
-        findings = ParentComparison(engine, self._written[0], self._captured, self._request.claim).examine()
+        findings = ParentComparison(engine, view, self._written[0], self._captured, self._request.claim).examine()
         return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:

@@ -12,7 +12,6 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import write_and_commit
 from tensorstore_ck.errors import ConflictError
@@ -88,8 +87,6 @@ class Alone:
         while True:
             request, captured = begin()
             try:
-                if not destination.is_staging:
-                    check_expected(engine, engine.log.view(), request.ref, request.expect)
                 return write_and_commit(destination, captured, request, meter)
             except ConflictError:
                 if destination.is_staging or not fence.settle(engine, engine.log.newest_view(), request.ref):

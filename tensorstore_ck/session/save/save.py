@@ -158,7 +158,7 @@ class Save:
         with context.explains_full_disk():
             if tier is not None:
                 return self._stage(tier, status)
-            info = self._write_and_commit(StoreDestination(self._engine, self.rank), status)
+            info = self._write_and_commit(StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone), status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info

@@ -120,10 +120,10 @@ class StagingDestination:
             self._store.log.sync()
         self._base = None if self.is_offline else base_of(self._store.log.view(), request)
 
-    def known(self, request: SaveRequest, number: int, ranks: int) -> BlockLookup:
+    def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`."""
         base = self._base
-        there = DedupIndex(self.engine, base.root, number, ranks, elsewhere=False) if base is not None else None
+        there = DedupIndex(self.engine, base.root, number, ranks, elsewhere=False, view=view) if base is not None else None
         self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]
 
