@@ -6,7 +6,7 @@ have equal samples.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -92,16 +92,18 @@ def share_of(state_bytes: int, share: float) -> float:
     return min(1.0, max(share, MIN_SAMPLE_BYTES / max(state_bytes, 1)))
 
 
-def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> Iterator[tuple[int, int]]:
+def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[tuple[int, int]]:
     """The sampled pieces of bytes [start, stop) of a tensor."""
     length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
     offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
+    found = []
     while at < stop:
         first, last = max(at, start), min(at + length, stop)
         if first < last:
-            yield first, last
+            found.append((first, last))
         at += STRIDE_BYTES
+    return found
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:
@@ -198,7 +200,7 @@ class CaptureSample:
         captured = self._captured
         spec, source = captured.layout.tensors[tensor], captured.sources[tensor]
         mask, word_bytes = _mask_of(spec.dtype, spec.item_bytes), elements_of(spec.dtype, spec.item_bytes).item_bytes
-        sampled = list(pieces(tensor, 0, source.size_bytes, self._share, self._turn))
+        sampled = pieces(tensor, 0, source.size_bytes, self._share, self._turn)
         if not sampled or mask is None or captured.device_blocks is None:
             return False
         longest = max(last - first for first, last in sampled)

@@ -121,7 +121,8 @@ class Environment:
 
     def begin(self, *, write: bool) -> Any:
         """A transaction."""
-        self.check()
+        self._require_usable()
+        self._require_intact()
         try:
             return self._lmdb.begin(write=write)
         except lmdb.ReadersFullError:
@@ -195,19 +196,15 @@ class Environment:
 
     def _guarded(self, use: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `use`; checks the environment before, and reports what LMDB raises as damage."""
+        if self._failure or self._pid != os.getpid():
+            self._require_usable()
         try:
-            self.check()
+            found = os.fstat(self._data_file)
+            if (found.st_mtime_ns, found.st_size) != self._intact:
+                self._require_intact()
             return use(*args, **kwargs)
         except lmdb.Error as exc:
             raise self._failed(exc) from exc
-
-    def check(self) -> None:
-        """Raises if the environment cannot be used, or its file was damaged since the last check."""
-        if self._failure or self._pid != os.getpid():
-            self._require_usable()
-        found = os.fstat(self._data_file)
-        if (found.st_mtime_ns, found.st_size) != self._intact:
-            self._require_intact()
 
     def _release(self, txn: Any) -> None:
         """Drops the transaction of a view. A child keeps its parent's: py-lmdb 1.6 would end it for the parent, too."""
