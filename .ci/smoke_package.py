@@ -19,6 +19,7 @@ KERNEL = "tensorstore_ck/format/codec/_kernel.abi3.so"
 SUFFIXES = (".py", ".pyi", ".typed", ".cu", ".html", ".css", ".js", ".LICENSE")
 DOCUMENTS = {
     "tensorstore_ck/FORMAT.md",
+    "tensorstore_ck/troubleshooting.md",
     "tensorstore_ck/gc/PROTOCOL.md",
     "tensorstore_ck/chunker/README.md",
     "tensorstore_ck/standalone/README.md",

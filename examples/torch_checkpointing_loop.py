@@ -23,10 +23,10 @@ def main(folder: Path, steps: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step, loss = 0, torch.zeros(())
     with tsck.CheckpointManager(store=folder / "store", ref="runs/regression", keep={"keep_last": 3}) as manager:
-        newest = manager.newest_id()
+        into: dict[str, Any] = {"model": model.state_dict(), "optimizer": None, "step": None, "generator": None}
+        newest = manager.load_newest(into, strict=True)
         if newest is not None:
-            into: dict[str, Any] = {"model": model.state_dict(), "optimizer": None, "step": None, "generator": None}
-            found = manager.load(newest, into=into, strict=True)
+            _, found = newest
             optimizer.load_state_dict(found["optimizer"])
             torch.set_rng_state(found["generator"])
             step = found["step"]

@@ -32,7 +32,7 @@ class BlockSet(NamedTuple):
     codecs: Array
 
     def positions(self, array: PackArray) -> Array:
-        """Their positions in an array."""
+        """The positions of these blocks in `array`."""
         last = self.entries[np.cumsum(self.counts) - 1] if self.packs else self.entries
         return np.repeat(array.starts(self.packs, last + 1), self.counts) + self.entries
 
@@ -90,7 +90,7 @@ class ByteSums:
         return HolderBytes(*(sum(map(column.__getitem__, numbers)) for column in self._columns))
 
     def add_snapshot(self, mask: int, logical_bytes: int) -> None:
-        """Adds a snapshot; once each."""
+        """Adds a snapshot; call it once for each."""
         number = self._number(mask)
         self._columns[0][number] += 1
         self._columns[1][number] += logical_bytes

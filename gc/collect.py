@@ -1,13 +1,14 @@
 """One run of gc: mark, plan, end undo windows and pins that ran out, condemn, sweep, delete, compact, truncate tombstones.
 
 PROTOCOL.md says why that is safe. Several hosts may run gc at once, alongside writers and readers, and a run may be killed anywhere:
-the lists are in the log, so the next run continues with them. Clocks decide only when something begins. A run that refuses has
-changed nothing but that the log notes it: only an accepted plan is carried out.
+the lists are in the log, so the next run continues with them. Clocks decide only when something begins. gc carries out accepted plans only;
+a refused run changes nothing, except that the log notes it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+from tensorstore_ck.backend.reserve import fill_reserve, has_reserve, within_reserve
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
@@ -20,10 +21,10 @@ from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressS
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
 ENDINGS_AN_ENTRY: Final = 500
-"""With the objects of that entry well below the limit of 1 MB."""
+"""Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
 SPARE_BYTES: Final = 1 << 20
-"""What stays free when packs are rewritten, for entries of the log; a disk with less is full."""
+"""Rewriting packs leaves this much free for entries of the log, where there is no reserve. A disk with less counts as full."""
 MAX_CLOCK_SECONDS: Final = 300
 
 
@@ -37,7 +38,7 @@ def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = 
         InvalidOptionError: `options.rate_limit` is not a rate.
     """
     options = options or GcOptions()
-    return _Gc(engine.limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
+    return _Gc(engine.freeing().limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
 
 
 class _Gc:
@@ -62,12 +63,13 @@ class _Gc:
         if refusal is not None:
             raise refusal
         self._engine.placed.require_owner()
-        self._delete(plan.listed)  # what earlier runs swept: on a full disk that makes space for the entries of this one
+        self._delete(plan.listed)  # frees what earlier runs swept: on a full disk, the entries of this run need the space
         self._condemn(plan)
         self._delete(plan.listed)
         moved, new_bytes = self._compact(plan.sparse)
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
         self._engine.backend.delete(plan.useless_records)
+        fill_reserve(self._engine.backend)
         planner.live.prune_summaries()
         return self._report(plan, self._deleted, moved, new_bytes)
 
@@ -112,7 +114,7 @@ class _Gc:
         """Difference between the backend's clock and this host's, measured with a probe object."""
         backend, name = self._engine.backend, f"probe/{ulid_text(self._engine.new_id())}"
         try:
-            backend.put(name, b"")
+            within_reserve(backend, lambda: backend.put(name, b""))
             try:
                 modified = [info.modified_ns for info in backend.list("probe/") if info.name == name]
             finally:
@@ -129,7 +131,8 @@ class _Gc:
     def _condemn(self, plan: GcPlan) -> None:
         """Ends the planned undo windows and pins, unless somebody has undone or extended them; condemns; sweeps what is due.
 
-        On a full disk in one entry. Elsewhere each step is an entry: if one is lost, the others still tell salvage what was freed.
+        Writes one entry on a full disk. Elsewhere each step is an entry: if one is lost, salvage still learns from the others what was
+        freed.
         """
         accepted = {tuple(op.fields.values()) for op in plan.ending}
 
@@ -165,13 +168,13 @@ class _Gc:
                 fitting = self._fitting(batch, url)
                 left += len(batch) - len(fitting)
                 try:
-                    found = compact(self._engine, fitting, copied.add, url=url)
+                    compacted = compact(self._engine, fitting, copied.add, url=url)
                 except NoSpaceError:
                     left += len(fitting)
                     continue
-                moved = commit_relocations(self._engine, found.moves, self._planner.live, self._planner.anchor)
-                self._notes.extend(found.problems)
-                new_bytes += found.written_bytes
+                moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
+                self._notes.extend(compacted.problems)
+                new_bytes += compacted.written_bytes
                 done += [pack for pack in fitting if pack.pack in moved]
                 self._sweep()
                 self._delete(ObjectKey("pack", pack) for pack in moved)
@@ -180,11 +183,12 @@ class _Gc:
         return done, new_bytes
 
     def _fitting(self, packs: Sequence[SparsePack], url: str | None) -> Sequence[SparsePack]:
-        """The first ones for whose copies there is space: a copy that does not end would be an orphan, and fill the disk."""
-        space = (self._engine.backend if url is None else self._engine.placed.at(url)).space()
+        """The first packs whose copies fit: an incomplete copy would be an orphan that fills the disk."""
+        backend = self._engine.backend if url is None else self._engine.placed.at(url)
+        space = backend.space()
         if space is None:
             return packs
-        free_bytes = space.free_bytes - SPARE_BYTES - (self._engine.min_free.of(space.total_bytes) if url is None else 0)
+        free_bytes = space.free_bytes - (0 if has_reserve(self._engine.backend) and url is None else SPARE_BYTES)
         return packs[: sum(written_bytes(packs[:count]) <= free_bytes for count in range(1, len(packs) + 1))]
 
     def _due(self, view: RefTable) -> list[ObjectKey]:
@@ -199,7 +203,7 @@ class _Gc:
             pass
 
     def _delete(self, keys: Iterable[ObjectKey]) -> None:
-        """Deletes those that are swept, also by other runs."""
+        """Deletes the objects among `keys` that this run or another one has swept."""
         view = self._engine.log.view()
         states = ((key, view.object_state(key)) for key in keys if key not in self._deleted)
         dead = sorted(key for key, state in states if state is not None and state.swept)

@@ -136,8 +136,8 @@ def compact(
             with lock:
                 problems[source.pack] = str(exc)
             return
-        found = zip(entries, blocks, strict=True)
-        writer.add_encoded([_encoded(source.footer, entry, block) for entry, block in found])
+        pairs = zip(entries, blocks, strict=True)
+        writer.add_encoded([_encoded(source.footer, entry, block) for entry, block in pairs])
         progress(int(source.footer.entries["stored"][entries].sum(dtype=np.int64)))
 
     try:
@@ -185,7 +185,7 @@ def live_bytes(pack: SparsePack) -> int:
 def commit_relocations(engine: Engine, moves: Sequence[CompactedPack], live: LiveSet, anchor: int) -> set[Ulid]:
     """Commits relocations, checked at the head that the entry follows; `anchor`: the entry at which they were planned.
 
-    Returns the relocated packs, without those of which more entries are needed by now, or that somebody else relocated.
+    Returns the relocated packs. Leaves out packs that need more entries by now, and packs that another process relocated.
     """
 
     def build(view: RefTable, batch: Sequence[CompactedPack]) -> list[Op]:
@@ -202,7 +202,7 @@ def commit_relocations(engine: Engine, moves: Sequence[CompactedPack], live: Liv
 
 
 def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:
-    """The block for a new pack, which may lack the block's bases."""
+    """The block for a new pack; that pack may lack the block's bases."""
     bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in CODECS_WITH_BASES else ()
     return EncodedBlock(_block_id(footer, entry), block.codec, (block.stored,), block.raw_bytes, bases)
 

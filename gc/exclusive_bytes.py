@@ -11,7 +11,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class ExclusiveBytes:
-    """Called for one snapshot after the other: what each adds to those before it. One part at a time is in memory."""
+    """Called for one snapshot after another, returns the bytes that each adds to those before it. Holds one part at a time in memory."""
 
     def __init__(self, engine: Engine, view: RefTable) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
-"""Frees what a branch's policy dropped at its own saves, without a list of the store: a job keeps its branch bounded while it runs.
+"""Frees snapshots that a branch's policy dropped at its saves, without listing the store, so that a running job bounds its branch.
 
-A run of gc lists the store and judges every object; this judges the objects of the dropped snapshots alone, by the same rules and with
-the same entries of the log. Orphans, other branches, and what `tsck forget` removed are left to gc.
+gc lists the store and judges every object. This file judges only the objects of the dropped snapshots, by the same rules and with the same
+log entries. It leaves orphans, other branches and snapshots removed by `tsck forget` to gc.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -33,7 +34,7 @@ class FreedSnapshots(NamedTuple):
     objects: int
     """Deleted ones: packs, parts, records, relocation maps."""
     rewritten_packs: int
-    """Packs of which less than half was still needed: their needed blocks were copied."""
+    """Packs that were less than half needed: their needed blocks were copied."""
 
 
 class _Dropped(NamedTuple):
@@ -57,6 +58,7 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
         UnsafeBackendError: the backend does not create objects exclusively.
     """
     engine.require_writable()
+    engine = engine.freeing()
     require_total_order(engine, "gc")
     engine.log.verify()
     if engine.log.is_changed:
@@ -76,14 +78,15 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
     delete(engine, [key for key in swept if key not in freed])
     dropped.live.drop_summaries(swept)
     truncate_tombstones(engine, DEFAULTS.tombstone_seconds)
+    fill_reserve(engine.backend)
     return FreedSnapshots(dropped.snapshots, len(swept), len(rewritten))
 
 
 def _end_undo_windows(engine: Engine, ref: str) -> None:
-    """Ends those that saves opened: their entry publishes a snapshot on the branch."""
+    """Ends the undo windows that saves opened: the entry of such a window publishes a snapshot on the branch."""
     engine.log.sync()
-    found = {window.n for window in engine.log.view().windows() if window.name == ref and window.kind == "snapshots"}
-    by_save = {n for n in found if _publishes(engine, n, ref)}
+    entries = {window.n for window in engine.log.view().windows() if window.name == ref and window.kind == "snapshots"}
+    by_save = {n for n in entries if _publishes(engine, n, ref)}
 
     def build(view: RefTable) -> list[Op]:
         return [Op.purge(window.n, ref) for window in view.windows() if window.name == ref and window.n in by_save]
@@ -112,9 +115,9 @@ def _look(engine: Engine, ref: str, _anchor: int, view: RefTable) -> _Dropped | 
 
 
 def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
-    """The packs of which the dropped snapshots needed more than is needed now, and less than half is."""
+    """The packs that are less than half needed now, and of which the dropped snapshots needed more entries."""
     locations = engine.placed.locations()
-    found: dict[Ulid, SparsePack] = {}
+    sparse: dict[Ulid, SparsePack] = {}
 
     def judge(pack: Ulid) -> None:
         needed = dropped.live.live_entries(pack)
@@ -124,15 +127,15 @@ def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
             size_bytes = engine.backend.size(ObjectKey("pack", pack).name)
             judged = SparsePack(pack, read_footer(engine.backend, pack, size_bytes), needed, size_bytes)
             if live_bytes(judged) < DEFAULTS.compact_below * int(judged.footer.entries["stored"].sum(dtype=np.int64)):
-                found[pack] = judged
+                sparse[pack] = judged
 
     packs = [key.ulid for key in dropped.closure.objects() if key.kind == "pack" and key.ulid not in locations and dropped.live.needs(key)]
     for_each(packs, judge, REMOTE_THREADS)
-    return [found[pack] for pack in sorted(found)]
+    return [sparse[pack] for pack in sorted(sparse)]
 
 
 def _sweep(engine: Engine, keys: set[ObjectKey]) -> Sequence[ObjectKey]:
-    """Sweeps those that are condemned, records last: a run that was killed is continued by the next, which finds them by their records."""
+    """Sweeps the condemned objects among `keys`, records last: after a kill, the next run finds the rest by their records."""
     ordered = sorted(keys, key=lambda key: (key.kind == "snapshot", key))
 
     def build(view: RefTable) -> list[Op]:

@@ -67,7 +67,7 @@ def delete(engine: Engine, swept: Sequence[ObjectKey], deleted: Callable[[int], 
 
 
 def truncate_tombstones(engine: Engine, seconds: float, *, still_listed: Collection[ObjectKey] = ()) -> None:
-    """Forgets tombstones that are older than this, so that their number stays bounded; but none of an object that is still listed."""
+    """Drops tombstones older than `seconds`, so that their number stays bounded. Keeps those of objects that are still listed."""
     view, now_ns = engine.log.view(), engine.clock()
     entries = sorted({state.n for key, state in view.objects() if state.swept and key not in still_listed})
 
@@ -75,6 +75,6 @@ def truncate_tombstones(engine: Engine, seconds: float, *, still_listed: Collect
         entry = engine.log.chain.read(n)
         return entry is None or now_ns - entry.time_ns < seconds * 1e9
 
-    old = entries[: bisect.bisect_left(entries, True, key=is_young)]  # times of entries rise, but for the differences of clocks
+    old = entries[: bisect.bisect_left(entries, True, key=is_young)]  # entry times ascend, except for clock differences
     if old and old[-1] > view.horizon():
         engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])

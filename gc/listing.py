@@ -22,7 +22,7 @@ def list_objects(backend: Backend) -> dict[ObjectKey, ListedObject]:
 
 def part_sizes(listed: Mapping[ObjectKey, ListedObject]) -> dict[Ulid, int]:
     """The listed parts -> their sizes."""
-    return {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
+    return {key.ulid: item.size_bytes for key, item in listed.items() if key.kind == "part"}
 
 
 def list_kind(backend: Backend, kind: str) -> dict[Ulid, ListedObject]:

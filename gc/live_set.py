@@ -19,7 +19,7 @@ from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
 
 def require_total_order(engine: Engine, what: str) -> None:
-    """Checks that a live set stays true while `what` runs.
+    """Checks that a live set stays complete while `what` runs.
 
     Raises:
         UnsafeBackendError: the backend does not create objects exclusively.
@@ -52,7 +52,7 @@ class LiveSet(RootNeeds):
     def __init__(
         self, engine: Engine, part_sizes: Mapping[Ulid, int] | None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """`part_sizes`: the listed parts and their sizes; cached summaries of other parts are not used. None: all cached ones are."""
+        """`part_sizes`: the listed parts and their sizes. Uses cached summaries of these parts only; None: all cached summaries."""
         self._engine = engine
         self._progress = progress
         self._lock = threading.Lock()
@@ -92,12 +92,12 @@ class LiveSet(RootNeeds):
         Raises:
             DamageError: its record, a part or a relocation map cannot be read.
         """
-        found: set[Ulid] = set()
+        packs: set[Ulid] = set()
         for _, summary in read_summaries(self._engine, info, self._summaries):
             elsewhere = self._relocated.intersection(summary.packs)
-            found |= set(summary.packs) - elsewhere
-            found |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
-        return found
+            packs |= set(summary.packs) - elsewhere
+            packs |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
+        return packs
 
     def add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
         """Adds what one snapshot needs, whether or not it is held.
@@ -113,7 +113,7 @@ class LiveSet(RootNeeds):
         return {*self._objects, *(ObjectKey("pack", pack) for pack in self._marks.packs)}
 
     def drop_summaries(self, keys: Iterable[ObjectKey]) -> None:
-        """Drops what is cached of parts and snapshots that were deleted."""
+        """Drops the cached data of deleted parts and snapshots."""
         self._summaries.drop(keys)
 
     def prune_summaries(self) -> None:
@@ -153,10 +153,10 @@ class LiveSet(RootNeeds):
         """Marks what a part needs; returns the relocation maps that lead there."""
         moved_objects: set[ObjectKey] = set()
         elsewhere = self._relocated.intersection(summary.packs)
-        found = list(follow(self._engine, view, summary.entries(elsewhere)))
+        followed = list(follow(self._engine, view, summary.entries(elsewhere)))
         with self._lock:
             self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
-            for pack, entries, moved in found:
+            for pack, entries, moved in followed:
                 if moved is not None:
                     moved_objects.add(ObjectKey("moved", moved))
                 else:

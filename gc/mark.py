@@ -49,8 +49,8 @@ class PackArray:
             self._regions = np.concatenate((self._regions, np.zeros((missing + len(self._slots), 2), np.int64)))
         for at in np.flatnonzero(self._regions[slots, 1] < sizes).tolist():
             self._grow(int(slots[at]), int(sizes[at]))
-        found: Array = self._regions[slots, 0]
-        return found
+        starts: Array = self._regions[slots, 0]
+        return starts
 
     def region(self, pack: Ulid) -> Array:
         """The region of a pack."""

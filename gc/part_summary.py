@@ -1,4 +1,4 @@
-"""What gc needs to know of a part: the entries that it refers to, as bits per pack; and of a snapshot: its parts. In this host's cache.
+"""Cached on this host for gc: the entries that a part refers to, as bits per pack, and the parts of a snapshot.
 
 A part is immutable and its name is never reused, so its summary stays valid while the part exists. A summary is used only for a listed
 part of the same size, and checked against the record like the part itself; a damaged one is ignored. It does not follow relocations.
@@ -96,8 +96,8 @@ def words_of(keys: Array) -> tuple[Array, Array]:
 
 def entries_of(words: Array, bits: Array) -> Entries:
     """The numbers of the set bits, in order: the inverse of `words_of`."""
-    found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-    return words[found // WORD_BITS].astype(np.int64) * WORD_BITS + found % WORD_BITS
+    positions = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return words[positions // WORD_BITS].astype(np.int64) * WORD_BITS + positions % WORD_BITS
 
 
 class SummaryCache:
@@ -125,7 +125,7 @@ class SummaryCache:
             self._put(PREFIX + part, encode_summary(summary, part, size_bytes))
 
     def parts_of(self, info: SnapshotInfo) -> PartNames | None:
-        """The parts of a snapshot, if they are cached, so that its record need not be read. After a list, the record is always read."""
+        """The cached parts of a snapshot; None without them, and if the backend was listed: then the record is read."""
         value = self._table.get(PARTS_PREFIX + info.ulid) if self._listed is None else None
         return None if value is None else decode_parts(value, info)
 
@@ -148,7 +148,7 @@ class SummaryCache:
         return len(gone)
 
     def drop(self, keys: Iterable[ObjectKey]) -> None:
-        """Drops what is cached of parts and snapshots that were deleted."""
+        """Drops the cached data of deleted parts and snapshots."""
         prefixes = {"part": PREFIX, "snapshot": PARTS_PREFIX}
         self._delete([prefixes[key.kind] + key.ulid for key in keys if key.kind in prefixes])
 
@@ -185,14 +185,14 @@ def encode_summary(summary: PartSummary, part: Ulid, size_bytes: int) -> bytes:
 
 
 def decode_summary(value: bytes, part: Ulid, size_bytes: int | None) -> PartSummary | None:
-    """The summary in a row; None if it is damaged or of another part, or of another size than this, if one is given."""
+    """The summary in a row; None if it is damaged, of another part, or of another size than `size_bytes` (None: any)."""
     body = memoryview(value)[DIGEST_BYTES:]
     if derived_hash("part summary", part, body) != value[:DIGEST_BYTES]:
         return None
     try:
         fields = unpack_body(body, "a summary")
         packs = take(fields, "packs", bytes)
-        found = PartSummary(
+        summary = PartSummary(
             take_digest(fields, "part_id"),
             take_count(fields, "rank"),
             split_ulids(packs),
@@ -201,7 +201,7 @@ def decode_summary(value: bytes, part: Ulid, size_bytes: int | None) -> PartSumm
             np.frombuffer(take(fields, "bits", bytes), "<u8"),
         )
         noted_bytes = take_count(fields, "size")
-        return found if size_bytes in (None, noted_bytes) else None
+        return summary if size_bytes in (None, noted_bytes) else None
     except (CorruptObjectError, TypeError, ValueError):
         return None  # written by another build
 

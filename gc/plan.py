@@ -1,7 +1,7 @@
-"""What a run of gc would free now, and later runs: the same figures for gc itself, `usage`, `fsck` and errors. Changes nothing.
+"""Computes what gc would free now and later. gc, `usage`, `fsck` and errors report the same figures. Changes nothing.
 
-To find what is freed later, it plans again as if all objects were old, then as if no undo windows were left, then as if dated pins had
-expired. So the bytes of these add up, and each is what a run of gc frees at that time.
+For later runs it plans again: first as if all objects were old, then as if no undo window were left, then as if dated pins had expired. So
+these sizes add up, and each one is what gc frees at that time.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.common.ids import ZERO_DIGEST
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, ZERO_DIGEST
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
@@ -23,7 +23,7 @@ from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
-from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, gc_command, ignore_progress, iso_time, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
 from tensorstore_ck.log.cache import MemoryTable
@@ -129,7 +129,7 @@ class Planner:
         return self._due[n]
 
     def _mark(self, anchor: int, view: RefTable) -> None:
-        """Marks what is needed at the newest head without holds that ran out; and first without those that will run out."""
+        """Marks what the newest head needs: first without the holds that end later, then with them; never by holds that have run out."""
         self.live = LiveSet(self._engine, part_sizes(self._listed), lambda done, total: self._progress("marking snapshots", done, total))
         self.anchor = anchor
         self._ends = self.ending(view)
@@ -145,7 +145,7 @@ class Planner:
         if windows:
             self.live.update(simulate(current, purges))
             window_ns = int(self._options.undo_window_seconds * _NS)
-            self._levels.append(_Level("undo window", self.live.frozen(), max(each.time_ns for each in windows) + window_ns, ()))
+            self._levels.append(_Level("undo window", self.live.frozen(), max(window.time_ns for window in windows) + window_ns, ()))
         self._levels.reverse()
         self.live.update(current)
 
@@ -180,7 +180,7 @@ class Planner:
             [*self._view.snapshots(live=False)],
             writers.useless(ended, self._now_ns, options.min_age_seconds),
             self._freeable(
-                states, unneeded, young, doomed=doomed, sparse=[each.packs for each in sparse], rewritable_bytes=rewritable_bytes
+                states, unneeded, young, doomed=doomed, sparse=[level.packs for level in sparse], rewritable_bytes=rewritable_bytes
             ),
             options,
         )
@@ -191,7 +191,7 @@ class Planner:
     def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
         """The packs worth rewriting at each level, and last now; and the bytes that rewriting all other packs in use would free."""
         stages = [*(level.needs for level in self._levels), self.live]
-        found: list[list[SparsePack]] = [[] for _ in stages]
+        sparse: list[list[SparsePack]] = [[] for _ in stages]
         rewritable: list[int] = []
         below = self._options.compact_below
         candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.live.needs(key)]
@@ -208,7 +208,7 @@ class Planner:
                 self.notes.append(f"{key.name} was not changed: {exc}")
                 return
             counts.note(key.ulid, len(footer.entries))
-            for packs, needs, entries in zip(found, stages, entries_at, strict=True):
+            for packs, needs, entries in zip(sparse, stages, entries_at, strict=True):
                 if len(entries) and int(entries[-1]) < len(footer.entries):
                     pack = SparsePack(key.ulid, footer, entries, size_bytes)
                     if live_bytes(pack) < below * _stored_bytes(footer):
@@ -221,7 +221,7 @@ class Planner:
             for_each(candidates, judge, 1 if is_all_local else THREADS)
             self.requests += 3 * len(candidates)
             counts.flush()
-        return [self._within_budget(packs) for packs in found], sum(freed for freed in rewritable if freed > 0)
+        return [self._within_budget(packs) for packs in sparse], sum(freed for freed in rewritable if freed > 0)
 
     def _within_budget(self, packs: list[SparsePack]) -> _Sparse:
         packs.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
@@ -285,7 +285,19 @@ class Planner:
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
             later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))
-        return Freeable(now_bytes, command(self._options, now_bytes), tuple(later))
+        forget = self._forget_command() if now_bytes <= 0 and not later else ""
+        return Freeable(now_bytes, command(self._options, now_bytes), tuple(later), forget)
+
+    def _forget_command(self) -> str:
+        """Forgets the oldest snapshot of the longest history, of those that only a branch holds; empty if that leaves none."""
+        view = self._view
+        found = (
+            (len(moves), f"{name}@{moves[0].step}" if moves[0].step is not None else moves[0].root.hex()[:SHOWN_ROOT_DIGITS])
+            for name in view.branches()
+            if len(moves := [*view.moves(name, newest_first=False)]) > 1 and view.holds(moves[0].ulid) == 1
+        )
+        address = max(found, default=(0, ""))[1]
+        return forget_command(self._engine.backend.url, address) if address else ""
 
     def _size(self, keys: Iterable[ObjectKey]) -> int:
         return sum(self._listed[key].size_bytes for key in keys)

@@ -48,7 +48,7 @@ def recode_snapshots(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> RecodeReport:
-    """See `Store.recode`: of a branch its whole history, at any other address one snapshot; without addresses everything that is held."""
+    """Re-encodes the history of a branch, the snapshot at another address, or without addresses all held snapshots. See `Store.recode`."""
     mode = check_recode_mode(codec)
     before_ns = engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
 
@@ -56,8 +56,8 @@ def recode_snapshots(
         return view.history(address) if view.branch(address) is not None else [resolve(view, address).info]
 
     def choose(view: RefTable) -> list[SnapshotInfo]:
-        found = {info.ulid: info for address in addresses for info in at(view, address)}
-        chosen = found.values() if addresses else view.snapshots()
+        addressed = {info.ulid: info for address in addresses for info in at(view, address)}
+        chosen = addressed.values() if addresses else view.snapshots()
         return [info for info in chosen if before_ns is None or info.time_ns <= before_ns]
 
     return run_recode(engine, choose, mode, dry_run=dry_run, progress=progress)
@@ -99,9 +99,9 @@ def run_recode(
         return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
 
     chosen, candidates = at_newest(engine.log, look)
-    found = scan_packs(engine, live, candidates, progress)
-    plan = plan_repack(engine, found, mode, progress)
-    rewritten, after, notes = plan.packs, plan.after_bytes, found.notes
+    scan = scan_packs(engine, live, candidates, progress)
+    plan = plan_repack(engine, scan, mode, progress)
+    rewritten, after, notes = plan.packs, plan.after_bytes, scan.notes
     if not dry_run:
         copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
         done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add)

@@ -61,39 +61,39 @@ class RepackResult(NamedTuple):
 
 def scan_packs(engine: Engine, live: LiveSet, candidates: Mapping[ObjectKey, ListedObject], progress: Progress) -> RepackScan:
     """Reads the footers of packs, and finds their needed entries."""
-    found: dict[Ulid, SparsePack] = {}
+    sparse: dict[Ulid, SparsePack] = {}
     notes: list[str] = []
     looked = ProgressSum(progress, "looking at packs", len(candidates))
 
     def look(key: ObjectKey) -> None:
         try:
             footer = read_footer(engine.backend, key.ulid, candidates[key].size_bytes)
-            found[key.ulid] = SparsePack(key.ulid, footer, live.live_entries(key.ulid), candidates[key].size_bytes)
+            sparse[key.ulid] = SparsePack(key.ulid, footer, live.live_entries(key.ulid), candidates[key].size_bytes)
         except DamageError as exc:
             notes.append(f"{key.name} was not changed: {exc}")
         looked.add(1)
 
     for_each(candidates, look, cpu_threads())
-    return RepackScan([found[pack] for pack in sorted(found)], notes)
+    return RepackScan([sparse[pack] for pack in sorted(sparse)], notes)
 
 
-def plan_repack(engine: Engine, found: RepackScan, mode: Mode, progress: Progress) -> RepackPlan:
+def plan_repack(engine: Engine, scan: RepackScan, mode: Mode, progress: Progress) -> RepackPlan:
     """The packs that would get smaller, estimated from some blocks of each."""
     after: dict[Ulid, int] = {}
-    sampled = ProgressSum(progress, "sampling packs", len(found.packs))
+    sampled = ProgressSum(progress, "sampling packs", len(scan.packs))
 
     def sample(pack: SparsePack) -> None:
         try:
             after_bytes = _after_bytes(engine, pack, mode)
         except DamageError as exc:
-            found.notes.append(f"{ObjectKey('pack', pack.pack).name} was not changed: {exc}")
+            scan.notes.append(f"{ObjectKey('pack', pack.pack).name} was not changed: {exc}")
         else:
             if after_bytes <= WORTH * live_bytes(pack):
                 after[pack.pack] = after_bytes
         sampled.add(1)
 
-    for_each(found.packs, sample, cpu_threads())
-    return RepackPlan([pack for pack in found.packs if pack.pack in after], sum(after.values()))
+    for_each(scan.packs, sample, cpu_threads())
+    return RepackPlan([pack for pack in scan.packs if pack.pack in after], sum(after.values()))
 
 
 def repack_packs(
@@ -152,14 +152,14 @@ def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
 def _read_smaller(engine: Engine, mode: Mode, pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
     """Neighbouring entries of a pack, verified, re-encoded where that is smaller."""
     encoder, name = Encoder(mode), ObjectKey("pack", pack).name
-    found = []
+    blocks = []
     for block in read_blocks(engine.backend, pack, footer, run, memoryview(bytearray(span_bytes(footer.entries[run])))):
         if block.codec not in CODECS_WITH_BASES:
             raw = decode(block.codec, block.stored, block.raw_bytes, name)
             encoded = encoder.encode_opaque(raw) if block.codec in _OPAQUE else encoder.encode_unknown(raw)
             stored = memoryview(b"".join(encoded.pieces))
             if len(stored) < len(block.stored):
-                found.append(StoredBlock(encoded.codec, stored, block.raw_bytes))
+                blocks.append(StoredBlock(encoded.codec, stored, block.raw_bytes))
                 continue
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks

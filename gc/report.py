@@ -1,4 +1,4 @@
-"""Reports of gc: what it did, and what it can free, in the same words wherever space is reported."""
+"""Reports of gc: what it did and what it can free. All reports of space use these words."""
 
 import shlex
 import threading
@@ -54,11 +54,14 @@ class Freeable:
     command: str
     """The command that frees them; empty where gc never runs."""
     later: tuple[FreedLater, ...]
+    forget: str = ""
+    """If gc never frees anything unless a snapshot is forgotten: the command that forgets one."""
 
     def describe(self) -> list[str]:
         """For people: a line on what gc can free now, and one for each reason to free something later."""
         now = f"{human_bytes(self.now_bytes)} now (`{self.command}` frees it)" if self.now_bytes > 0 else "nothing now"
-        return [f"gc can free: {now}", *(later.describe() for later in self.later)]
+        held = f"branches and tags hold all snapshots: forget some (`{self.forget}`), and gc frees what only they need"
+        return [f"gc can free: {now}", *(later.describe() for later in self.later), *([held] if self.forget else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,9 @@ class GcReport:
         return f"GcReport({what} {human_bytes(self.freed_bytes)}: {counts}, {len(self.rewritten):,} packs rewritten{refused})"
 
     def _repr_html_(self) -> str:
-        snapshots = (("snapshot", f"{each.root[:SHOWN_ROOT_DIGITS]} of {each.ref}, step {each.step}") for each in self.snapshots)
+        snapshots = (("snapshot", f"{item.root[:SHOWN_ROOT_DIGITS]} of {item.ref}, step {item.step}") for item in self.snapshots)
         deleted = ((kind, f"{count:,}") for kind, count in self.deleted.items())
-        later = (("later", each.describe()) for each in self.later)
+        later = (("later", item.describe()) for item in self.later)
         notes = (("note", note) for note in (*self.notes, *([] if self.refused is None else [self.refused])))
         return html_table(repr(self), ("what", ""), [*deleted, *notes, *later, *snapshots])
 
@@ -161,6 +164,11 @@ def gc_command(url: str, options: GcOptions, *, exceeds: bool) -> str:
         if fraction != getattr(usual, name):
             words += [f"--{name.replace('_', '-')}", f"{fraction * 100:.15g}%"]
     return shlex.join([*words, "-s", url])
+
+
+def forget_command(url: str, address: str) -> str:
+    """The command that forgets a snapshot."""
+    return shlex.join(["tsck", "forget", address, "-s", url])
 
 
 def unpin_command(url: str, root: str, owner: str) -> str:

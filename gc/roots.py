@@ -57,4 +57,4 @@ def release_commands(view: RefTable, info: SnapshotInfo) -> str:
     commands += [f"forget {' '.join(going)}"] if going else []
     is_undoable = bool(going) or any(move.ulid == info.ulid for window in view.windows() for move in window.moves)
     ends = ["`tsck gc --undo-window 0s`, which ends all undo windows"] if is_undoable else []
-    return " and ".join([*(f"`tsck {each}`" for each in commands), *ends])
+    return " and ".join([*(f"`tsck {command}`" for command in commands), *ends])

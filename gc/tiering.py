@@ -100,12 +100,12 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
     moving = {key for key, (url, _) in plan.targets.items() if url != locations.get(key.ulid)}
     judged = _incompressible(engine.table)
     staying = {key for key in plan.targets.keys() - moving if key.ulid not in judged}
-    found = scan_packs(engine, live, {key: listed[key] for key in moving | staying}, progress)
-    to_move = [pack for pack in found.packs if ObjectKey("pack", pack.pack) in moving]
-    to_judge = RepackScan([pack for pack in found.packs if ObjectKey("pack", pack.pack) in staying], found.notes)
+    scan = scan_packs(engine, live, {key: listed[key] for key in moving | staying}, progress)
+    to_move = [pack for pack in scan.packs if ObjectKey("pack", pack.pack) in moving]
+    to_judge = RepackScan([pack for pack in scan.packs if ObjectKey("pack", pack.pack) in staying], scan.notes)
     worth = plan_repack(engine, to_judge, MODE, progress)
     moved: list[TieredPack] = []
-    written, notes = worth.after_bytes + sum(map(live_bytes, to_move)), found.notes
+    written, notes = worth.after_bytes + sum(map(live_bytes, to_move)), scan.notes
     if not dry_run:
         written = 0
         worth_it = {pack.pack for pack in worth.packs}

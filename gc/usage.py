@@ -1,6 +1,6 @@
 """Bytes used per ref, job and pack, per snapshot on request, and in total; and what gc can free of it.
 
-It reads all parts once, no data of packs, and only the footers of packs that have dead blocks or are new to this host. The figures are
+Reads all parts once, no data of packs, and only the footers of packs that have dead blocks or are new to this host. The figures are
 exact, because extents have the stored size of each block: a block counts once per holder, at its present location. Headers, footers
 and dead blocks of packs count only in `objects_bytes`.
 """
@@ -29,7 +29,7 @@ from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.gc.report import Freeable, Progress, ProgressSum, ignore_progress
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, RefTable
+from tensorstore_ck.log import FOLDERS, ObjectKey, RefTable, store_objects
 
 _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
@@ -145,8 +145,8 @@ class Usage(HeldBytes):
 
     @property
     def by_state(self) -> dict[str, int]:
-        """All bytes of the store: live, pinned, undo_window, young, garbage, log_and_tables. A block counts for the first that it is in."""
-        young = min(sum(each.bytes for each in self.freeable.later if each.why == "age"), self.unreferenced_bytes)
+        """All bytes of the store: live, pinned, undo_window, young, garbage, log_and_tables. A block counts for the first that applies."""
+        young = min(sum(later.bytes for later in self.freeable.later if later.why == "age"), self.unreferenced_bytes)
         return {
             "live": self.stored_bytes - self.pinned_bytes - self.undo_bytes,
             "pinned": self.pinned_bytes,
@@ -162,7 +162,7 @@ class Usage(HeldBytes):
 
     def _repr_html_(self) -> str:
         sizes = ("logical", "unique", "stored", "shared", "exclusive")
-        rows = ([each.ref, each.snapshots, *(human_bytes(getattr(each, f"{size}_bytes")) for size in sizes)] for each in self.refs)
+        rows = ([ref.ref, ref.snapshots, *(human_bytes(getattr(ref, f"{size}_bytes")) for size in sizes)] for ref in self.refs)
         return html_table(repr(self), ("ref", "snapshots", *sizes), rows)
 
 
@@ -187,7 +187,7 @@ class _Measurement:
         self._view = view
         self._held = roots(self._view)
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
-        self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}
+        self._sizes = {info.name: info.size_bytes for info in store_objects(engine.backend)}
         self._labels = sorted({label for labels in self._held.values() for label in labels})
         self._sums = ByteSums(self._labels)
         part_sizes = {ulid: size for name, size in self._sizes.items() if name.startswith("parts/") and (ulid := parse_ulid(name[-26:]))}
@@ -200,7 +200,7 @@ class _Measurement:
         self._read = ProgressSum(progress, "reading snapshots", len(self._held))
 
     def run(self) -> Usage:
-        # Oldest first: then most packs are first met with all of their blocks in use, and get their final region at once.
+        # Oldest first: the first snapshot of a pack usually uses all of its blocks, so the pack gets its final region at once.
         for_each(sorted(self._held), self._add_snapshot, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
         self._summaries.flush()
         return self._usage()
@@ -238,9 +238,9 @@ class _Measurement:
         """The blocks of a part at their present locations; adds the relocation maps that lead there to `moved`."""
         if self._relocated.isdisjoint(part.packs):
             return distinct_blocks(part.packs, part.extents)
-        places = locate_blocks(self._engine, self._view, part)
-        moved.update(ObjectKey("moved", ulid) for ulid in places.moved)
-        return distinct_blocks(places.packs, places.extents)
+        located = locate_blocks(self._engine, self._view, part)
+        moved.update(ObjectKey("moved", ulid) for ulid in located.moved)
+        return distinct_blocks(located.packs, located.extents)
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class _Measurement:
             size_bytes = self._sizes.get(ObjectKey("pack", pack).name)
             if size_bytes is not None:
                 sizes.setdefault(url, []).append(size_bytes)
-        return tuple(PlaceUsage(url=url, packs=len(found), bytes=sum(found)) for url, found in sorted(sizes.items()))
+        return tuple(PlaceUsage(url=url, packs=len(packs), bytes=sum(packs)) for url, packs in sorted(sizes.items()))
 
     def _codecs(self) -> tuple[CodecUsage, ...]:
         rows = sorted(self._sums.codecs.items(), key=lambda row: -row[1][1])

@@ -1,8 +1,8 @@
 """Writer records: which processes that left objects behind have certainly ended, and which records are useless.
 
-An unreferenced object belongs to a running save, or to one that was interrupted. Its age tells which, after a day; a writer record tells
-it at once, if this host knows that the process has ended. Like ages, records affect only efficiency: a running save whose objects are
-freed writes them again (PROTOCOL.md).
+An unreferenced object belongs to a running save or to an interrupted one. Its age shows which after a day. A writer record shows it at
+once, if this host knows that the process has ended. Like ages, records affect only efficiency: if gc frees objects of a running save, the
+save writes them again (PROTOCOL.md).
 """
 
 from collections.abc import Collection
@@ -26,22 +26,22 @@ class WriterRecords:
     def ended(self, series: Collection[Series]) -> set[Series]:
         """The series whose process has certainly ended."""
         us = self._engine.find_process()
-        there = [each for each in series if writer_record_name(each) in self._modified_ns] if us is not None else []
-        found: set[Series] = set()
+        there = [item for item in series if writer_record_name(item) in self._modified_ns] if us is not None else []
+        ended: set[Series] = set()
 
-        def judge(each: Series) -> None:
-            name = writer_record_name(each)
+        def judge(item: Series) -> None:
+            name = writer_record_name(item)
             with suppress(StoreError):  # an unreadable record proves nothing
                 record = decode_writer_record(self._engine.backend.get(name, max_bytes=MAX_RECORD_BYTES), name)
                 if us is not None and has_ended(record.process, us):
-                    found.add(each)
+                    ended.add(item)
 
         for_each(there, judge, 1 if self._engine.backend.is_local else REMOTE_THREADS)
         self.requests += len(there)
-        return found
+        return ended
 
     def useless(self, ended: Collection[Series], now_ns: int, min_age_seconds: float) -> list[str]:
         """Records of ended series, and records too old for any of their objects to be young."""
         oldest_ns = now_ns - int((SERIES_SECONDS + min_age_seconds) * 1e9)
-        names = {writer_record_name(each) for each in ended}
+        names = {writer_record_name(series) for series in ended}
         return sorted(name for name, modified_ns in self._modified_ns.items() if name in names or modified_ns < oldest_ns)

@@ -108,7 +108,7 @@ class SnapshotDroppedError(SnapshotAbortedError):
 
 
 class WaitTimeoutError(RetryableError):
-    """The wait timed out; what was waited for continues."""
+    """The wait timed out; the operation continues."""
 
     kind = "wait_timeout"
     exit_code = 16
@@ -226,7 +226,7 @@ class MissingExtraError(InputError):
 
 
 class GcRefusedError(InputError):
-    """gc would free more than it may, the clocks are too far apart, or the log is not what this user has seen of it."""
+    """gc would free more than it may, the clocks are too far apart, or the log differs from what this user has seen."""
 
     kind = "gc_refused"
     exit_code = 37
@@ -268,7 +268,7 @@ class LogChangedError(InputError):
 
 
 class SnapshotMarkedBadError(InputError):
-    """The snapshot is marked, and is resumed from only on explicit request."""
+    """The snapshot is marked; a resume uses it only on explicit request."""
 
     kind = "marked_bad"
     exit_code = 36
@@ -313,13 +313,13 @@ class SnapshotExpiredError(DamageError):
 
 
 class UnreadableError(DamageError):
-    """gc cannot tell what is needed, and frees nothing."""
+    """An object cannot be read, and may be intact: gc frees nothing, and a repair marks nothing."""
 
     kind = "unreadable"
     exit_code = 45
 
 
 BY_KIND: Final[Mapping[str, type[StoreError]]] = {
-    each.kind: each for each in list(globals().values()) if isinstance(each, type) and issubclass(each, StoreError)
+    cls.kind: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, StoreError)
 }
 """Every class above: how one process names an error to another."""

@@ -155,14 +155,14 @@ class Observers:
         self._subscriptions: tuple[_Subscription, ...] = ()
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Calls `callback` with each event, on the thread of the event, perhaps on several at once. Returns a function that ends that."""
+        """Calls `callback` with each event on the event's thread, perhaps on several at once. Returns a function that unsubscribes."""
         subscription = _Subscription(callback)
         with self._lock:
             self._subscriptions += (subscription,)
 
         def end() -> None:
             with self._lock:
-                self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
+                self._subscriptions = tuple(other for other in self._subscriptions if other is not subscription)
 
         return end
 

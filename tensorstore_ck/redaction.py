@@ -16,7 +16,7 @@ SECRET_NAME: Final = re.compile(
     r"^(?!signature_version$)(?:sig$|.*(?:key|secret|token|passw|passphrase|pwd|credential|signature|sas|connection_string|auth|cookie))",
     re.IGNORECASE | re.DOTALL,
 )
-"""Of storage options."""
+"""Matches the names of storage options whose values are secret."""
 _PLAIN_VALUE: Final = re.compile(
     r"anon|browser|cache|cloud|google_default|basic|true|false|none|(?:~|\.{0,2})/.*\.(?:json|pem|p12|pfx|pub)|.*/\.ssh/.*", re.IGNORECASE
 )
@@ -71,8 +71,8 @@ def display_url(url: str) -> str:
 
 def secret_values(options: Mapping[str, Any]) -> list[str]:
     """The texts in storage options whose names say that they are secret, the longest first."""
-    found = {form for text in _secrets(options, is_secret=False) for form in _forms(text) if len(form) >= _SHORTEST_SECRET}
-    return sorted(found, key=len, reverse=True)
+    secrets = {form for text in _secrets(options, is_secret=False) for form in _forms(text) if len(form) >= _SHORTEST_SECRET}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def without(text: str, secrets: Iterable[str]) -> str:
@@ -130,14 +130,14 @@ def _redacted(text: str, patterns: tuple[re.Pattern[str], ...]) -> str:
         return text
     user, lone_user, query, whole, run = patterns
 
-    def without_user(found: re.Match[str]) -> str:
+    def without_user(match: re.Match[str]) -> str:
         """Limits each match to the last @: otherwise the search would run to the end of the text from every scheme in it."""
-        end = max(found[0].rfind("@") + 1, found[0].rfind("%40") + 3)
-        return user.sub(rf"\g<scheme>{HIDDEN}@", found[0][:end]) + found[0][end:]
+        end = max(match[0].rfind("@") + 1, match[0].rfind("%40") + 3)
+        return user.sub(rf"\g<scheme>{HIDDEN}@", match[0][:end]) + match[0][end:]
 
     text = run.sub(without_user, text)
     text = lone_user.sub(f"{HIDDEN}@", text)
-    text = whole.sub(lambda found: query.sub(rf"\g<name>{HIDDEN}", found[0]), text)
+    text = whole.sub(lambda url: query.sub(rf"\g<name>{HIDDEN}", url[0]), text)
     return _SIGNED.sub(rf"\g<name>{HIDDEN}", text)
 
 

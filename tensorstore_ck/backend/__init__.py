@@ -20,6 +20,7 @@ remote_errors.py          from an error of a remote filesystem to this package's
 memory.py                 a backend in a dict
 throttled.py              limits the rate of reads and writes, and keeps space free
 read_only.py              refuses all writes
+reserve.py                space for log entries that free space, on a full disk
 picklable.py              a backend for other processes
 probe.py                  finds out what a backend guarantees, and how fast it is
 save_estimate.py          how long a save will take, measured with a part of it

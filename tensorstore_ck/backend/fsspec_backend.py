@@ -7,7 +7,7 @@ that is known to be atomic for its protocol; without one, `create` raises.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -150,6 +150,15 @@ class FsspecBackend:
             if path.startswith(start + prefix):
                 yield ObjectInfo(name, int(info["size"]), _modified_ns(info))
 
+    def folders(self, start: str) -> set[str]:
+        with remote_errors("list", start, self.url, self.secrets):
+            try:
+                found = self._filesystem.get().ls(self._root, detail=True, refresh=True)
+            except FileNotFoundError:
+                return set()
+        names = {str(info["name"]).rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory"}
+        return {name for name in names if name.startswith(start)}
+
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             with remote_errors("delete", name, self.url, self.secrets), contextlib.suppress(FileNotFoundError):
@@ -158,7 +167,7 @@ class FsspecBackend:
     def space(self) -> Space | None:
         return None
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         """None: these servers remove incomplete uploads themselves, or list them as objects."""
         return iter(())
 

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -90,6 +90,10 @@ class LocalBackend:
         check_prefix(prefix)
         return (info for info in self._walk(prefix) if not _is_temporary(info.name))
 
+    def folders(self, start: str) -> set[str]:
+        check_name(start)
+        return {entry.name for entry in self._entries("") if entry.name.startswith(start) and entry.is_dir(follow_symlinks=False)}
+
     def space(self) -> Space | None:
         folder = self.url
         while not os.path.isdir(folder):
@@ -101,13 +105,13 @@ class LocalBackend:
     # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             path = self._path(name)
             self._write_file(path, data)
             self._sync_folder(os.path.dirname(path))
 
     def replace(self, name: str, data: Buffer) -> None:
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             path = self._path(name)
             temporary = self._write_temporary(path, data)
             try:
@@ -120,7 +124,7 @@ class LocalBackend:
     def create(self, name: str, data: Buffer) -> Created:
         path = self._path(name)
         for _ in range(_LINK_TRIES):
-            with os_errors("write", name):
+            with os_errors("write", name, self.url):
                 temporary = self._write_temporary(path, data)
             try:
                 os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
@@ -129,7 +133,7 @@ class LocalBackend:
             except FileNotFoundError:
                 continue  # another process deleted our temporary as a leftover
             except OSError as exc:
-                return _link_failed(name, exc)
+                return _link_failed(name, exc, self.url)
             else:
                 return self._linked(path)
             finally:
@@ -147,11 +151,11 @@ class LocalBackend:
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             fd = self._open_new(path)
 
         def seal(fd: int) -> None:
-            with os_errors("write", name):
+            with os_errors("write", name, self.url):
                 self._fsync_and_close(fd)
                 self._sync_folder(os.path.dirname(path))
 
@@ -160,12 +164,12 @@ class LocalBackend:
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        with os_errors("write", name):
+        with os_errors("write", name, self.url):
             fd = self._open_new(temporary)
 
         def seal(fd: int) -> None:
             try:
-                with os_errors("write", name):
+                with os_errors("write", name, self.url):
                     self._fsync_and_close(fd)
                     os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
                     self._sync_folder(os.path.dirname(path))
@@ -181,8 +185,8 @@ class LocalBackend:
             with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(self._path(name), dir_fd=self._at)
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
-        return (info for info in self._walk("") if _is_temporary(info.name))
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
+        return (info for info in self._walk("", folders) if _is_temporary(info.name))
 
     def abort_upload(self, name: str) -> None:
         temporary = name.rpartition("/")[2]
@@ -200,13 +204,13 @@ class LocalBackend:
 
     def _writer(self, fd: int, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
         try:
-            with os_errors("write", name):
+            with os_errors("write", name, self.url):
                 is_direct = self._sync and use_direct(fd)
         except BaseException:
             os.close(fd)
             self._unlink_quietly(path)
             raise
-        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal)
+        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
 
     def _linked(self, path: str) -> Created:
         try:
@@ -261,7 +265,8 @@ class LocalBackend:
         finally:
             os.close(fd)
 
-    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, prefix: str, inside: Collection[str] | None = None) -> Iterator[ObjectInfo]:
+        """`inside`: of the folders at the root, enter only these."""
         if self._within is not None:
             with os_errors("list", prefix or self.url):
                 for path, status in self._within.files(f"{self._root}/{prefix}".removesuffix("/")):
@@ -270,20 +275,23 @@ class LocalBackend:
         folders = [prefix]
         while folders:
             folder = folders.pop()
-            with os_errors("list", folder or self._root):
-                try:
-                    with os.scandir(f"{self._root}/{folder}") as entries:
-                        found = list(entries)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-            for entry in found:
+            for entry in self._entries(folder):
                 with os_errors("list", folder + entry.name), contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{folder}{entry.name}/")
+                        if folder or inside is None or entry.name in inside:
+                            folders.append(f"{folder}{entry.name}/")
                         continue
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
                         yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns)
+
+    def _entries(self, folder: str) -> Collection[os.DirEntry[str]]:
+        with os_errors("list", folder or self._root):
+            try:
+                with os.scandir(f"{self._root}/{folder}") as entries:
+                    return list(entries)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     # --- folders ---
 
@@ -360,7 +368,7 @@ def _regular_size(status: os.stat_result, name: str) -> int:
     return status.st_size
 
 
-def _link_failed(name: str, exc: OSError) -> Created:
+def _link_failed(name: str, exc: OSError, folder: str) -> Created:
     """Raises if surely no link was made; otherwise it may have been made."""
     if exc.errno in _NO_HARD_LINKS:
         raise UnsafeBackendError(
@@ -368,7 +376,7 @@ def _link_failed(name: str, exc: OSError) -> Created:
             "Keep the store on another filesystem or on an object store",
             object_id=name,
         ) from exc
-    error = store_error(exc, "create", name)
+    error = store_error(exc, "create", name, folder)
     if isinstance(error, BackendUnavailableError):
         return Created.UNKNOWN
     raise error from exc

@@ -46,8 +46,8 @@ class _WriteWindow:
 class DirectWriter(LocalWriter):
     """A `LocalWriter` over a descriptor in O_DIRECT mode."""
 
-    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None]) -> None:
-        super().__init__(fd, unlink, name, seal)
+    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None], folder: str) -> None:
+        super().__init__(fd, unlink, name, seal, folder)
         self._windows: dict[int, _WriteWindow] = {}
         self._spare: list[mmap.mmap] = []
 

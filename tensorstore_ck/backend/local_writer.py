@@ -22,13 +22,17 @@ WRITE_BACK_BYTES: Final = 64 << 20
 
 
 class LocalWriter:
-    """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor; `unlink` removes it."""
+    """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor; `unlink` removes it.
 
-    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None]) -> None:
+    `folder`: on whose disk it is.
+    """
+
+    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None], folder: str) -> None:
         self._fd = fd
         self._unlink = unlink
         self._name = name
         self._seal = seal
+        self._folder = folder
         self._state = Changes()
         self._open = True
         self._failed = False
@@ -47,7 +51,7 @@ class LocalWriter:
                 self._writes_under_way.add(write)
                 offset = self._end
                 self._end += sum(map(len, views))
-            with os_errors("write", self._name):
+            with os_errors("write", self._name, self._folder):
                 self._write(views, offset)
         except BaseException:
             self._failed |= write in self._writes_under_way
@@ -62,7 +66,7 @@ class LocalWriter:
         if self._failed:
             self.abort()
             raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it again", object_id=self._name)
-        with os_errors("write", self._name):
+        with os_errors("write", self._name, self._folder):
             self._finish()
         fd, self._fd = self._fd, -1
         self._seal(fd)

@@ -7,9 +7,9 @@ One lock guards the dict, so that `create` is atomic. Objects live as long as th
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from tensorstore_ck.backend.object_names import check_name, check_prefix
+from tensorstore_ck.backend.object_names import check_name, check_prefix, is_in
 from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
@@ -70,6 +70,10 @@ class MemoryBackend:
             found = [ObjectInfo(name, len(data), at) for name, (data, at) in self._objects.items() if name.startswith(prefix)]
         yield from found
 
+    def folders(self, start: str) -> Collection[str]:
+        with self._lock:
+            return {name.partition("/")[0] for name in self._objects if "/" in name and name.startswith(start)}
+
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             with self._lock:
@@ -78,10 +82,10 @@ class MemoryBackend:
     def space(self) -> Space | None:
         return None
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         with self._lock:
             found = [ObjectInfo(upload, 0, at) for upload, at in self._uploads.items()]
-        yield from found
+        return (info for info in found if is_in(folders, info.name))
 
     def abort_upload(self, name: str) -> None:
         with self._lock:

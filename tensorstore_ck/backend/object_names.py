@@ -5,6 +5,7 @@ dot is reserved for a backend's own temporaries, so that no object is taken for 
 """
 
 import re
+from collections.abc import Collection
 from typing import Final
 
 from tensorstore_ck.errors import CorruptObjectError
@@ -28,3 +29,9 @@ def check_prefix(prefix: str) -> str:
     if len(prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(prefix):
         raise CorruptObjectError(f"{prefix!r} cannot be a folder's name", object_id=prefix)
     return prefix
+
+
+def is_in(folders: Collection[str] | None, name: str) -> bool:
+    """Whether `name` is at the root or in one of these folders there; in any, if there is no choice."""
+    folder, slash, _ = name.partition("/")
+    return folders is None or not slash or folder in folders

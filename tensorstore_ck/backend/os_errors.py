@@ -5,9 +5,11 @@ Knows errno values and nothing of stores. A value that is not in the table count
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from tensorstore_ck.common.free_space import disk_of
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     MissingObjectError,
@@ -18,6 +20,7 @@ from tensorstore_ck.errors import (
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _ADVICE = {
     errno.ENOENT: "it may have been deleted, or this is not the store you meant",
@@ -41,12 +44,15 @@ _ADVICE = {
 }
 
 
-def store_error(exc: OSError, action: str, name: str) -> StoreError:
-    """This package's error for `exc`, raised by `action` on the object `name`."""
+def store_error(exc: OSError, action: str, name: str, folder: str = "") -> StoreError:
+    """This package's error for `exc`, raised by `action` on the object `name`; below `folder`, whose disk is named if it is full."""
     code = exc.errno or errno.EIO
     text = f"cannot {action} {name}: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
     if exc.filename:
         text += f" at {os.fsdecode(exc.filename)}"
+        text += _who(os.fsdecode(exc.filename)) if code in (errno.EACCES, errno.EPERM) else ""
+    if code in _FULL and folder and (disk := disk_of(folder)):
+        text += f": {disk}"
     text += f"; {_ADVICE.get(code, 'try again')}"
     if code in _MISSING:
         return MissingObjectError(text, object_id=name)
@@ -57,10 +63,20 @@ def store_error(exc: OSError, action: str, name: str) -> StoreError:
     return BackendUnavailableError(text, object_id=name)
 
 
+def _who(path: str) -> str:
+    """Which user may not do it, and whose it is, as far as this user can see that."""
+    text = f" for user {os.geteuid()}"
+    if os.path.isabs(path):  # else it is relative to a folder that is not known here
+        with suppress(OSError):
+            found = os.lstat(path)
+            text += f" (it is user {found.st_uid}'s, mode {stat.filemode(found.st_mode)})"
+    return text
+
+
 @contextmanager
-def os_errors(action: str, name: str) -> Iterator[None]:
-    """Turns every `OSError` raised inside into a `StoreError`."""
+def os_errors(action: str, name: str, folder: str = "") -> Iterator[None]:
+    """Turns every `OSError` raised inside into a `StoreError`: see `store_error`."""
     try:
         yield
     except OSError as exc:
-        raise store_error(exc, action, name) from exc
+        raise store_error(exc, action, name, folder) from exc

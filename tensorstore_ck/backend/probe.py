@@ -19,6 +19,7 @@ from tensorstore_ck.backend.protocol import Backend, Created, writing
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, StoreError, UnsafeBackendError
 
+PROBE_FOLDER: Final = "probe"
 RACERS: Final = 4
 QUICK_ROUNDS: Final = 2
 ROUNDS: Final = 8
@@ -87,7 +88,7 @@ def _probe(backend: Backend, folder: str) -> ProbeResult:
 
 def in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str, ...]]:
     """Runs `work` on a new folder; returns its result, and the problem if the folder could not be removed."""
-    folder = f"probe/{ulid_text(new_ulid())}/"
+    folder = f"{PROBE_FOLDER}/{ulid_text(new_ulid())}/"
     problems: tuple[str, ...] = ()
     try:
         result = work(folder)

@@ -5,7 +5,7 @@ from several threads. Errors are this package's: `MissingObjectError` for a name
 `NoSpaceError`, `BackendUnavailableError`; nothing else escapes. What `put`, `create` and `ObjectWriter.close` acknowledge is durable.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -104,14 +104,20 @@ class Backend(Protocol):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose name begins with `prefix` (``""`` or ending in ``/``), recursively, in no order; none for a missing folder."""
 
+    def folders(self, start: str) -> Collection[str]:
+        """The folders at the root whose names begin with `start`, which is not empty; nothing in them, or next to them, is read."""
+
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects; names that are not there are skipped."""
 
     def space(self) -> Space | None:
         """The size of the filesystem and its free space; None if unknown."""
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
-        """Leftovers of unfinished writes: multipart uploads, temporaries. ``name`` is the argument of `abort_upload`."""
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
+        """Leftovers of unfinished writes: multipart uploads, temporaries. ``name`` is the argument of `abort_upload`.
+
+        `folders`: look only at the root itself and in these folders there; what lies elsewhere may be another program's.
+        """
 
     def abort_upload(self, name: str) -> None:
         """Removes a leftover of an unfinished write."""

@@ -8,14 +8,14 @@ may hide our own success: a 412 is EXISTS, and any unclear answer is UNKNOWN.
 # ruff: noqa: D102 - protocol.py and resumable_upload.py document the methods
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
 from typing import Any, Final
 
 from tensorstore_ck.backend import s3_resumable_upload
-from tensorstore_ck.backend.object_names import check_name, check_prefix
+from tensorstore_ck.backend.object_names import check_name, check_prefix, is_in
 from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_status, remote_errors
 from tensorstore_ck.backend.resumable_upload import Upload
@@ -97,16 +97,16 @@ class S3Backend:
         return int(self._requests.call("look at", name, "head_object", Key=self._key(name))["ContentLength"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        more: dict[str, Any] = {}
-        while True:
-            page = self._requests.call("list", prefix, "list_objects_v2", Prefix=self._prefix + prefix, **more)
+        for page in self._pages(prefix, Prefix=self._prefix + check_prefix(prefix)):
             for entry in page.get("Contents", ()):
                 if not entry["Key"].endswith("/"):  # some tools make such objects to stand for folders
                     yield ObjectInfo(entry["Key"].removeprefix(self._prefix), entry["Size"], _nanoseconds(entry["LastModified"]))
-            if not page.get("IsTruncated"):
-                return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def folders(self, start: str) -> set[str]:
+        found = set[str]()
+        for page in self._pages(start, Prefix=self._prefix + check_name(start), Delimiter="/"):
+            found |= {entry["Prefix"].removeprefix(self._prefix).removesuffix("/") for entry in page.get("CommonPrefixes", ())}
+        return found
 
     def space(self) -> Space | None:
         return None
@@ -165,7 +165,7 @@ class S3Backend:
                     # A request for this object alone has its status, which becomes the right error.
                     self._requests.call("delete", key.removeprefix(self._prefix), "delete_object", Key=key)
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         more: dict[str, Any] = {}
         while True:
             try:
@@ -175,7 +175,7 @@ class S3Backend:
                     return  # rclone reports so that there are none
                 raise
             for upload in page.get("Uploads", ()):
-                if upload["Key"].startswith(self._prefix):
+                if upload["Key"].startswith(self._prefix) and is_in(folders, upload["Key"].removeprefix(self._prefix)):
                     name = upload["Key"].removeprefix(self._prefix) + _UPLOAD_MARK + upload["UploadId"]
                     yield ObjectInfo(name, 0, _nanoseconds(upload["Initiated"]))
             if not page.get("IsTruncated"):
@@ -206,6 +206,16 @@ class S3Backend:
 
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)
+
+    def _pages(self, name: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """The replies to a listing, as long as there are more; `name` is for messages."""
+        more: dict[str, Any] = {}
+        while True:
+            page = self._requests.call("list", name, "list_objects_v2", **query, **more)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _new(self, name: str) -> NewObject:
         return new_object(name, self._key(name))

@@ -3,7 +3,7 @@
 For bulk reads and writes in the background of a training. Uploads from a staging disk are limited in `backend.staging.upload_pass`
 instead. All objects, ranges and appends are limited, so the log, for which nobody should wait, uses the backend itself. `create`,
 `replace`, listings and deletions are never delayed. Large ranges and appends pass in slices. Free space is checked once per
-`CHECK_BYTES` written, for all objects together.
+`CHECK_BYTES` written, for all objects together, and more often when there is less of it.
 """
 
 import threading
@@ -46,6 +46,13 @@ def throttled_to(backend: Backend, rate: float | str | None) -> Backend:
     return throttled(backend, writes=RateLimit(rate), reads=RateLimit(rate))
 
 
+def without_min_free(backend: Backend) -> Backend:
+    """The same for what frees space: it may use the space that saves leave free."""
+    if not isinstance(backend, ThrottledBackend):
+        return backend
+    return throttled(backend._inner, writes=backend._writes, reads=backend._reads, sleep=backend._sleep)
+
+
 class ThrottledBackend:
     """See `throttled`. All other attributes are the backend's own."""
 
@@ -59,6 +66,7 @@ class ThrottledBackend:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._unchecked_bytes = 0
+        """What may still be written before the next check."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -96,14 +104,14 @@ class ThrottledBackend:
             self._sleep(seconds)
 
     def _before_writing(self, name: str, size: int) -> None:
-        if self._min_free is None:
+        if self._min_free is None or not size:
             return
         with self._lock:
-            self._unchecked_bytes += size
-            if self._unchecked_bytes < CHECK_BYTES:
+            self._unchecked_bytes -= size
+            if self._unchecked_bytes > 0:
                 return
-            self._unchecked_bytes = 0
-        require_free_space(self._inner, self._min_free, size, name)
+            spare_bytes = require_free_space(self._inner, self._min_free, size, name)
+            self._unchecked_bytes = CHECK_BYTES if spare_bytes is None else min(CHECK_BYTES, spare_bytes)
 
 
 class _ThrottledWriter:

@@ -41,7 +41,7 @@ class Catalog:
         Args:
             url: ``postgresql://...``, ``sqlite:///...``, or the path of an SQLite file.
             batch_entries: The entries of a log that one transaction writes.
-            clock: What ages count from, and what says when a store was synced.
+            clock: Returns the current time, for ages and for the time of a sync.
         """
         if batch_entries < 1:
             raise InvalidOptionError("batch_entries must be a whole number from 1 on", object_id="batch_entries")
@@ -70,7 +70,7 @@ class Catalog:
     # --- fill ---------------------------------------------------------------------------------------------------------
 
     def sync(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
-        """Reads the new entries of the store's log. Several processes may sync at once; after one was killed, the next goes on from there.
+        """Reads the new entries of the store's log. Several processes may sync at once; after a kill, the next sync continues.
 
         Raises:
             FormatVersionError: another version made the catalog; see `rebuild`.
@@ -120,7 +120,7 @@ class Catalog:
         return sync_several(known, open_store, sync, parallel=parallel, synced=synced)
 
     def forget_store(self, uuid: str) -> None:
-        """Removes what the catalog has of a store; nothing if it does not have it. The store itself is not touched."""
+        """Removes a store from the catalog, if it is there. Does not change the store."""
         with self._database.writing() as connection:
             if create_tables.has_tables(connection, self.url):
                 store_id = connection.execute(select(stores.c.store_id).where(stores.c.uuid == uuid)).scalar_one_or_none()
@@ -130,17 +130,17 @@ class Catalog:
 
     def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
         head_n = store.engine.log.sync().n  # before the transaction, which would hold the lock meanwhile
-        entries = found = 0
+        entries = count = 0
         reason = ""
         while True:
             batch = self._batch(store, from_start=from_start)
             from_start = False
-            entries, found, reason = entries + batch.entries, found + batch.snapshots, reason or batch.restart_reason
+            entries, count, reason = entries + batch.entries, count + batch.snapshots, reason or batch.restart_reason
             progress(batch.head_n, max(head_n, batch.head_n))
             if batch.is_last:
                 if entries >= BATCH_ENTRIES:
                     self._database.analyze(snapshots.name, metrics.name)
-                return SyncReport(store.engine.config.uuid, store.url, entries, found, batch.head_n, reason)
+                return SyncReport(store.engine.config.uuid, store.url, entries, count, batch.head_n, reason)
 
     def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
         with self._database.writing() as connection:
@@ -202,7 +202,7 @@ class Catalog:
             live = func.count().filter(snapshots.c.state == LIVE)
             counted = select(snapshots.c.store_id, snapshots.c.ref, func.count(), live).group_by(snapshots.c.store_id, snapshots.c.ref)
             counts = {(row[0], row[1]): (row[2], row[3]) for row in connection.execute(counted)}
-            its_jobs: dict[int, list[CatalogJob]] = {}
+            jobs_by_store: dict[int, list[CatalogJob]] = {}
             for row in connection.execute(
                 select(jobs, stores.c.url).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
             ):
@@ -220,7 +220,7 @@ class Catalog:
                     row.logical_bytes,
                     row.new_bytes,
                 )
-                its_jobs.setdefault(row.store_id, []).append(job)
+                jobs_by_store.setdefault(row.store_id, []).append(job)
             runs = last_runs(connection)
             limits: dict[int, dict[str, Quota]] = {}
             for row in connection.execute(select(quotas).order_by(quotas.c.glob)):
@@ -232,7 +232,7 @@ class Catalog:
                     row.head_n,
                     row.synced_ns,
                     sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
-                    tuple(its_jobs.get(row.store_id, ())),
+                    tuple(jobs_by_store.get(row.store_id, ())),
                     limits.get(row.store_id, {}),
                     runs.get(row.store_id, {}),
                 )
@@ -241,7 +241,7 @@ class Catalog:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction on the tables that sees one state of them throughout, for questions that no method answers.
+        """A transaction that sees one state of the tables throughout, for queries that no method has.
 
         Raises:
             NotFoundError: there is no catalog yet.

@@ -25,14 +25,14 @@ def has_tables(connection: Connection, shown: str) -> bool:
     Raises:
         FormatVersionError: there is one of another version.
     """
-    found = version_of(connection)
-    if found not in (None, VERSION):
+    version = version_of(connection)
+    if version not in (None, VERSION):
         raise FormatVersionError(
-            f"the catalog in {shown} has version {found}, this build reads and writes version {VERSION}: "
+            f"the catalog in {shown} has version {version}, this build reads and writes version {VERSION}: "
             "`tsck catalog rebuild` replaces it; other stores in it are missing until they are synced again",
             object_id=shown,
         )
-    return found is not None
+    return version is not None
 
 
 def create(connection: Connection, shown: str) -> None:
@@ -74,8 +74,8 @@ def drop_other_version(connection: Connection) -> bool:
 
 def delete_rows(connection: Connection, store_id: int) -> None:
     """Deletes a store's rows, but not its row in `stores`."""
-    its = metrics.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
-    connection.execute(delete(metrics).where(its))
+    of_store = metrics.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
+    connection.execute(delete(metrics).where(of_store))
     for table in OF_STORES:
         connection.execute(delete(table).where(table.c.store_id == store_id))
 

@@ -1,6 +1,6 @@
 """Refs, tags, pins, policies, quotas and states of snapshots, as the fold has them now.
 
-The fold may be ahead of the catalog: what the entries between them change is read again with the next batch.
+The fold may be ahead of the catalog: the next batch reads the changes of the entries in between again.
 """
 
 import json
@@ -21,11 +21,11 @@ STATES: Final = (LIVE, FORGOTTEN, GONE)
 def states(view: RefTable, ulids: Iterable[Ulid]) -> dict[str, str]:
     """The state of each snapshot: live if a history, tag or pin holds it, forgotten if only undo windows do, else gone."""
     in_windows = Counter(move.ulid for window in view.windows() for move in window.moves)
-    found = {}
+    states_by_ulid = {}
     for ulid in ulids:
         holds = view.holds(ulid)
-        found[ulid_text(ulid)] = LIVE if holds > in_windows[ulid] else FORGOTTEN if holds else GONE
-    return found
+        states_by_ulid[ulid_text(ulid)] = LIVE if holds > in_windows[ulid] else FORGOTTEN if holds else GONE
+    return states_by_ulid
 
 
 def refs(view: RefTable) -> list[Row]:
@@ -47,8 +47,8 @@ def refs(view: RefTable) -> list[Row]:
 
 def tags(view: RefTable) -> list[Row]:
     """Rows of the table `tags`."""
-    found = [(name, row) for name in view.tags() if (row := view.tag_row(name)) is not None]
-    return [{"name": name, "ulid": ulid_text(row.ulid), "root": row.root.hex(), "n": row.n, "time_ns": row.time_ns} for name, row in found]
+    rows = [(name, row) for name in view.tags() if (row := view.tag_row(name)) is not None]
+    return [{"name": name, "ulid": ulid_text(row.ulid), "root": row.root.hex(), "n": row.n, "time_ns": row.time_ns} for name, row in rows]
 
 
 def pins(view: RefTable) -> list[Row]:

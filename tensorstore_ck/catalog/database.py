@@ -28,7 +28,7 @@ from tensorstore_ck.redaction import secret_values, without
 BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
 _NOT_OPENED: Final = ("unable to open", "authentication failed", "pg_hba.conf", "does not exist", "no password supplied")
-"""In messages of SQLite and PostgreSQL for which trying again does not help; psycopg has no code for them."""
+"""Texts of errors of SQLite and PostgreSQL that a retry does not resolve; psycopg has no codes for them."""
 _WRITES: Final = "tsck_writes"
 _DRIVERS: Final = {
     "sqlite": "sqlite",
@@ -151,7 +151,7 @@ class Database:
             return NoSpaceError(f"the catalog {self.shown} has no free space: {words}", object_id=self.shown)
         if "not a database" in words or "malformed" in words:
             return self._damaged()
-        if isinstance(error, exc.OperationalError) and any(said in words for said in _NOT_OPENED):
+        if isinstance(error, exc.OperationalError) and any(text in words for text in _NOT_OPENED):
             return PermissionDeniedError(f"the catalog {self.shown} cannot be opened: {words}", object_id=self.shown)
         if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
             return BackendUnavailableError(

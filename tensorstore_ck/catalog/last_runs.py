@@ -12,10 +12,10 @@ def last_runs(connection: Connection) -> dict[int, dict[str, RunOutcome]]:
     """Number of a store -> ``gc``, ``fsck`` -> its last run."""
     newest = select(reports.c.store_id, reports.c.run, func.max(reports.c.n).label("n")).group_by(reports.c.store_id, reports.c.run)
     last = newest.subquery()
-    its = and_(reports.c.store_id == last.c.store_id, reports.c.run == last.c.run, reports.c.n == last.c.n)
-    found: dict[int, dict[str, RunOutcome]] = {}
-    for row in connection.execute(select(reports).join(last, its).order_by(reports.c.run, reports.c.position)):
-        found.setdefault(row.store_id, {})[row.run] = RunOutcome(
+    is_last = and_(reports.c.store_id == last.c.store_id, reports.c.run == last.c.run, reports.c.n == last.c.n)
+    runs: dict[int, dict[str, RunOutcome]] = {}
+    for row in connection.execute(select(reports).join(last, is_last).order_by(reports.c.run, reports.c.position)):
+        runs.setdefault(row.store_id, {})[row.run] = RunOutcome(
             row.run,
             row.outcome,
             row.time_ns,
@@ -25,4 +25,4 @@ def last_runs(connection: Connection) -> dict[int, dict[str, RunOutcome]]:
             row.actor,
             row.n,
         )
-    return found
+    return runs

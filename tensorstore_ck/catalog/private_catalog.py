@@ -25,8 +25,8 @@ def private_catalog(cache_dir: str | None, urls: Sequence[str]) -> Iterator[str]
     Servers with the same stores share it. A file that no server used for 30 days is removed.
     """
     base = Path(cache_dir) if cache_dir else platformdirs.user_cache_path("tensorstore_ck", appauthor=False)
-    places = sorted({url if "://" in url else os.path.abspath(url) for url in urls})
-    digest = hashlib.sha256("\0".join(places).encode()).hexdigest()
+    locations = sorted({url if "://" in url else os.path.abspath(url) for url in urls})
+    digest = hashlib.sha256("\0".join(locations).encode()).hexdigest()
     name = f"{digest[:32]}-v{VERSION}.sqlite"
     try:
         path = private_folder(base, "catalogs") / name

@@ -86,15 +86,15 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
     by_id = {row.id: row for row in _select(connection, snapshots.c.id, ids, snapshots)}
     rows = [by_id[at] for at in ids]
     urls = {row.store_id: row.url for row in connection.execute(select(stores.c.store_id, stores.c.url))}
-    its_metrics: dict[int, dict[str, float]] = {}
+    metrics_by_id: dict[int, dict[str, float]] = {}
     for at, name, value in _select(connection, metrics.c.snapshot, ids, metrics.c.snapshot, metrics.c.name, metrics.c.value):
-        its_metrics.setdefault(at, {})[name] = math.nan if value is None else value
+        metrics_by_id.setdefault(at, {})[name] = math.nan if value is None else value
     by_ulid = [(row.store_id, row.ulid) for row in rows]
-    its_tags: dict[tuple[int, str], list[str]] = {}
+    tags_by_ulid: dict[tuple[int, str], list[str]] = {}
     for store_id, ulid, name in _select(
         connection, tuple_(tags.c.store_id, tags.c.ulid), by_ulid, tags.c.store_id, tags.c.ulid, tags.c.name
     ):
-        its_tags.setdefault((store_id, ulid), []).append(name)
+        tags_by_ulid.setdefault((store_id, ulid), []).append(name)
     pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
     return tuple(
         FoundSnapshot(
@@ -111,8 +111,8 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
             row.mark,
             row.reason,
             row.state,
-            dict(sorted(its_metrics.get(row.id, {}).items())),
-            tuple(sorted(its_tags.get((row.store_id, row.ulid), ()))),
+            dict(sorted(metrics_by_id.get(row.id, {}).items())),
+            tuple(sorted(tags_by_ulid.get((row.store_id, row.ulid), ()))),
             (row.store_id, row.ulid) in pinned,
         )
         for row in rows
@@ -131,8 +131,8 @@ def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
         return joined.order_by(*newest_first).limit(query.limit).offset(query.offset or None)
     turned = query.descending
     if is_metric(query.order_by):
-        its = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == query.order_by.text)
-        joined, column = joined.outerjoin(metrics, its), metrics.c.value
+        of_metric = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == query.order_by.text)
+        joined, column = joined.outerjoin(metrics, of_metric), metrics.c.value
     else:
         turned = turned != (query.order_by.text == "age")
         column = _ORDERS["time" if query.order_by.text == "age" else query.order_by.text]
@@ -158,10 +158,10 @@ def _order_name(text: str) -> Name:
 
 
 def _select(connection: Connection, column: Any, values: Sequence[Any], *columns: Any) -> list[Any]:
-    found: list[Any] = []
+    rows: list[Any] = []
     for batch in batches(values):
-        found += connection.execute(select(*columns).where(column.in_(batch)))
-    return found
+        rows += connection.execute(select(*columns).where(column.in_(batch)))
+    return rows
 
 
 def _require_metric(connection: Connection, name: str) -> None:

@@ -1,7 +1,7 @@
 """Writes a batch of changes into the tables, inside the caller's transaction, with a bounded number of statements.
 
-As in the fold, metrics and marks that were added to a root hold for all its snapshots that are not freed, and for later ones as long as one
-of them is left.
+As in the fold, metrics and marks added to a root apply to all its snapshots that are not freed, and to later ones while one of these is
+left.
 """
 
 import math
@@ -23,7 +23,7 @@ from tensorstore_ck.log.field_checks import MAX_METRICS
 T = TypeVar("T")
 
 VALUES_A_STATEMENT: Final = 10_000
-"""In one ``IN (...)``, of up to two parts each: SQLite takes 32,766 in all."""
+"""Values in one ``IN (...)``, each of up to two parts: SQLite accepts 32,766 parts."""
 ROWS_A_STATEMENT: Final = 20_000
 MAX_BIGINT: Final = (1 << 63) - 1
 
@@ -110,10 +110,10 @@ class RowWriter:
                 first[at].metrics[name] = math.nan if value is None else value
 
     def _select(self, columns: Sequence[Any], column: Any, values: Iterable[object]) -> list[Any]:
-        found: list[Any] = []
+        rows: list[Any] = []
         for batch in batches(sorted(values, key=str)):
-            found += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(batch)))
-        return found
+            rows += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(batch)))
+        return rows
 
     def _apply(self, change: PutEvent | AnnotatedEvent | FreedEvent) -> None:
         match change:
@@ -127,7 +127,7 @@ class RowWriter:
     def _put(self, put: PutEvent) -> None:
         row = put.row
         before = self._by_ulid.get(row["ulid"])
-        if before is not None:  # no writer draws a ULID twice; but of such a log the fold, too, keeps the later
+        if before is not None:  # no writer draws a ULID twice; if a log repeats one, the later counts, as in the fold
             self._detach(before)
             if before.new is None:
                 self._replaced.append(before.id)
@@ -159,7 +159,7 @@ class RowWriter:
             self._detach(snapshot)
 
     def _detach(self, snapshot: _Snapshot) -> None:
-        """Removes a snapshot from its root, and with the last one what was added to the root."""
+        """Removes a snapshot from its root; with the last one, also the metrics and marks added to the root."""
         root = self._by_root.get(snapshot.root)
         if root is not None and snapshot in root.members:
             root.members.remove(snapshot)
@@ -213,7 +213,7 @@ class RowWriter:
         """Counts jobs with new puts again. Sums are floats, so that false sizes in a log cannot overflow."""
         rows: list[Row] = []
         for batch in batches(sorted(refs)):
-            its = and_(snapshots.c.store_id == self._store_id, snapshots.c.ref.in_(batch))
+            of_batch = and_(snapshots.c.store_id == self._store_id, snapshots.c.ref.in_(batch))
             summed = select(
                 snapshots.c.ref,
                 snapshots.c.job,
@@ -226,12 +226,12 @@ class RowWriter:
                 func.sum(snapshots.c.new_bytes * 1.0).label("new_bytes"),
                 func.max(snapshots.c.id).label("newest"),
             )
-            found = [row._asdict() for row in self._connection.execute(summed.where(its).group_by(snapshots.c.ref, snapshots.c.job))]
-            newest = select(snapshots.c.id, snapshots.c.logical_bytes).where(snapshots.c.id.in_([row["newest"] for row in found]))
+            counted = [row._asdict() for row in self._connection.execute(summed.where(of_batch).group_by(snapshots.c.ref, snapshots.c.job))]
+            newest = select(snapshots.c.id, snapshots.c.logical_bytes).where(snapshots.c.id.in_([row["newest"] for row in counted]))
             logical = {row.id: row.logical_bytes for row in self._connection.execute(newest)}
-            for row in found:
+            for row in counted:
                 row |= {"logical_bytes": logical[row.pop("newest")], "new_bytes": min(int(row["new_bytes"]), MAX_BIGINT)}
-            rows += found
+            rows += counted
         self._upsert(jobs, [{"store_id": self._store_id, **row} for row in rows])
 
     def _replace(self, table: Table, rows: Iterable[Row]) -> None:
@@ -239,9 +239,9 @@ class RowWriter:
         key = [column.name for column in table.primary_key if column.name != "store_id"]
         old = {}
         for row in self._connection.execute(select(table).where(table.c.store_id == self._store_id)):
-            found = row._asdict()
-            found.pop("store_id")
-            old[tuple(found[name] for name in key)] = found
+            values = row._asdict()
+            values.pop("store_id")
+            old[tuple(values[name] for name in key)] = values
         wanted = {tuple(row[name] for name in key): row for row in rows}
         gone = [at for at in old if at not in wanted]
         if gone:

@@ -11,8 +11,8 @@ from tensorstore_ck.catalog.schema import snapshots
 LATE: Final = 3
 """Usual intervals after which a branch's next save is late."""
 RECENT: Final = 50
-"""Saves whose intervals say what is usual."""
-_RECENT_TIMES: Final = (  # made once: that takes longer than the answer, and a page asks for each of hundreds of branches
+"""The number of recent saves whose intervals count."""
+_RECENT_TIMES: Final = (  # built once: building takes longer than the query, and a page runs it for hundreds of branches
     select(snapshots.c.time_ns)
     .where(snapshots.c.ref == bindparam("of_ref"), snapshots.c.store_id == bindparam("of_store"))
     .order_by(snapshots.c.id.desc())

@@ -1,6 +1,6 @@
 """A parsed condition -> SQL. Values are bound, never written into the statement.
 
-Every test is true or false: a value that is missing or NaN satisfies no comparison, and so every ``not`` of one.
+Every test is true or false. A missing value or NaN satisfies no comparison, so it satisfies the ``not`` of every comparison.
 """
 
 import operator
@@ -67,8 +67,8 @@ def to_sql(node: Condition, now_ns: int, is_rare: IsRare) -> SqlCondition:
 def names_of(node: Condition) -> list[Name]:
     """The names in a condition, in order, each once."""
     parts = node.parts if isinstance(node, Joined) else ()
-    found = [node.name] if isinstance(node, NameTest) else [name for part in parts for name in names_of(part)]
-    return list(dict.fromkeys(found))
+    names = [node.name] if isinstance(node, NameTest) else [name for part in parts for name in names_of(part)]
+    return list(dict.fromkeys(names))
 
 
 def is_metric(name: Name) -> bool:
@@ -85,8 +85,8 @@ def has_metric(is_rare: IsRare, name: str, *conditions: SqlCondition) -> SqlCond
 def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
     """The snapshots that have a row in a table for which `conditions` hold."""
     other = snapshots.alias()
-    its = and_(other.c.store_id == table.c.store_id, other.c.ulid == table.c.ulid)
-    return snapshots.c.id.in_(select(other.c.id).join(table, its).where(*conditions))
+    same_snapshot = and_(other.c.store_id == table.c.store_id, other.c.ulid == table.c.ulid)
+    return snapshots.c.id.in_(select(other.c.id).join(table, same_snapshot).where(*conditions))
 
 
 # --- the kinds of fields ----------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
 def _metric(test: NameTest, is_rare: IsRare) -> SqlCondition:
     name = test.name.text
     if test.op in ("null", "nan"):
-        found = has_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
-        return found if (test.op == "nan") != test.negated else not_(found)
+        condition = has_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
+        return condition if (test.op == "nan") != test.negated else not_(condition)
     _require(test, (*ORDERED, "null", "nan"), "a metric, so a number")
     return has_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
 
@@ -166,18 +166,18 @@ def _tag(test: NameTest, _: int) -> SqlCondition:
     """True if one of the snapshot's tags satisfies the test; ``!=`` and ``not``: if none does."""
     _require(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
     positive = NameTest(test.name, "=" if test.op == "!=" else test.op, test.values)
-    found = is_in_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
-    return not_(found) if (test.op == "!=") or (test.op == "null") != test.negated else found
+    condition = is_in_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
+    return not_(condition) if (test.op == "!=") or (test.op == "null") != test.negated else condition
 
 
 def _pinned(test: NameTest, _: int) -> SqlCondition:
-    found = is_in_table(pins)
+    condition = is_in_table(pins)
     if test.op == "flag":
-        return found
+        return condition
     _require(test, ("=", "!="), "true or false")
     if test.values[0].kind != "flag":
         raise InvalidOptionError(f"pinned is true or false, not {test.values[0].text!r}", object_id="pinned")
-    return found if (test.values[0].text.lower() == "true") == (test.op == "=") else not_(found)
+    return condition if (test.values[0].text.lower() == "true") == (test.op == "=") else not_(condition)
 
 
 _Kind = Callable[[NameTest, int], SqlCondition]
@@ -217,25 +217,25 @@ _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 def _compared(column: Any, test: NameTest, values: Sequence[Any]) -> SqlCondition:
     match test.op:
         case "=" | "!=" | "<" | "<=" | ">" | ">=" as op:
-            found: SqlCondition = _COMPARISONS[op](column, values[0])
+            condition: SqlCondition = _COMPARISONS[op](column, values[0])
         case "in":
-            found = column.in_(values)
+            condition = column.in_(values)
         case "between":
-            found = and_(column >= values[0], column <= values[1])
+            condition = and_(column >= values[0], column <= values[1])
         case "like":
             # as an expression, so that SQLite keeps to the index by time: with the column's own index it sorts all rows found
-            found = (column + "").like(values[0], escape="\\")
+            condition = (column + "").like(values[0], escape="\\")
         case _:
             return false()
-    return not_(found) if test.negated else found
+    return not_(condition) if test.negated else condition
 
 
 def _require(test: NameTest, ops: Sequence[str], what: str) -> None:
     if test.op not in ops:
         named = {"null": "is null", "nan": "is nan"}
         known = ", ".join(named.get(op, op) for op in ops)
-        said = "nothing" if test.op == "flag" else repr(named.get(test.op, test.op))
-        raise InvalidOptionError(f"{test.name.text} is {what}: test it with {known}, not with {said}", object_id=test.name.text)
+        used = "nothing" if test.op == "flag" else repr(named.get(test.op, test.op))
+        raise InvalidOptionError(f"{test.name.text} is {what}: test it with {known}, not with {used}", object_id=test.name.text)
 
 
 def _wrong(test: NameTest, value: Value, wanted: str) -> InvalidOptionError:
@@ -267,8 +267,8 @@ def _seconds(test: NameTest, value: Value) -> float:
 def _date_ns(test: NameTest, value: Value) -> int:
     """A date without a time zone is in UTC."""
     try:
-        found = datetime.fromisoformat(value.text if value.kind == "text" else "")
-        aware = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+        date = datetime.fromisoformat(value.text if value.kind == "text" else "")
+        aware = date if date.tzinfo is not None else date.replace(tzinfo=UTC)
         return int(aware.timestamp()) * 1_000_000_000 + aware.microsecond * 1000
     except (ValueError, OverflowError, OSError):
         raise _wrong(test, value, "a date like '2026-01-31' or '2026-01-31T12:00:00Z'") from None

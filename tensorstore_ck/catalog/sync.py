@@ -70,13 +70,13 @@ class _Position(NamedTuple):
 def _lock_store(connection: Connection, uuid: str) -> _Position:
     """The store's row, locked until the transaction ends."""
     columns = (stores.c.store_id, stores.c.log, stores.c.head_n, stores.c.head_hash)
-    its = select(*columns).where(stores.c.uuid == uuid).with_for_update()
-    row = connection.execute(its).one_or_none()
+    query = select(*columns).where(stores.c.uuid == uuid).with_for_update()
+    row = connection.execute(query).one_or_none()
     if row is None:
         make = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
         empty = {"uuid": uuid, "url": "", "log": "", "head_n": 0, "head_hash": "", "synced_ns": 0}
         connection.execute(make(stores).values(empty).on_conflict_do_nothing(index_elements=["uuid"]))
-        row = connection.execute(its).one()
+        row = connection.execute(query).one()
     return _Position(*row)
 
 

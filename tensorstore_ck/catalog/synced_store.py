@@ -1,4 +1,4 @@
-"""One store that a catalog follows: opened read-only when it is first read, and again after an error or if another takes its place."""
+"""One store that a catalog follows. Opens it read-only at the first read, and again after an error or if another store replaced it."""
 
 import threading
 from contextlib import suppress
@@ -26,12 +26,12 @@ class SyncedStore:
         self._catalog = catalog
         self._open_store = open_store
         self._head: Head | None = None
-        """Up to where the catalog has its log."""
+        """The last log entry that the catalog has."""
         self._dropped: list[ReadOnlyStore] = []
         self._lock = threading.Lock()
 
     def refresh(self, *, progress: Progress = lambda done, total: None) -> StoreError | None:
-        """Reads what is new in the log into the catalog; returns the error if that is impossible now."""
+        """Reads the new log entries into the catalog; returns the error if it cannot."""
         with self._lock:
             try:
                 store = self._current()
@@ -46,7 +46,7 @@ class SyncedStore:
             return self.error
 
     def close_dropped(self) -> None:
-        """Closes the stores that were opened before this one; the caller says that no thread reads from them any more."""
+        """Closes the stores that were open before this one. The caller ensures that no thread reads from them."""
         while self._dropped:
             with suppress(StoreError):
                 self._dropped.pop().close()
@@ -60,8 +60,8 @@ class SyncedStore:
     def _current(self) -> ReadOnlyStore:
         """The open store, if it is still the one at the URL: its log shows neither that it was deleted nor that it was salvaged."""
         if self.store is not None:
-            own, found = self.store.engine.config, read_config(self.store.engine.backend)
-            if found is not None and (found.uuid, found.log) == (own.uuid, own.log):
+            own, current = self.store.engine.config, read_config(self.store.engine.backend)
+            if current is not None and (current.uuid, current.log) == (own.uuid, own.log):
                 return self.store
             self._drop()
         self.store = self._open_store(self.url)
@@ -69,7 +69,7 @@ class SyncedStore:
         return self.store
 
     def _drop(self) -> None:
-        """Has the store opened again before its next use; other threads may still read from it."""
+        """Makes the next use open the store again. Other threads may still read from the old one."""
         if self.store is not None:
             self._dropped.append(self.store)
         self.store, self._head = None, None

@@ -52,5 +52,5 @@ VIEWS: Final[Mapping[str, str]] = {
 def create_view(name: str, dialect: str) -> str:
     """The statement that creates a view."""
     forms = {"time": _TIME[dialect], "joined": _JOINED[dialect]}
-    body = re.sub(r"<(\w+) ([\w.]+)>", lambda found: forms[found[1]].format(found[2]), VIEWS[name])
+    body = re.sub(r"<(\w+) ([\w.]+)>", lambda match: forms[match[1]].format(match[2]), VIEWS[name])
     return f"CREATE VIEW {name} AS {body}"

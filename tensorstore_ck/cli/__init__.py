@@ -3,7 +3,9 @@
 Only this package reads environment variables (``TSCK_STORE``, ``TSCK_CACHE_DIR``). A command that needs torch imports it when it runs, so
 that all others start fast and run without it. With ``--json`` stdout holds one document; progress and warnings go to stderr.
 
-app.py                the group of commands, errors and exit codes
+app.py                the program: errors, warnings and exit codes
+command_groups.py     the commands by group, and how the help lists them
+help_topics.py        what `tsck help` prints for groups, exit codes and kinds of errors
 options.py            options that commands share, and the `StoreChoice` that they make
 cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`

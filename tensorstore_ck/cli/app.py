@@ -1,7 +1,7 @@
 """The `tsck` command group: its commands, and how errors become exit codes.
 
-Every `StoreError` becomes one line on stderr, which ends with the link to its entry in the documentation (with ``--json``: a document
-on stdout), and its kind's exit code; 2 is a misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
+Every `StoreError` becomes one line on stderr, which names the command that prints what to do (with ``--json``: a document on stdout), and
+its kind's exit code; 2 is a misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
 """
 
 import difflib
@@ -17,6 +17,8 @@ import click
 
 import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
+from tensorstore_ck.cli.command_groups import COMMANDS, write_commands
+from tensorstore_ck.cli.help_topics import topic_page
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
@@ -38,52 +40,10 @@ An ADDRESS names a snapshot:
   runs/gpt       a branch or tag
   runs/gpt@1000  its newest snapshot of step 1000
   runs/gpt~2     two before it
-  9f86d081       the first digits (8 or more) of a root
+  9f86d081       the first digits of a root
 
 With TSCK_STORE set, or inside the store's folder, -s is not needed."""
-EXIT_CODES: Final = "\n".join(["\b", "Exit codes, and kinds of errors with --json:", *exit_codes.help_lines()])
-COMMANDS: Final = {
-    "init": "cmd_init_probe_salvage",
-    "put": "cmd_put_get",
-    "get": "cmd_put_get",
-    "import": "cmd_import",
-    "export": "cmd_export",
-    "log": "cmd_log_show_diff",
-    "show": "cmd_log_show_diff",
-    "diff": "cmd_log_show_diff",
-    "bisect": "cmd_bisect",
-    "branch": "cmd_refs",
-    "reset": "cmd_refs",
-    "tag": "cmd_refs",
-    "untag": "cmd_refs",
-    "annotate": "cmd_refs",
-    "mark": "cmd_refs",
-    "usage": "cmd_usage",
-    "advise": "cmd_advise",
-    "watch": "cmd_watch",
-    "catalog": "cmd_catalog",
-    "find": "cmd_catalog",
-    "ui": "cmd_ui",
-    "exporter": "cmd_exporter",
-    "pin": "cmd_pin_forget_gc",
-    "unpin": "cmd_pin_forget_gc",
-    "policy": "cmd_policy",
-    "quota": "cmd_quota",
-    "forget": "cmd_pin_forget_gc",
-    "undo": "cmd_pin_forget_gc",
-    "gc": "cmd_pin_forget_gc",
-    "recode": "cmd_recode_tier",
-    "tier": "cmd_recode_tier",
-    "staging": "cmd_staging",
-    "copy": "cmd_copy",
-    "fsck": "cmd_fsck",
-    "verify-resume": "cmd_verify_resume",
-    "accept-log": "cmd_init_probe_salvage",
-    "salvage": "cmd_init_probe_salvage",
-    "probe": "cmd_init_probe_salvage",
-    "completion": "cmd_completion",
-}
-"""Each command, in the order that a newcomer meets them, and its module, which is loaded when the command is asked for."""
+TOPICS: Final = "`tsck help GROUP`, `tsck help COMMAND` and `tsck help exit-codes` say more."
 COMPLETION_VARIABLE: Final = "_TSCK_COMPLETE"
 ALIASES: Final = {"checkout": "get"}
 RENAMED_OPTIONS: Final = {
@@ -111,6 +71,10 @@ class Program(click.Group):
             module = importlib.import_module(f"tensorstore_ck.cli.{COMMANDS[name]}")
             self.commands.update((each.name, each) for each in vars(module).values() if isinstance(each, click.Command) and each.name)
         return self.commands.get(name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists what to begin with, and the names of all others."""
+        write_commands(self, formatter)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does; for an unknown command, names similar ones."""
@@ -141,18 +105,24 @@ class Program(click.Group):
 
     def _run(self, arguments: list[str], *others: Any, **more: Any) -> int:
         as_json = "--json" in arguments
+        match arguments:
+            case ["help", topic] if page := topic_page(self, topic):
+                for line in page.splitlines():
+                    say(line)
+                return 0
         try:
             code = super().main(_arranged(arguments) or ["--help"], *others, **more)
         except click.UsageError as exc:
             where = exc.ctx.command_path if exc.ctx else "tsck"
             advice = f"see `{where} --help`"
-            _fail("usage", f"{exc.format_message()} {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
+            message = " ".join(exc.format_message().split())
+            _fail("usage", f"{message.removesuffix('.')}. {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
             return exit_codes.USAGE
         except click.Abort:
             _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
             return exit_codes.INTERRUPTED
         except StoreError as exc:
-            _fail(exc.kind, str(exc), exc.object_id, as_json=as_json, more=f" (see {exc.help_url})")
+            _fail(exc.kind, str(exc), exc.object_id, as_json=as_json, more=f" (see: tsck help {exc.kind})")
             return exc.exit_code
         return code if isinstance(code, int) else 0
 
@@ -207,7 +177,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "token_normalize_func": _renamed}
 
 
-@click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings=_SETTINGS)
+@click.group(cls=Program, help=HELP, epilog=TOPICS, context_settings=_SETTINGS)
 @click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
 @no_pager_option
 def main() -> None:

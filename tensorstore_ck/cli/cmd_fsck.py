@@ -13,11 +13,11 @@ from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, UnreadableError
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck
 from tensorstore_ck.maintenance.fsck.check_config import find_config, is_of_log
-from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Finding, FsckReport
 from tensorstore_ck.maintenance.recorded_runs import recorded_fsck, recorded_repair
 
 
@@ -104,7 +104,9 @@ def fsck(
     document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
     emit(document, lines, as_json=as_json)
     if not report.ok:
-        context.exit(DamageError.exit_code)
+        errors = (finding for finding in report.findings if finding.severity == "error")
+        is_unreadable = all(finding.kind == UNREADABLE for finding in errors)
+        context.exit(UnreadableError.exit_code if is_unreadable else DamageError.exit_code)
 
 
 def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, changes: bool, records: bool) -> tuple[Engine, bool]:

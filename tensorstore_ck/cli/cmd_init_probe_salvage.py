@@ -1,4 +1,4 @@
-"""Commands on a whole store: init, probe, accept-log, salvage. They need no torch."""
+"""Commands on a whole store: init, probe, accept-log, adopt, salvage. They need no torch."""
 
 import warnings
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.errors import NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.log import Head, LogChangedWarning
 from tensorstore_ck.maintenance.salvage import Salvaged, SalvageReport
+from tensorstore_ck.maintenance.salvage import adopt as run_adopt
 from tensorstore_ck.maintenance.salvage import salvage as run_salvage
 
 
@@ -145,6 +146,20 @@ def _accept(choice: StoreChoice) -> tuple[str, Head, Head | None]:
     with closing(replace(choice, rollback="warn").open_engine(read_only=True)) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", LogChangedWarning)  # which accepting answers
         return printable(engine.backend.url), *engine.log.accept()
+
+
+@command("Give a copy of a store's files an identity of its own.", "tsck adopt -s ./copy")
+@store_options()
+def adopt(choice: StoreChoice, *, as_json: bool) -> None:
+    """Give a store that is a copy of another one's files (cp, rsync, a snapshot of a disk) an identity of its own.
+
+    Else the two count as one store whose log went back or forked, and share the host's cache. It gets a new UUID, and a new log of all
+    its snapshots. No other process may use the copy meanwhile. Nothing is deleted; the other store is not touched.
+    """
+    with closing(choice.open_backend()) as backend:
+        report = run_adopt(backend)
+    line = f"{printable(backend.url)} is a store of its own now, with {counted(report.kept, 'snapshot')} and the new log {report.log}"
+    emit({"url": backend.url, "log": report.log, "kept": report.kept}, [line], as_json=as_json)
 
 
 @command("Make a new log after the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")

@@ -6,7 +6,7 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import emit, fields_of, printable, red, table
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, typed_bytes
 from tensorstore_ck.log.quota import Quota
 
 ACTIONS: Final = ("show", "set", "remove")
@@ -56,8 +56,8 @@ def _quota_lines(quotas: dict[str, Quota]) -> list[str]:
         [
             printable(each.glob),
             human_bytes(each.used_bytes),
-            "-" if each.warn_bytes is None else human_bytes(each.warn_bytes),
-            "-" if each.refuse_bytes is None else human_bytes(each.refuse_bytes),
+            "-" if each.warn_bytes is None else typed_bytes(each.warn_bytes),
+            "-" if each.refuse_bytes is None else typed_bytes(each.refuse_bytes),
             f"{each.share:.0%}",
             each.state,
         ]

@@ -10,10 +10,11 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, cast
 
 from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import (
     AlreadyExistsError,
@@ -77,8 +78,14 @@ def save_file(state: Any, path: str, metadata: Mapping[str, object], *, overwrit
         return left_out
     import torch  # noqa: PLC0415 - loads torch only where tensors are handled
 
-    with _replacing(path) as temporary:
-        torch.save(state, temporary)
+    with _replacing(path) as temporary, open(temporary, "wb") as file:
+        output = _Output(file)
+        try:
+            torch.save(state, cast("IO[bytes]", output))
+        except RuntimeError:
+            if output.error is not None:
+                raise output.error from None
+            raise
     return []
 
 
@@ -221,13 +228,32 @@ def _first_line(exc: Exception) -> str:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
+class _Output:
+    """A file for torch.save, which raises a RuntimeError of its own when a write fails."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Buffer) -> int:
+        """Writes all of `data`."""
+        try:
+            return self._file.write(data)
+        except OSError as exc:
+            self.error = exc
+            raise
+
+    def flush(self) -> None:
+        """Nothing is kept back once the file is closed."""
+
+
 @contextmanager
 def _replacing(path: str) -> Iterator[str]:
     """A temporary name; the file written there replaces `path`, durably, when the block ends without an error."""
     folder = os.path.dirname(path) or "."
     temporary = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(6)}")
     try:
-        with os_errors("write", path):
+        with os_errors("write", path, folder):
             descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             mode = os.fstat(descriptor).st_mode & 0o777
             os.close(descriptor)

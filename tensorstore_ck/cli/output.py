@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0
 _NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 MAX_SHOWN: Final = 40
 """Rows of a long table that are printed."""
+_LEAST_METRICS: Final = 4
+"""Characters for the metrics of a snapshot, even on a narrow terminal."""
 
 
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
@@ -116,9 +119,19 @@ def printable(text: object) -> str:
     return one_line(str(text))
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """``name=number``, sorted by name."""
-    return " ".join(f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items()))
+def metrics_text(metrics: Mapping[str, float], width: int | None = None) -> str:
+    """``name=number``, sorted by name. What `width` has no room for is counted; losses come first then."""
+    words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
+    text = " ".join(words.values())
+    if width is None or len(text) <= width:
+        return text
+    text = ""
+    for shown, name in enumerate(sorted(words, key=lambda name: ("loss" not in name, name))):
+        rest = f"+{len(words) - shown}"
+        if len(text) + len(words[name]) + 1 + len(rest) > width:
+            return text + rest
+        text += f"{words[name]} "
+    return text
 
 
 def mark_text(snapshot: "Snapshot") -> str:
@@ -190,8 +203,12 @@ def snapshot_table(
     title: str = "REF",
     kept_by: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot."""
-    header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "METRICS", "MARK"]
+    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot.
+
+    On a terminal, metrics that would make a row wider than it are counted instead.
+    """
+    header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "STATE", "METRICS", "MARK"]
+    states = _states(snapshots)
     rows = [
         [
             short_root(snapshot.root),
@@ -199,6 +216,7 @@ def snapshot_table(
             iso_time(snapshot.time_ns),
             human_bytes(snapshot.logical_bytes),
             human_bytes(snapshot.new_bytes),
+            states.get(snapshot.id, ""),
             metrics_text(snapshot.metrics),
             mark_text(snapshot),
         ]
@@ -209,7 +227,27 @@ def snapshot_table(
         rows = [[*row, printable(", ".join(kept_by.get(snapshot.id, ())))] for row, snapshot in zip(rows, snapshots, strict=True)]
     if names is not None:
         header, rows = [title, *header], [[printable(name), *row] for name, row in zip(names, rows, strict=True)]
+    if stdout_is_terminal():
+        at = header.index("METRICS")
+        others = max((len(click.unstyle(line)) for line in table(header, [[*row[:at], "", *row[at + 1 :]] for row in rows])), default=0)
+        room = max(shutil.get_terminal_size().columns - others - 2, _LEAST_METRICS)
+        for row, snapshot in zip(rows, snapshots, strict=True):
+            row[at] = metrics_text(snapshot.metrics, room)
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
+
+
+def stdout_is_terminal() -> bool:
+    """Whether somebody looks at the output: lines then fit the terminal."""
+    return sys.stdout.isatty()
+
+
+def _states(snapshots: "Sequence[Snapshot]") -> dict[str, str]:
+    """Id -> what a snapshot is to its branches, in a history."""
+    from tensorstore_ck.log.snapshot_log import SnapshotLog  # noqa: PLC0415 - as above
+
+    if not isinstance(snapshots, SnapshotLog):
+        return {}
+    return {**dict.fromkeys(snapshots.abandoned, "abandoned"), **dict.fromkeys(snapshots.heads, "head")}
 
 
 def snapshot_line(what: str, snapshot: "Snapshot") -> str:

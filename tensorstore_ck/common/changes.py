@@ -1,4 +1,4 @@
-"""Threads that wait for a change: whole wherever Ctrl-C comes.
+"""Lets threads wait for a change. Ctrl-C at any point leaves no lock held.
 
 Python runs signal handlers in the main thread, between two steps of Python code. `with lock:` is safe: taking and releasing a lock is C
 code, and no handler runs between it and the block. `threading.Condition` and `Event` are not: their `__enter__`, `__exit__` and `wait` are
@@ -26,7 +26,7 @@ class Changes:
         self._waiting: set[SimpleQueue[None]] = set()
 
     def wait_for(self, look: Callable[[], T], timeout_seconds: float | None = None) -> T:
-        """Waits until `look`, which is called under the lock, returns something true, or the time is over; returns its last result.
+        """Calls `look` under the lock until it returns a true value or the timeout ends; returns its last result.
 
         The caller must not hold the lock.
         """
@@ -35,10 +35,10 @@ class Changes:
             while True:
                 self._waiting.add(wake)
                 with self.lock:
-                    found = look()
+                    result = look()
                 left = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, deadline - time.monotonic())
-                if found or left <= 0:
-                    return found
+                if result or left <= 0:
+                    return result
                 with suppress(Empty):
                     wake.get(timeout=left)
         finally:
@@ -71,5 +71,5 @@ class Flag:
         self._is_set = False
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Waits until it is set, or the time is over; returns whether it is set."""
+        """Waits until it is set, at most `timeout_seconds`; returns whether it is set."""
         return self._changes.wait_for(self.is_set, timeout_seconds)

@@ -49,7 +49,7 @@ class Arithmetic(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Of anything but a name with a value."""
+    """A comparison of anything but a name with a value."""
 
     op: str
     left: "Operand"
@@ -59,20 +59,20 @@ class Comparison(NamedTuple):
 
 
 class NameTest(NamedTuple):
-    """Of a name."""
+    """A test of one name."""
 
     name: Name
     op: str
     """``=``, ``!=``, ``<``, ``<=``, ``>``, ``>=``, ``in``, ``like``, ``between``, ``null``, ``nan``, ``flag``."""
     values: tuple[Value, ...] = ()
     negated: bool = False
-    """For those that are words: ``not in``."""
+    """Whether ``not`` precedes an operator that is a word: ``not in``."""
     depth: int = 1
     tests: int = 1
 
 
 class Joined(NamedTuple):
-    """``and``, ``or``, or ``not`` of one."""
+    """Conditions joined by ``and`` or ``or``; or ``not`` of one."""
 
     how: str
     parts: "list[Condition]"
@@ -90,7 +90,7 @@ class _Token(NamedTuple):
     text: str
     at: int
     word: str
-    """Of a name: the word of the language that it is in any case, or empty."""
+    """Of a name: the keyword that it spells, ignoring case; or empty."""
 
 
 _SPACE: Final = re.compile(r"(?:\s|\\(?:\r\n?|\n)|#[^\r\n]*)*")
@@ -129,12 +129,12 @@ def parse(text: object, *, max_chars: int, arithmetic: bool = False) -> Conditio
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether a database takes it: no half of a surrogate pair, as bytes that are not UTF-8 on a command line become, and no zero byte."""
+    """Whether a database accepts it: no lone surrogate (made from command-line bytes that are not UTF-8) and no zero byte."""
     return isinstance(value, str) and "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def syntax_error(text: str, at: int) -> InvalidOptionError:
-    """The error for what stands at a character of a condition."""
+    """The syntax error at a character of a condition."""
     if at >= len(text):
         where = "the condition ends too early" if text.strip() else "the condition is empty"
     else:
@@ -177,11 +177,11 @@ class _Parser:
         at = space.end() if space is not None else at
         if at == len(self._text):
             return _Token("", "", at, "")
-        found = (_PYTHON_NAMES if self._arithmetic else _PATH_NAMES).match(self._text, at)
-        if found is None or (self._arithmetic and found["name"] and not found["name"].isidentifier()):
+        match = (_PYTHON_NAMES if self._arithmetic else _PATH_NAMES).match(self._text, at)
+        if match is None or (self._arithmetic and match["name"] and not match["name"].isidentifier()):
             raise syntax_error(self._text, at)
-        word = _WORD.fullmatch(found["name"] or "")
-        return _Token(str(found["op"] or found.lastgroup), found[0], at, str(word.lastgroup) if word is not None else "")
+        word = _WORD.fullmatch(match["name"] or "")
+        return _Token(str(match["op"] or match.lastgroup), match[0], at, str(word.lastgroup) if word is not None else "")
 
     def _take(self, *kinds: str) -> _Token:
         token = self._next
@@ -229,7 +229,7 @@ class _Parser:
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _takes_operator(self) -> bool:
-        """Takes what follows an operand: whether another operand must follow it."""
+        """Takes the token after an operand; returns whether another operand must follow."""
         token = self._next
         op = token.word or token.kind
         level = _LEVELS.get(op, 0) if op != "not" else 0
@@ -313,16 +313,16 @@ class _Parser:
         return Comparison(op, left, right)
 
     def _pop_operand(self, token: _Token, level: int) -> Operand:
-        found = self._operands.pop()
-        if not isinstance(found, Operand) or (level != _COMPARE and isinstance(found, Value) and found.kind != "number"):
+        operand = self._operands.pop()
+        if not isinstance(operand, Operand) or (level != _COMPARE and isinstance(operand, Value) and operand.kind != "number"):
             raise self._error(token)
-        return found
+        return operand
 
     def _pop_condition(self, token: _Token) -> Condition:
-        found = self._operands.pop()
-        if isinstance(found, Value | Arithmetic):
+        operand = self._operands.pop()
+        if isinstance(operand, Value | Arithmetic):
             raise self._error(token)
-        return NameTest(found, "flag") if isinstance(found, Name) else found
+        return NameTest(operand, "flag") if isinstance(operand, Name) else operand
 
 
 def _joined(how: str, left: Condition, right: Condition) -> Joined:

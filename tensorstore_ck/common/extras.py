@@ -1,4 +1,4 @@
-"""What optional parts of the package need, and the error if that is not installed.
+"""The packages that optional features need, and the error if one is not installed.
 
 The message names the dependencies, since tensorstore_ck may not be in the user's index: then ``pip install 'tensorstore_ck[s3]'`` fails
 or installs something else.

@@ -1,4 +1,4 @@
-"""Whether there is enough free space, checked before anything is written, so that no object is left half written on a full disk.
+"""Checks free space before a write, so that a full disk leaves no incomplete object.
 
 Knows no backend, no format and no clock. A location of unknown size, such as an object store, passes. What a filesystem does not report
 (a user's quota) shows only when a write fails.
@@ -18,6 +18,7 @@ from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDe
 
 _PERCENT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 _NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
+_FEW_INODES: Final = 100
 _DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -25,7 +26,7 @@ class Space(NamedTuple):
     """The size of a filesystem."""
 
     free_bytes: int
-    """That this user can still write."""
+    """Bytes that this user can still write."""
     total_bytes: int
 
 
@@ -44,6 +45,8 @@ class MinFree:
 
     fraction: float = 0.0
     size_bytes: int = 0
+    at_most_bytes: int | None = None
+    """The part, at most."""
 
     @classmethod
     def parse(cls, value: object) -> Self:
@@ -64,29 +67,61 @@ class MinFree:
 
     def of(self, total_bytes: int) -> int:
         """The bytes that must stay free of `total_bytes`."""
-        return self.size_bytes + int(self.fraction * total_bytes)
+        part_bytes = int(self.fraction * total_bytes)
+        return self.size_bytes + (part_bytes if self.at_most_bytes is None else min(part_bytes, self.at_most_bytes))
+
+    def __str__(self) -> str:
+        most = "" if self.at_most_bytes is None else f", at most {human_bytes(self.at_most_bytes)}"
+        return f"min_free={self.fraction * 100:g}%{most}" if self.fraction else f"min_free={human_bytes(self.size_bytes)}"
 
 
-def require_free_space(target: HasSpace, min_free: MinFree, needed_bytes: int, what: str) -> None:
+FOLDER_MIN_FREE: Final = MinFree(fraction=0.01, at_most_bytes=1 << 30)
+"""Of a store in a folder, by default: a disk that is full to the last byte cannot even note what is to be freed."""
+
+
+def require_free_space(target: HasSpace, min_free: MinFree, needed_bytes: int, what: str) -> int | None:
     """Refuses a write that would leave less than `min_free` free; `what` begins the message.
+
+    Returns how many bytes more could be written; None if that is unknown.
 
     Raises:
         NoSpaceError: with all sizes.
     """
     space = target.space()
     if space is None:
-        return
+        return None
     kept_bytes = min_free.of(space.total_bytes)
-    if space.free_bytes - needed_bytes >= kept_bytes:
-        return
+    spare_bytes = space.free_bytes - needed_bytes - kept_bytes
+    if spare_bytes >= 0:
+        return spare_bytes
     needs = f"needs {human_bytes(needed_bytes)}, and there is too little free space" if needed_bytes else "has too little free space"
-    keeps = f", and {human_bytes(kept_bytes)} must stay free ({_shown(min_free)})" if kept_bytes else ""
+    keeps = f", and {human_bytes(kept_bytes)} must stay free ({min_free})" if kept_bytes else ""
     free = f"`{shlex.join(['tsck', 'usage', '-s', target.url])}` shows what gc can free now, and what later"
     advice = f"free space there ({free}), or use another location" + (", or lower min_free" if kept_bytes else "")
     raise NoSpaceError(
         f"{what} {needs} at {target.url}: {human_bytes(space.free_bytes)} of {human_bytes(space.total_bytes)} are free{keeps}; {advice}",
         object_id=target.url,
     )
+
+
+def mount_point(path: str) -> str:
+    """Where the disk is mounted that `path` is on, or will be."""
+    folder = os.path.abspath(path)
+    while not os.path.ismount(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def disk_of(path: str) -> str:
+    """The disk that `path` is on and how full it is: ``the disk at /data has 0 B of 24.0 MiB free``; empty if that cannot be found out."""
+    folder = mount_point(path)
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return ""
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    inodes = f", and {found.f_favail:,} of {found.f_files:,} inodes" if found.f_files and found.f_favail < _FEW_INODES else ""
+    return f"the disk at {folder} has {human_bytes(free)} of {human_bytes(total)} free{inodes}"
 
 
 @contextmanager
@@ -103,11 +138,8 @@ def writing_to(path: str, what: str) -> Iterator[None]:
     except OSError as exc:
         text = f"{what} {path} cannot be written to: {os.strerror(exc.errno or errno.EIO)}"
         if exc.errno in _NO_SPACE:
-            raise NoSpaceError(f"{text}; free space there, or name another folder", object_id=path) from exc
+            disk = disk_of(path)
+            raise NoSpaceError(f"{text}{disk and f' ({disk})'}; free space there, or name another folder", object_id=path) from exc
         if exc.errno in _DENIED:
             raise PermissionDeniedError(f"{text}; check its owner and mode, or name another folder", object_id=path) from exc
         raise InvalidOptionError(f"{text}; name a folder, or a path where one can be made", object_id=path) from exc
-
-
-def _shown(min_free: MinFree) -> str:
-    return f"min_free={min_free.fraction * 100:g}%" if min_free.fraction else f"min_free={human_bytes(min_free.size_bytes)}"

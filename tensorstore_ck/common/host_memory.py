@@ -10,12 +10,12 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError
 
 DEFAULT_FRACTION: Final = 0.75
-"""Of the free memory; the rest is left to the training."""
+"""Share of the free memory; the rest is left to the training."""
 
 UNCHECKED_BYTES: Final = 256 << 20
 """Smaller allocations are not checked."""
 MARGIN: Final = 1.1
-"""An allocation is refused if it needs this many times the free memory, which is an estimate."""
+"""An allocation that needs more than this many times the free memory, an estimate, is refused."""
 
 _TORCH_TEXTS: Final = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -44,13 +44,13 @@ def require_memory(needed_bytes: int, what: str, advice: str) -> None:
 
 
 def memory_error(error: BaseException, what: str) -> BaseException:
-    """This package's error if `error` is an allocation of Python, numpy or torch that failed; else `error`."""
+    """This package's error for a failed allocation of Python, numpy or torch; any other `error` unchanged."""
     is_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCH_TEXTS)
     if not is_torch and not isinstance(error, MemoryError):
         return error
-    found = NoSpaceError(f"{what} ran out of host memory ({str(error) or 'MemoryError'}): free memory on this host", object_id="memory")
-    found.__cause__ = error
-    return found
+    no_space = NoSpaceError(f"{what} ran out of host memory ({str(error) or 'MemoryError'}): free memory on this host", object_id="memory")
+    no_space.__cause__ = error
+    return no_space
 
 
 @contextlib.contextmanager
@@ -64,11 +64,11 @@ def memory_errors(what: str) -> Iterator[None]:
 
 def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:
     """Bytes that can be allocated before the host swaps or the container is killed; the page cache counts as free."""
-    found = [_available(meminfo)]
+    limits = [_available(meminfo)]
     for folder, limit, used, stat, cache in _groups(cgroup, membership):
         with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit ("max")
-            found.append(_number(folder / limit) - _number(folder / used) + _field(folder / stat, cache))
-    return max(0, min(found))
+            limits.append(_number(folder / limit) - _number(folder / used) + _field(folder / stat, cache))
+    return max(0, min(limits))
 
 
 def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, str, str, str, str]]:

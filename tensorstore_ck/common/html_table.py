@@ -12,7 +12,7 @@ MAX_ROWS: Final = 200
 
 
 def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; of more than `MAX_ROWS` rows the first ones, and a row that says so."""
+    """A table. With more than `MAX_ROWS` rows: the first ones, and a row with the number of the others."""
     rows = iter(rows)
     shown = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in islice(rows, MAX_ROWS)]
     if rest := sum(1 for _ in rows):

@@ -20,13 +20,13 @@ Ulid = NewType("Ulid", bytes)
 
 DIGEST_BYTES: Final = 32
 SHOWN_ROOT_DIGITS: Final = 12
-"""How many hex digits of a root people are shown; 8 are enough for an address."""
+"""Hex digits of a root in messages; 8 are enough for an address."""
 ULID_BYTES: Final = 16
 ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [high + low for high in _CROCKFORD for low in _CROCKFORD]
-"""Of the numbers below 1,024."""
+"""The two digits of each number below 1,024."""
 _TO_BASE_32 = bytes.maketrans(_CROCKFORD.encode(), b"0123456789ABCDEFGHIJKLMNOPQRSTUV")
 """From Crockford's digits to those that `int` reads."""
 _ULID_TEXT = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")

@@ -51,8 +51,8 @@ def _names(node: Condition | Operand) -> Iterator[str]:
             yield from _names(left)
             yield from _names(right)
         case Arithmetic(first, steps):
-            for each in (first, *(operand for _, operand in steps)):
-                yield from _names(each)
+            for operand in (first, *(right for _, right in steps)):
+                yield from _names(operand)
         case NameTest(name, op):
             yield from () if op == "null" else (name.text,)
         case Name(text):
@@ -62,11 +62,11 @@ def _names(node: Condition | Operand) -> Iterator[str]:
 def _condition(node: Condition, text: str) -> _Holds:
     match node:
         case Joined(how, parts):
-            each = [_condition(part, text) for part in parts]
+            conditions = [_condition(part, text) for part in parts]
             if how == "not":
-                return lambda numbers: not each[0](numbers)
+                return lambda numbers: not conditions[0](numbers)
             join = all if how == "and" else any
-            return lambda numbers: join(holds(numbers) for holds in each)
+            return lambda numbers: join(holds(numbers) for holds in conditions)
         case Comparison(op, left, right):
             return _test([left, right], text, _TESTS[op])
         case NameTest(name, "null", _, negated):
@@ -79,11 +79,11 @@ def _condition(node: Condition, text: str) -> _Holds:
 
 
 def _test(operands: list[Operand], text: str, holds: Callable[..., bool], *, negated: bool = False) -> _Holds:
-    each = [_number(operand, text) for operand in operands]
+    numbers_of = [_number(operand, text) for operand in operands]
 
     def test(numbers: Numbers) -> bool:
-        found = [number(numbers) for number in each]
-        return not any(map(math.isnan, found)) and holds(*found) is not negated
+        values = [number(numbers) for number in numbers_of]
+        return not any(map(math.isnan, values)) and holds(*values) is not negated
 
     return test
 

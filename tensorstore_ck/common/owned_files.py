@@ -1,4 +1,4 @@
-"""Whether files and folders are one user's alone, in places where other users of the host may write, such as ``/dev/shm``.
+"""Checks that files and folders belong to one user alone, below folders where other users may write, such as ``/dev/shm``.
 
 Each folder is checked through a handle that was opened without following a link. Its permissions are restricted before its contents are
 checked, from the top down: from then on only this user and root can put anything there.
@@ -51,10 +51,10 @@ def require_safe_parent(path: str) -> None:
     Raises:
         PermissionDeniedError: one of these.
     """
-    link, found = os.lstat(path), os.stat(path)
+    link, target = os.lstat(path), os.stat(path)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
         raise _refused(path, f"is a symbolic link that user {link.st_uid} made")
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if target.st_mode & stat.S_IWOTH and not target.st_mode & stat.S_ISVTX:
         raise PermissionDeniedError(
             f"{one_line(path)} can be written by every user of this host, each of whom can replace what lies there: "
             "`chmod o-w` it, or `chmod +t` it if they share it",
@@ -63,15 +63,15 @@ def require_safe_parent(path: str) -> None:
 
 
 def secure(fd: int, path: str, owner: int) -> None:
-    """Closes the folder `fd`, which is at `path`, and everything below it to all users but `owner`, from the top down.
+    """Restricts the folder `fd`, which is at `path`, and everything below it to `owner`, from the top down.
 
     Raises:
         PermissionDeniedError: something there is not a folder, nor a regular file with one name, that belongs to the owner.
         OSError: it cannot be changed.
     """
     for _, at, files in closed_folders(fd, path, owner):
-        for name, found in files:
-            if found.st_mode & _OTHERS:
+        for name, status in files:
+            if status.st_mode & _OTHERS:
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     os.chmod(name, FILE_MODE, dir_fd=at)
 
@@ -107,9 +107,9 @@ def closed_folders(
                 taken(folder)
             if os.fstat(at).st_mode & _OTHERS:
                 os.fchmod(at, FOLDER_MODE)
-            found = scan(".", at)
-            folders += [name if folder == "." else f"{folder}/{name}" for name, status in found if stat.S_ISDIR(status.st_mode)]
-            files = [(name, status) for name, status in found if not stat.S_ISDIR(status.st_mode)]
+            entries = scan(".", at)
+            folders += [name if folder == "." else f"{folder}/{name}" for name, status in entries if stat.S_ISDIR(status.st_mode)]
+            files = [(name, status) for name, status in entries if not stat.S_ISDIR(status.st_mode)]
             for name, status in files:
                 _require_file(status, f"{shown}/{name}", owner if files_of is None else files_of)
             yield folder, at, files
@@ -123,39 +123,39 @@ def scan(folder: str, dir_fd: int) -> Files:
     Raises:
         OSError: it is not a folder, or cannot be read.
     """
-    found: Files = []
+    files: Files = []
     fd = os.open(folder, _FOLDER, dir_fd=dir_fd)
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+                    files.append((entry.name, entry.stat(follow_symlinks=False)))
     finally:
         os.close(fd)
-    return found
+    return files
 
 
-def _require_folder(found: os.stat_result, path: str, owner: int) -> None:
-    if stat.S_ISLNK(found.st_mode):
+def _require_folder(status: os.stat_result, path: str, owner: int) -> None:
+    if stat.S_ISLNK(status.st_mode):
         raise _refused(path, "is a symbolic link")
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise _refused(path, "is not a folder")
-    _require_owner(found, path, owner)
+    _require_owner(status, path, owner)
 
 
-def _require_file(found: os.stat_result, path: str, owner: int) -> None:
-    if stat.S_ISLNK(found.st_mode):
+def _require_file(status: os.stat_result, path: str, owner: int) -> None:
+    if stat.S_ISLNK(status.st_mode):
         raise _refused(path, "is a symbolic link")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _refused(path, "is not a regular file")
-    _require_owner(found, path, owner)
-    if found.st_nlink > 1:
-        raise _refused(path, f"has {found.st_nlink} names (hard links), some perhaps where other users reach them")
+    _require_owner(status, path, owner)
+    if status.st_nlink > 1:
+        raise _refused(path, f"has {status.st_nlink} names (hard links), some perhaps where other users reach them")
 
 
-def _require_owner(found: os.stat_result, path: str, owner: int) -> None:
-    if found.st_uid != owner:
-        raise _refused(path, f"is not owned by user {owner}, but by user {found.st_uid}")
+def _require_owner(status: os.stat_result, path: str, owner: int) -> None:
+    if status.st_uid != owner:
+        raise _refused(path, f"is not owned by user {owner}, but by user {status.st_uid}")
 
 
 def _refused(path: str, what: str) -> PermissionDeniedError:

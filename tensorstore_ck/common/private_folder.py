@@ -1,6 +1,6 @@
 """A folder of this user alone, below one where other users of the host may write.
 
-It is opened and checked once; everything below it is then reached from that handle, whatever its path leads to later.
+The folder is opened and checked once. Everything below is reached from that handle, even if the path leads elsewhere later.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class PrivateFolder:
         self.make_folders(folder)
         name = f"{folder}/.tmp-{ulid_text(new_ulid())}"
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=self.fd())
-        with contextlib.suppress(FileNotFoundError):  # another process that begins to use the folder deletes what it takes for a leftover
+        with contextlib.suppress(FileNotFoundError):  # a process that begins to use the folder may delete the file as a leftover
             os.unlink(name, dir_fd=self.fd())
         return fd
 
@@ -100,10 +100,10 @@ class PrivateFolder:
         while folders:
             folder = folders.pop()
             try:
-                found = scan(folder, self.fd())
+                entries = scan(folder, self.fd())
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            for name, status in found:
+            for name, status in entries:
                 if stat.S_ISDIR(status.st_mode):
                     folders.append(f"{folder}/{name}")
                 elif stat.S_ISREG(status.st_mode):

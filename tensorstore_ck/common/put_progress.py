@@ -50,11 +50,11 @@ class _StageTotals:
     def __init__(self) -> None:
         self.begun_at: float | None = None
         self.threads = 0
-        """That work on it now."""
+        """Threads that work on it now."""
         self.busy_since = 0.0
         """Valid if `threads` is not 0."""
         self.seconds = 0.0
-        """Until `busy_since`."""
+        """Busy seconds until `busy_since`."""
         self.thread_seconds = 0.0
         """Of all threads that have left the stage."""
         self.done_bytes = 0
@@ -65,14 +65,14 @@ class PutMeter:
     """Seconds and bytes of the stages of one save. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, check: Callable[[], object] = lambda: None) -> None:
-        """`check` is called before each stage; what it raises gives the save up."""
+        """`check` is called before each stage; an exception from it ends the save."""
         self._clock = clock
         self._check = check
         self._lock = threading.Lock()
         self._tallies: dict[Stage, _StageTotals] = {stage: _StageTotals() for stage in STAGES}
 
     def expect(self, stage: Stage, total_bytes: int) -> None:
-        """Sets how many bytes a stage will have processed in the end."""
+        """Sets the total bytes of a stage."""
         with self._lock:
             self._tallies[stage].total_bytes = total_bytes
 

@@ -15,7 +15,7 @@ BURST_SECONDS: Final = 0.25
 
 
 class RateLimit:
-    """Lets `rate` pass, for all threads together: bytes per second, or text such as ``100MB``."""
+    """Limits all threads together to `rate`: bytes per second, or text such as ``100MB``."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RateLimit:
         return max(1, int(self._rate * BURST_SECONDS))
 
     def take(self, count: int) -> float:
-        """Takes `count` bytes, any number; returns in how many seconds they may pass."""
+        """Takes `count` bytes; returns the seconds until they may pass."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now - BURST_SECONDS) + count / self._rate

@@ -1,4 +1,4 @@
-"""Tries again after a growing delay, which can be ended. Time is injected."""
+"""Retries after growing delays that can be ended early. Time is injected."""
 
 import random
 import time
@@ -25,7 +25,7 @@ T = TypeVar("T")
 def next_delay(
     failures: int, first_seconds: float, longest_seconds: float, *, least: float = 0.0, jitter: Callable[[], float] = JITTER
 ) -> float:
-    """Seconds before the next try: twice as long after each failure before this one, and of that a random share from `least` to 1."""
+    """Seconds before the next try: doubles with each earlier failure, times a random share from `least` to 1."""
     return min(first_seconds * 2.0 ** min(failures, 64), longest_seconds) * (least + (1 - least) * jitter())
 
 
@@ -34,7 +34,7 @@ class AbandonedError(Exception):
 
 
 class RetryPolicy:
-    """Of several threads that do one thing: what `stop` raises in one of them ends its work, and `failed` ends that of the others."""
+    """Stops retries across threads: an exception from `stop` ends this thread's work; `failed` ends the others'."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class RetryPolicy:
         self._jitter = jitter
 
     def check(self) -> None:
-        """Raises if the work is to end."""
+        """Raises if the work has to end."""
         if self.failed.is_set():
             raise AbandonedError
         self._stop()
 
     def pause(self, seconds: float) -> None:
-        """Waits, unless the work is to end."""
+        """Waits; raises if the work has to end."""
         while True:
             self.check()
             if seconds <= 0:
@@ -73,7 +73,7 @@ class RetryPolicy:
         return next_delay(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, least=0.5, jitter=self._jitter)
 
     def call(self, request: Callable[[], T]) -> T:
-        """What `request` returns, tried again after each passing fault, without end."""
+        """The result of `request`. Retries after each transient fault, without limit."""
         for failures in count():
             self.check()
             try:

@@ -1,5 +1,5 @@
-"""Threads: their start, a bounded number of them over a stream of tasks (hashing, copying and I/O release the GIL), work that Ctrl-C does
-not cut in two, and a lock that survives a fork.
+"""Threads: a start that cannot hang, a bounded number of threads over a stream of tasks (hashing, copying and I/O release the GIL), work
+that Ctrl-C does not interrupt, and a lock that survives a fork.
 """
 
 import contextvars
@@ -64,14 +64,14 @@ class Helper(threading.Thread):
             raise RuntimeError(f"can't start new thread: {self.name} did not begin in {self._begin_seconds:g} s")
 
     def give_up(self) -> bool:
-        """If it has not begun, it never will; returns whether that is so."""
+        """Keeps the thread from beginning; returns False if it has begun."""
         if not self._given_up and self._claim.acquire(blocking=False):
             self._given_up = True
             del self._work
         return self._given_up
 
     def end(self) -> None:
-        """Waits for its end, if it has begun; else it never will."""
+        """Waits for the thread's end if it has begun; otherwise keeps it from beginning."""
         if not self.give_up():
             self.join()
 
@@ -153,7 +153,7 @@ def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, 
 
 
 def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
-    """What `call` returns. Ctrl-C does not interrupt `call`: Python runs signal handlers in the main thread, and another one calls it.
+    """The result of `call`, which Ctrl-C does not interrupt: signal handlers run in the main thread, and another thread runs `call`.
 
     In the main thread, Ctrl-C is raised at once, and `call` goes on in the background; with `finish` it is raised when `call` has ended.
     """
@@ -187,22 +187,22 @@ def _outcome(outcome: "SimpleQueue[tuple[bool, T | BaseException]]", helper: Hel
     while True:
         is_alive = helper.is_alive()
         try:
-            is_result, found = outcome.get(timeout=_LOOK_SECONDS)
+            is_result, result = outcome.get(timeout=_LOOK_SECONDS)
         except Empty:
             if not is_alive:
                 raise MemoryError("a thread ended without a result") from None
             continue
         if is_result:
-            return found  # type: ignore[return-value]
-        assert isinstance(found, BaseException)
+            return result  # type: ignore[return-value]
+        assert isinstance(result, BaseException)
         try:
-            raise found
+            raise result
         finally:
-            del found  # it would be in its own traceback
+            del result  # it would be in its own traceback
 
 
 class ProcessLock:
-    """A reentrant lock. A forked child has a new one: the old one may be held by a thread that is not there."""
+    """A reentrant lock. A forked child has a new one: a thread that the child does not have may hold the old one."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()

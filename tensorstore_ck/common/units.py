@@ -70,3 +70,13 @@ def human_bytes(count: int) -> str:
         if abs(size) < 1023.95 or unit == _SIZE_UNITS[-1]:
             break
     return f"{size:.1f} {unit}"
+
+
+def typed_bytes(count: int) -> str:
+    """A size as somebody types it: 2 * 10**12 -> ``2 TB``, 1.5 * 2**30 -> ``1.5 GiB``; else as `human_bytes`."""
+    units = [(base**power, f"{letter}{'i' * (base == 1024)}B") for power, letter in enumerate("KMGTPE", 1) for base in (1000, 1024)]
+    for size, unit in reversed(units):
+        number = round(count / size, 3)
+        if 1 <= number < 10_000 and number * size == count:
+            return f"{number:g} {unit}"
+    return human_bytes(count)

@@ -15,7 +15,7 @@ from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import read_only_error
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.backend.throttled import throttled_to
+from tensorstore_ck.backend.throttled import throttled_to, without_min_free
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
@@ -74,6 +74,8 @@ class Engine:
     """How blocks are encoded."""
     put_ids: ObjectIds | None = None
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
+    unpublished: list[Ulid] | None = None
+    """In the engine of one save: the names that it drew; see `engine/write/failed_save.py`."""
     find_process: Callable[[], Process | None] = lambda: None
     """This process, where it can be identified."""
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
@@ -98,10 +100,15 @@ class Engine:
 
     def put_id(self) -> Ulid:
         """A name for an object that a save writes to the store itself."""
-        return self.new_id() if self.put_ids is None else self.put_ids()
+        name = self.new_id() if self.put_ids is None else self.put_ids()
+        if self.unpublished is not None:
+            self.unpublished.append(name)
+        return name
 
     def note_published(self) -> None:
         """All objects that this process has written are published."""
+        if self.unpublished is not None:
+            self.unpublished.clear()
         if self.put_ids is not None:
             self.put_ids.published()
 
@@ -174,6 +181,10 @@ class Engine:
             InvalidOptionError: not a rate.
         """
         return self if rate is None else replace(self, backend=throttled_to(self.backend, rate))
+
+    def freeing(self) -> Self:
+        """The same open store for what frees space: it may use the space that saves leave free."""
+        return replace(self, backend=without_min_free(self.backend), min_free=MinFree())
 
     def of_store(self) -> "Self":
         """The same without the staging disk, for maintenance: a staged copy must not hide damage in the store."""

@@ -15,9 +15,10 @@ from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
+from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
 from tensorstore_ck.backend.throttled import throttled
-from tensorstore_ck.common.free_space import MinFree, require_free_space
+from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -36,7 +37,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.events import logged_observers
 from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
-from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
+from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 
@@ -50,7 +51,7 @@ def open_engine(
     no_sync: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
-    min_free: str | int = 0,
+    min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
@@ -67,7 +68,7 @@ def open_engine(
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
-    kept, codecs, allowed = MinFree.parse(min_free), CodecPolicy(codec, delta), parse_allowed(places)
+    asked, codecs, allowed = MinFree.parse(min_free or 0), CodecPolicy(codec, delta), parse_allowed(places)
     limit = None if rate_limit is None else RateLimit(rate_limit)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
@@ -83,10 +84,13 @@ def open_engine(
                 f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
         if not read_only:
-            require_free_space(backend, kept, 0, "the store")
+            require_free_space(backend, asked, 0, "the store")
+        kept = FOLDER_MIN_FREE if min_free is None and backend.is_local else asked  # on a full disk, too, a store opens: to free space
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
-        watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
+        watermark = Watermark(
+            _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
+        )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
@@ -158,6 +162,14 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
     return HeadFile(folder, config.uuid)
 
 
+def _inode(backend: Backend) -> int:
+    """The number of the store's folder; 0 without one."""
+    try:
+        return os.stat(backend.url).st_ino if backend.is_local else 0
+    except OSError:
+        return 0
+
+
 def read_config(backend: Backend) -> StoreConfig | None:
     """The store's configuration; None if there is no store.
 
@@ -167,7 +179,7 @@ def read_config(backend: Backend) -> StoreConfig | None:
     try:
         data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
     except MissingObjectError:
-        if any(next(iter(backend.list(folder)), None) for folder in ("log/", "snapshots/")):
+        if holds_snapshots(backend):
             raise CorruptObjectError(
                 f"{backend.url} holds snapshots but no {CONFIG_NAME}; run `tsck fsck`", object_id=CONFIG_NAME
             ) from None
@@ -178,12 +190,20 @@ def read_config(backend: Backend) -> StoreConfig | None:
 def init_store(
     backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
 ) -> StoreConfig:
-    """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree. `unsynced`: see `probe_create`.
+    """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree.
+
+    `unsynced` writes to the same place without fsync.
 
     Raises:
-        AlreadyExistsError: there is a store, and `exist_ok` is false.
+        AlreadyExistsError: there is a store, and `exist_ok` is false; or another program's files are where the store's would be.
         UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
+    if read_config(backend) is None and (foreign := foreign_object(backend)) is not None:
+        raise AlreadyExistsError(
+            f"{backend.url} holds {foreign}, which is not an object of a store: another program keeps its files in that folder. "
+            f"Give the store a folder of its own, for example {backend.url}/store",
+            object_id=backend.url,
+        )
     exclusive = probe_create(backend, unsynced=unsynced)
     if not exclusive and not single_writer_unsafe:
         raise UnsafeBackendError(
@@ -198,4 +218,5 @@ def init_store(
         raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
     if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
         raise AlreadyExistsError(f"there is already a store at {backend.url}", object_id=backend.url)
+    fill_reserve(unsynced or backend)
     return config

@@ -61,7 +61,7 @@ class Region(NamedTuple):
     def common_elements(self, spec: TensorSpec, box: BoxBounds) -> int:
         """How many of the region's elements lie in `box`."""
         both = (overlap(piece, box) for piece, _ in self.pieces(spec, 0, prod(self.sizes)))
-        return sum(prod(each.sizes) for each in both if each is not None)
+        return sum(prod(box.sizes) for box in both if box is not None)
 
     def block_lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
         """The region's block lengths in bytes, in order. A region of up to half the target is one block, whatever its shape."""
@@ -118,19 +118,19 @@ def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], ex
     Raises:
         CorruptObjectError: `explicit` lacks a tensor.
     """
-    found: list[Region] = []
-    explicit_of = {each.tensor: each for each in explicit}
+    regions: list[Region] = []
+    explicit_of = {region.tensor: region for region in explicit}
     coordinates = [mesh.coordinate(rank) for mesh in layout.meshes]
     holders: dict[Sharding, tuple[int, ...]] = {}
     for number, spec in enumerate(layout.tensors):
         spread = layout.spreads[number] if layout.spreads else None
         if spread is None:
             if 0 not in spec.shape:
-                found.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))
+                regions.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))
         elif isinstance(spread, str):
             if number not in explicit_of:
                 raise CorruptObjectError(f"the part of rank {rank} does not list its regions of tensor {spec.name!r}", object_id=spec.name)
-            found += [Region(number, *box, spread == "flat", (rank,)) for box in explicit_of[number].boxes]
+            regions += [Region(number, *box, spread == "flat", (rank,)) for box in explicit_of[number].boxes]
         else:
             mesh, coordinate = layout.meshes[spread.mesh], coordinates[spread.mesh]
             if coordinate is None:
@@ -138,8 +138,8 @@ def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], ex
             for local in boxes(spec.shape, mesh.shape, spread.placements, coordinate):
                 if spread not in holders:  # the same for every tensor with this spread
                     holders[spread] = replicas(mesh, spread.placements, spec.shape, rank)
-                found.append(Region(number, *local.box, False, holders[spread]))
-    return found
+                regions.append(Region(number, *local.box, False, holders[spread]))
+    return regions
 
 
 def regions_of_tensor(
@@ -212,7 +212,7 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
     is_shared = any(map(len, [region.replicas[1:] for region in held]))
     totals = bytes_of_replicas(layout, held) if is_shared else {}
     begun = dict.fromkeys(totals, 0)
-    specs, found = layout.tensors[:], []
+    specs, shares = layout.tensors[:], []
     for number, region in enumerate(held):
         spec = specs[region.tensor]
         size_bytes = prod(region.sizes) * spec.item_bytes
@@ -228,8 +228,8 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
             start = int(starts[first]) if first < last else 0
             begun[region.replicas] += size_bytes
         if first < last:
-            found.append(BlockShare(number, start, lengths[first:last], is_inline))
-    return found
+            shares.append(BlockShare(number, start, lengths[first:last], is_inline))
+    return shares
 
 
 def encode_regions(explicit: Sequence[ExplicitRegions]) -> bytes:
@@ -248,14 +248,14 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[ExplicitRegio
     Raises:
         CorruptObjectError: `data` is malformed or does not fit the layout.
     """
-    found: list[ExplicitRegions] = []
+    regions: list[ExplicitRegions] = []
     try:
         numbers = np.frombuffer(data, "<i8").tolist()
         at = 0
         while at < len(numbers):
             tensor, dims, count = numbers[at : at + 3]
             at += 3
-            if not (found[-1].tensor if found else -1) < tensor < len(layout.spreads) or not isinstance(layout.spreads[tensor], str):
+            if not (regions[-1].tensor if regions else -1) < tensor < len(layout.spreads) or not isinstance(layout.spreads[tensor], str):
                 raise ValueError("a tensor is out of order, or its regions follow from the layout")
             shape = layout.tensors[tensor].shape
             if layout.spreads[tensor] == "flat":
@@ -268,10 +268,10 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[ExplicitRegio
                 at += 2 * dims
             if not all(box.lies_within(shape) and 0 not in box.sizes for box in listed):
                 raise ValueError("a region lies outside of its tensor, or is empty")
-            found.append(ExplicitRegions(tensor, tuple(listed)))
+            regions.append(ExplicitRegions(tensor, tuple(listed)))
     except (ValueError, IndexError) as exc:
         raise CorruptObjectError(f"{name} has malformed regions: {exc}", object_id=name) from exc
-    return found
+    return regions
 
 
 def overlap(one: BoxBounds, other: BoxBounds) -> BoxBounds | None:

@@ -1,4 +1,4 @@
-"""The names in a store of the objects that a ULID names."""
+"""The folders of a store, and the names of the objects that a ULID names."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -7,6 +7,9 @@ from tensorstore_ck.common.ids import Ulid, ulid_text
 
 FOLDERS: Final[Mapping[str, str]] = {"pack": "packs", "part": "parts", "snapshot": "snapshots", "moved": "moved"}
 """Kind of object -> its folder, which is also the field of a log operation that lists such objects."""
+
+FIXED_FOLDERS: Final = ("checkpoint", *FOLDERS.values(), "writers")
+"""The folders of a store's objects, except those of logs, whose names store.json tells."""
 
 
 def object_name(kind: str, ulid: Ulid) -> str:

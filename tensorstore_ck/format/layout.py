@@ -76,7 +76,7 @@ class TensorSpec(NamedTuple):
     item_bytes: int
     shape: tuple[int, ...]
     order: tuple[int, ...] = ()
-    """Its dims in memory, outermost first, as a restore makes it; empty: row-major. Stored bytes are row-major in any case."""
+    """The order of its dims in memory after a restore, outermost first; empty: row-major. Stored bytes are always row-major."""
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class Layout:
 
 
 def _encode_orders(tensors: Sequence[TensorSpec]) -> Body:
-    """No key where every tensor is row-major: such layouts keep the id that builds without this key give them."""
+    """Adds no key if every tensor is row-major: builds without this key give such layouts the same id."""
     members: dict[tuple[int, ...], list[int]] = {}
     for number, spec in enumerate(tensors):
         if spec.order:

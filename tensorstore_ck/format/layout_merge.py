@@ -1,6 +1,6 @@
 """Merges the layouts of ranks whose states differ, such as pipeline stages: dicts with equal paths become one dict. Pure.
 
-Tensors that several layouts have under one name become one tensor, and so do values. Only values are compared here, not tensors' bytes.
+A tensor or value that several layouts have under one name becomes one. This file compares values, but not the bytes of tensors.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class MergedLayout:
         self.shared_tensors: dict[int, list[tuple[int, int]]] = {}
         """Every (part, number) of each tensor that several parts have."""
         self.numbered_tensors: list[LayoutConflictError] = []
-        """Tensors that several parts have under a number (an optimizer's), which may mean another parameter in each part."""
+        """Tensors of optimizers that several parts name by a number, which may stand for another parameter in each part."""
         trees = [parse(part.layout, len(part.values), f"the layout of {part.name}") for part in parts]
         tree = self._node(list(enumerate(trees)), is_numbered=False)
         tensors = [parts[part].layout.tensors[number] for part, number in self.locations]
@@ -158,7 +158,7 @@ class MergedLayout:
 
     def _is_same_tensor(self, part: int, leaf: Leaf, other_part: int, other: Leaf) -> bool:
         specs = [self._parts[part].layout.tensors[leaf.index], self._parts[other_part].layout.tensors[other.index]]
-        details = [each.node[2:] if type(each.node) is list else [0] for each in (leaf, other)]
+        details = [side.node[2:] if type(side.node) is list else [0] for side in (leaf, other)]
         return specs[0] == specs[1] and details[0] == details[1]
 
     def _storages(self) -> list[SharedStorage]:
@@ -166,8 +166,8 @@ class MergedLayout:
         number_of = {location: number for number, location in enumerate(self.locations)}
         return [
             storage._replace(tensors=tuple(number_of[part, tensor] for tensor in storage.tensors))
-            for part, each in enumerate(self._parts)
-            for storage in each.layout.storages
+            for part, source in enumerate(self._parts)
+            for storage in source.layout.storages
             if all((part, tensor) in number_of for tensor in storage.tensors)
         ]
 

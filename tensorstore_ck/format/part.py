@@ -37,7 +37,7 @@ EXTENT_DTYPE: Final = np.dtype(
 BLOB_DTYPE: Final = np.dtype([("blocks", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
 MAX_PACK_BYTES: Final = 1 << 40
 MAX_BLOB_BLOCK_BYTES: Final = 1 << 22
-"""The largest block of opaque bytes: it bounds what a part can make a reader allocate by the part's own size."""
+"""The largest block of opaque bytes: it limits a reader's allocations in proportion to the part's own size."""
 
 Extents = npt.NDArray[np.void]
 

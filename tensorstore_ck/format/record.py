@@ -23,7 +23,7 @@ STORE_KEY: Final = "tsck"
 
 
 class SaveOrigin(NamedTuple):
-    """Why and when a snapshot was made: what retention goes by. Not part of the root."""
+    """Why and when a snapshot was made. Retention uses it; the root does not cover it."""
 
     triggers: Sequence[str] = ()
     """The names of the triggers that caused the save."""
@@ -72,8 +72,8 @@ class Record(NamedTuple):
 
     def origin_fields(self) -> dict[str, Any]:
         """The optional fields that say why the snapshot was made, of a record and of a log entry."""
-        found: dict[str, Any] = {"triggers": list(self.triggers)} if self.triggers else {}
-        return found if self.epoch is None else {**found, "epoch": self.epoch}
+        fields: dict[str, Any] = {"triggers": list(self.triggers)} if self.triggers else {}
+        return fields if self.epoch is None else {**fields, "epoch": self.epoch}
 
     def encode(self) -> bytes:
         """The sealed record object."""
@@ -171,7 +171,7 @@ def _is_trigger(name: object) -> bool:
 def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     """The msgpack of user metadata: None, bool, int, float, str, lists and maps with str keys.
 
-    The store's own entry, copied from another snapshot's metadata, is left out: it is measured again.
+    Drops the store's own entry, which a caller may have copied from another snapshot: the save measures it again.
 
     Raises:
         InvalidOptionError: another type, more than 1 MiB, or a user's value under the store's own key.

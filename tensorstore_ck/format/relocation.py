@@ -40,7 +40,7 @@ class RelocationMap(NamedTuple):
     rows: Rows
     """Rows of `RELOCATION_DTYPE`, by ``from``."""
     location: str | None = None
-    """URL of the cold location that holds the targets; None: the store itself. Only `salvage` reads it; all others go by the log."""
+    """URL of the cold location that holds the targets; None: the store itself. Only `salvage` reads it; all other code uses the log."""
 
     def encode(self) -> bytes:
         """The sealed object."""

@@ -23,7 +23,7 @@ MAX_ITEMS: Final = 1 << 24
 """Values in one body, so the number of Python objects that a decoder creates."""
 
 FREE_BYTES: Final = 64 << 20
-"""Memory that parsing any snapshot may take, however small it is."""
+"""Memory that parsing a snapshot of any size may use."""
 BYTES_PER_STORED: Final = 2048
 """Memory that each stored byte adds to that. Measured: models need 10 to 60, the worst states (lists of tuples of None) 1,725."""
 BYTES_PER_ITEM: Final = 256

@@ -94,11 +94,11 @@ def local_shape(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
 def boxes(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]) -> list[LocalBox]:
     """The boxes that the rank at `coordinate` holds, in row-major order of their local offsets. No box is empty."""
     dims = [_with_local_starts(dim) for dim in intervals(shape, mesh_shape, placements, coordinate)]
-    found = []
+    local_boxes = []
     for runs in product(*dims):
         box = BoxBounds(tuple(start for start, _, _ in runs), tuple(length for _, length, _ in runs))
-        found.append(LocalBox(box, tuple(local for _, _, local in runs)))
-    return found
+        local_boxes.append(LocalBox(box, tuple(local for _, _, local in runs)))
+    return local_boxes
 
 
 def replicas(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int], rank: int) -> tuple[int, ...]:

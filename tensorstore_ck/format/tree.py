@@ -88,11 +88,11 @@ class LeafNames:
 
     def names(self, paths: Sequence[str]) -> Sequence[str]:
         """`name` of each path, in order; fast if no path needs a change."""
-        found = dict.fromkeys(paths, 1)
-        is_new = len(found) == len(paths) and self._taken.keys().isdisjoint(found.keys())
+        unique = dict.fromkeys(paths, 1)
+        is_new = len(unique) == len(paths) and self._taken.keys().isdisjoint(unique.keys())
         if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES - 32 or not all(map(str.isascii, paths)):
             return [self.name(path) for path in paths]
-        self._taken.update(found)
+        self._taken.update(unique)
         return paths
 
 
@@ -126,7 +126,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
     """
     if not any(type(value) is list and value and value[0] == SUBTREE_TAG for value in values):
         return Expanded(node, values, frozenset())
-    found: list[Any] = []
+    kept: list[Any] = []
     subtrees: set[int] = set()
 
     def fill(node: Node, holes: Iterator[Any], *, is_inner: bool) -> Node:
@@ -140,7 +140,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
                     raise ValueError("a subtree has more values than holes")
                 subtrees.add(id(filled))
                 return filled
-            found.append(value)
+            kept.append(value)
             return None
         if type(node) is not list or node[0] in ("t", "w"):
             if is_inner:
@@ -161,7 +161,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
         filled = fill(node, holes, is_inner=False)
     except (StopIteration, TypeError, ValueError, IndexError) as exc:
         raise CorruptObjectError(f"{object_id} has a malformed subtree: {exc!r}; run `tsck fsck`", object_id=object_id) from exc
-    return Expanded(filled, [*found, *holes], frozenset(subtrees))
+    return Expanded(filled, [*kept, *holes], frozenset(subtrees))
 
 
 def leaves(tree: Tree) -> Iterator[Leaf]:

@@ -1,6 +1,6 @@
 """Writer records: the process that wrote the packs, parts and records whose names belong to one series. Pure: bytes in, bytes out.
 
-Only gc reads them, to free at once what a process left behind that has provably ended. Losing one loses no data. Format: FORMAT.md,
+Only gc reads them: it frees the leftovers of an ended process at once. Losing a writer record loses no data. Format: FORMAT.md,
 "Writer records".
 """
 
@@ -41,7 +41,7 @@ class WriterRecord(NamedTuple):
 
 
 def series_of(ulid: Ulid) -> Series:
-    """The series of a ULID; it means something only if the store has its record."""
+    """The series of a ULID; meaningful only if the store has a writer record of it."""
     return ulid[SERIES_START : SERIES_START + SERIES_BYTES]
 
 

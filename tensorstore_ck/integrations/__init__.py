@@ -14,11 +14,8 @@ titan/                   torchtitan's checkpoint manager over a store
 weight_names/            weights of Hugging Face under the names of Megatron-core, and back
 megatron_layout.py       how a state of Megatron-core lies in a snapshot
 held_engine.py           the DeepSpeed engine that a trainer may hold
-light_folders.py         folders that name a snapshot, where a trainer would write a checkpoint folder
-persistent_workers.py    workers of data loaders that live for all passes, in a process that resumes
+trainer/                 what the adapters of trainers have in common
 trainer_names.py         what snapshots of transformers' Trainer and accelerate have for each rank
-trainer_pointers.py      the small file that names a snapshot, where a trainer expects a checkpoint
-trainer_resume.py        from which snapshot a trainer's run resumes
 mlflow.py                where a snapshot is, noted in a run of MLflow
 wandb.py                 the same, as an artifact of Weights & Biases
 tracked_snapshots.py     what both note of a snapshot, and the pin that keeps it

@@ -17,9 +17,9 @@ from tensorstore_ck.integrations.tracked_snapshots import (
     find_published,
     pin_snapshot,
     reference_to,
-    require_version,
 )
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.ref_names import is_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import display_url
@@ -32,9 +32,7 @@ try:
 except ImportError as exc:
     raise missing_extra("mlflow", "logging snapshots to MLflow") from exc
 
-SUPPORTED: Final = ((3, 6), (4, 0))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "mlflow-skinny>=3.6,<4"
+PACKAGE: Final = Package("mlflow", "mlflow-skinny", (3, 6), (4, 0))
 FOLDER: Final = "snapshots"
 """Of the run's artifacts."""
 _ROOT: Final = re.compile("[0-9a-f]{64}")
@@ -116,7 +114,7 @@ def find_snapshot(run_id: str | None = None, address: str | None = None) -> Trac
 
 
 def _run(run_id: str | None, *, deleted: bool = False) -> Any:
-    require_version("mlflow", mlflow.__version__, SUPPORTED, SUPPORTED_PACKAGE)
+    PACKAGE.require_version(mlflow.__version__)
     if run_id is None:
         active = mlflow.active_run()
         if active is None:

@@ -6,7 +6,7 @@ A tracker stores no tensors, only where the snapshot is: ``tsck://ROOT::STORE``,
 import re
 from typing import Final, NamedTuple
 
-from tensorstore_ck.errors import InputError, MissingExtraError
+from tensorstore_ck.errors import InputError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
@@ -24,17 +24,6 @@ class TrackedSnapshot(NamedTuple):
     """URL, without credentials."""
     address: str
     """The root."""
-
-
-def require_version(package: str, version: str, supported: tuple[tuple[int, int], tuple[int, int]], requirement: str) -> None:
-    """Checks an installed version; `supported` is from the first up to, but not including, the second.
-
-    Raises:
-        MissingExtraError: it is not supported.
-    """
-    lowest, above = supported
-    if not lowest <= tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2]) < above:
-        raise MissingExtraError(f"{package} {version} is not supported: run `pip install '{requirement}'`", object_id=package)
 
 
 def find_published(store: Store | ReadOnlyStore, snapshot: str | Snapshot) -> Snapshot:

@@ -16,8 +16,8 @@ from tensorstore_ck.integrations.tracked_snapshots import (
     find_published,
     pin_snapshot,
     reference_to,
-    require_version,
 )
+from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
@@ -26,9 +26,7 @@ try:
 except ImportError as exc:
     raise missing_extra("wandb", "logging snapshots to Weights & Biases") from exc
 
-SUPPORTED: Final = ((0, 23), (1, 0))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "wandb>=0.23,<1"
+PACKAGE: Final = Package("wandb", "wandb", (0, 23), (1, 0))
 REFERENCE: Final = "snapshot"
 """The name of the reference in the artifact."""
 
@@ -65,7 +63,7 @@ def log_snapshot(
         PermissionDeniedError: the store was opened read-only: use ``pin=False``.
         MissingExtraError: this version of wandb is not supported.
     """
-    require_version("wandb", wandb.__version__, SUPPORTED, SUPPORTED_PACKAGE)
+    PACKAGE.require_version(wandb.__version__)
     run = run or wandb.run
     if run is None:
         raise InvalidOptionError("no run of W&B is active: call wandb.init() first, or pass run=", object_id="run")
@@ -102,7 +100,7 @@ def find_snapshot(artifact: Any) -> TrackedSnapshot:
         InputError: it names no snapshot.
         MissingExtraError: this version of wandb is not supported.
     """
-    require_version("wandb", wandb.__version__, SUPPORTED, SUPPORTED_PACKAGE)
+    PACKAGE.require_version(wandb.__version__)
     where = f"the artifact {artifact.name!r}"
     entry = artifact.manifest.entries.get(REFERENCE)
     if entry is None or not entry.ref:

@@ -11,19 +11,22 @@ head_view.py                             the table at one head
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
+training_line.py                         which snapshots of a branch led to its last one
 run_outcome.py                           what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
-checkpoint.py                            a dump of the table, so that nobody has to read the log from its start
+checkpoint.py                            a dump of the table, so that no reader begins at the log's first entry
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
+create_entry.py                          creates the object of an entry, on a full disk in the reserve
 log.py                                   sync and append: the commit protocol
 """
 
 from tensorstore_ck.format.folders import FOLDERS
+from tensorstore_ck.log.contents import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader, chain_break, logs_in
+from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
@@ -58,7 +61,11 @@ __all__ = [
     "Watermark",
     "chain_break",
     "fold",
+    "foreign_object",
+    "holds_snapshots",
     "logs_in",
     "pieces",
+    "store_folders",
+    "store_objects",
     "validate_ref_name",
 ]

@@ -1,9 +1,9 @@
 """Addresses: how a user names a snapshot.
 
 runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
-9f86d081...       root, or a prefix of at least 8 characters of one that is unique
+9f86d081...       root, or a unique prefix of one: of 8 digits or more, or of 4 or more where no ref has that name
 runs/gpt~2        two before it, by parents
-runs/gpt^staged   the newest one staged for it and not published yet; the branch itself without one
+runs/gpt^staged   the newest snapshot staged for it and not published yet; without one, the branch itself
 """
 
 import re
@@ -16,6 +16,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
 STAGED: Final = "^staged"
 _SUFFIX: Final = re.compile(r"(?P<base>[^@~]+)(?:@(?P<step>[0-9]{1,19}))?(?:~(?P<back>[0-9]{1,9}))?")
 _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
+_SHORT_ROOT: Final = re.compile(r"[0-9a-f]{4,7}")
 
 
 def is_staged_address(address: str) -> bool:
@@ -38,7 +39,7 @@ def resolve(view: RefTable, address: str) -> Resolved:
 
     Raises:
         InvalidNameError: malformed.
-        NotFoundError: nothing there; the message says what is.
+        NotFoundError: nothing has this address; the message lists what exists.
         AmbiguousAddressError: a root prefix of several snapshots.
     """
     if isinstance(address, str) and is_staged_address(address):
@@ -46,7 +47,7 @@ def resolve(view: RefTable, address: str) -> Resolved:
     match = _SUFFIX.fullmatch(address) if isinstance(address, str) else None
     if match is None:
         raise InvalidNameError(
-            f"{address!r} is not an address: use a ref, ref@step, ref~n, or a root (8 or more hex digits)", object_id=str(address)
+            f"{address!r} is not an address: use a ref, ref@step, ref~n, or a root (4 or more hex digits)", object_id=str(address)
         )
     base, step, back = match["base"], match["step"], int(match["back"] or 0)
     branch = None if _ROOT.fullmatch(base) else view.branch(base)
@@ -72,21 +73,22 @@ def resolve(view: RefTable, address: str) -> Resolved:
 def _staged(view: RefTable, name: str) -> Resolved:
     validate_ref_name(name)
     branch = view.branch(name)
-    found, line = None, {branch.root if branch is not None else None}
+    newest, line = None, {branch.root if branch is not None else None}
     for info in sorted((info for _, info in view.all_staged() if info.ref == name), key=lambda info: info.n):
-        if info.parent in line:  # else the branch has gone on without it
-            found = info
+        if info.parent in line:  # otherwise the branch has moved on without this snapshot
+            newest = info
             line.add(info.root)
-    if found is None:
+    if newest is None:
         return resolve(view, name)
-    return Resolved(found, name, branch.root if branch is not None else None)
+    return Resolved(newest, name, branch.root if branch is not None else None)
 
 
 def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
     if not _ROOT.fullmatch(base):
         validate_ref_name(base)
         root = view.tag(base)
-        return view.by_root(root) if root else None
+        if root is not None or not _SHORT_ROOT.fullmatch(base):
+            return view.by_root(root) if root else None
     roots = view.roots_with_prefix(base)
     if len(roots) > 1:
         raise AmbiguousAddressError(f"{base!r} matches {len(roots)} snapshots or more: give more digits of the root", object_id=base)

@@ -49,7 +49,7 @@ class Base(NamedTuple):
 
     block: Digest
     place: Location | None
-    """Where it lies; None for a block that the same put writes."""
+    """Its location; None for a block that the same save writes."""
 
 
 class BlockIndex:
@@ -68,11 +68,11 @@ class BlockIndex:
         return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
-        """Adds blocks of a snapshot that log entry `published_at` published; or of one that may be published later, whose packs were
-        durable under their names at that entry.
+        """Adds blocks of a snapshot that log entry `published_at` published, or that is not published yet and had durable packs at that
+        entry.
 
-        Other processes of this host may have folded further entries since: packs swept meanwhile, perhaps so long ago that their
-        tombstones are dropped, are not added.
+        Other processes of this host may have folded further entries since. Skips packs that these entries swept, even if the tombstones are
+        dropped by now.
         """
         by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
         for block, location in blocks:

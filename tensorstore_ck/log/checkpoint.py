@@ -1,7 +1,7 @@
 """Checkpoints: a sealed dump of the ref table at one entry. Pure but for the table. Format: FORMAT.md, "Checkpoints".
 
-Derived from the log, and trusted no more than it: a checkpoint with another hash than its log entry, or from another version
-of the fold, is ignored. The same fold gives the same bytes on every host.
+A checkpoint is derived from the log, and not trusted more than the log. Readers ignore a checkpoint whose hash differs from its log
+entry's, or that another version of the fold wrote. The same fold gives the same bytes on every host.
 """
 
 import re
@@ -78,7 +78,7 @@ def checkpoint_number(name: str) -> int | None:
 def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
     """The sealed checkpoint of a table whose head is entry `n`; None if it would be larger than an object may be.
 
-    Takes a batch, so that nobody folds further entries while it is read.
+    Takes a batch, so that no process folds further entries during the dump.
     """
     items = [(key[len(PREFIX) :], value) for key, value in batch.scan(PREFIX) if key != table_rows.HEAD.prefix]
     body = {

@@ -1,6 +1,6 @@
 """Log entries: sealed, numbered, hash-chained. Pure: bytes in, bytes out. Format: FORMAT.md, "Log entries".
 
-An entry is decoded before it is written, so that no reader refuses it.
+A writer decodes an entry before it writes it, so that no reader rejects it.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,6 @@ from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObj
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
 
-_LOG_NAME: Final = re.compile(r"(log(?:-[A-Za-z0-9-]+)?)/([0-9]{17})/\2[0-9]{3}")
 MAX_BATCH_ENTRIES: Final = 500
 _READERS: Final = 16
 _GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that the decoder reports an entry that is too long, as damage of that entry
@@ -64,17 +63,17 @@ class EntryReader:
         """
         while True:
             window = min(MAX_BATCH_ENTRIES, max(window, at_least - after))
-            found = self._read_window(after + 1, window)
-            for entry in found:
+            batch = self._read_window(after + 1, window)
+            for entry in batch:
                 if prev is not None and entry.prev != prev:
                     raise chain_break(self.name(entry.n))
                 prev = entry.hash
-            if found:
-                yield found
-            after += len(found)
-            if len(found) < window and after < at_least:
+            if batch:
+                yield batch
+            after += len(batch)
+            if len(batch) < window and after < at_least:
                 raise self.broken(after + 1, f"is missing, though entry {at_least} was written")
-            if len(found) < window:
+            if len(batch) < window:
                 return
             window = min(2 * window, _READERS)
 
@@ -107,29 +106,29 @@ class EntryReader:
 
     def _read_window(self, first: int, count: int) -> list[Entry]:
         """Entries from `first` on, until one is not there; in parallel if requests are slow."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for entry in self._read_all(range(first, first + count)):
-            if entry is not None and entry.n == first + len(found):
-                found.append(entry)
+            if entry is not None and entry.n == first + len(entries):
+                entries.append(entry)
             elif entry is not None:
                 # Read while others were appending: an entry that was missing before its successors came may be there now.
-                between = self.read(first + len(found))
+                between = self.read(first + len(entries))
                 if between is None:
-                    raise self.broken(first + len(found), f"is missing, though entry {entry.n} is there")
-                return [*found, between]
-        return found
+                    raise self.broken(first + len(entries), f"is missing, though entry {entry.n} is there")
+                return [*entries, between]
+        return entries
 
     def _read_all(self, numbers: range) -> Iterable[Entry | None]:
         if self._backend.is_local or len(numbers) == 1:
             yield from self._read_in_order(numbers)
             return
-        found: dict[int, Entry | None] = {}
+        entries: dict[int, Entry | None] = {}
 
         def read(n: int) -> None:
-            found[n] = self.read(n)
+            entries[n] = self.read(n)
 
         for_each(numbers, read, min(_READERS, len(numbers)))
-        yield from (found[n] for n in numbers)
+        yield from (entries[n] for n in numbers)
 
     def _read_in_order(self, numbers: range) -> Iterator[Entry]:
         for n in numbers:
@@ -137,11 +136,6 @@ class EntryReader:
             if entry is None:
                 return
             yield entry
-
-
-def logs_in(backend: Backend) -> list[str]:
-    """The prefixes of the logs that are there, the newest last."""
-    return sorted({match[1] for info in backend.list("") if (match := _LOG_NAME.fullmatch(info.name)) is not None})
 
 
 def chain_break(name: str) -> BrokenLogError:

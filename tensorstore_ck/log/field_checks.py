@@ -82,7 +82,7 @@ def _are_rules(rules: dict[object, object]) -> bool:
 
 def _is_rule(value: object, depth: int) -> bool:
     if type(value) is list:
-        return depth > 0 and len(value) <= MAX_RULE_ITEMS and all(_is_rule(each, depth - 1) for each in value)
+        return depth > 0 and len(value) <= MAX_RULE_ITEMS and all(_is_rule(item, depth - 1) for item in value)
     return type(value) in (int, float, bool) or (type(value) is str and len(value) <= MAX_METRIC_NAME_CHARS)
 
 

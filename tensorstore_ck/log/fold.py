@@ -45,10 +45,10 @@ def fold(entry: Entry, batch: Batch) -> list[Ulid]:
 
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
-        return  # aborted before, or this put again: the first is the outcome
+        return  # an earlier abort or put of this transaction is its outcome
     info = SnapshotInfo.of_op(op, entry.n, entry.time_ns)
     rows.TXNS.put(batch, op["txn"], rows.TxnOutcome(put=True, n=entry.n))
-    is_held = view.is_live(info.ulid)  # no writer draws a ULID twice; of such a log the later snapshot counts
+    is_held = view.is_live(info.ulid)  # no writer draws a ULID twice; if a log repeats one, the later snapshot counts
     if is_held:
         _count(batch, view, info.ulid, -1)
     rows.SNAPSHOTS.put(batch, info.ulid, info)
@@ -130,7 +130,7 @@ def _hold(batch: Batch, view: RefTable, ulid: Ulid, change: int, entry: Entry) -
 
 
 def _count(batch: Batch, view: RefTable, ulid: Ulid, sign: int) -> None:
-    """Adds what a snapshot added to the store to the sums of its branch and of the quotas for it, or takes it off."""
+    """Adds a snapshot's new bytes to the sums of its branch and of the matching quotas, or subtracts them."""
     info = view.read(rows.SNAPSHOTS, ulid, ulid)
     if info is None:
         return
@@ -233,7 +233,7 @@ def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
 
 
 def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
-    """Restores moves or a tag. A branch is at its last move: one that was made again since stays where it is."""
+    """Restores moves or a tag. The branch is then at its last move, so a branch that was made again since stays where it is."""
     name, window, wanted = op["name"], rows.window_key(op["n"], op["name"]), set(split_ulids(op["snapshots"]))
     if view.tag(name) is not None:
         return

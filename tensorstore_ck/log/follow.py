@@ -1,6 +1,6 @@
 """Brings a table to the head of the log, from its own head or from the newest checkpoint; and writes checkpoints.
 
-The table is a cache of the fold: one that does not continue this log, or is empty, is filled again in one batch, so that every reader
+The table is a cache of the fold. A table that is empty or does not continue this log is filled again in one batch, so that every reader
 sees the fold at some head.
 """
 
@@ -16,8 +16,9 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import Batch, MemoryTable, Table
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
+from tensorstore_ck.log.contents import logs_in
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader, chain_break, logs_in
+from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import Head
@@ -67,9 +68,9 @@ class Follower:
         known, head = self._watermark.last_seen(), RefTable(table).head()
         seen = [] if known is None else [known]
         while True:
-            behind = None if head is None else self._behind(head)
-            if head is not None and behind is not None:
-                head, met = self._fold_all(table, head, behind, known)
+            newer = None if head is None else self._behind(head)
+            if head is not None and newer is not None:
+                head, met = self._fold_all(table, head, newer, known)
                 break
             if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
                 seen.append(head)
@@ -135,17 +136,17 @@ class Follower:
         self.fold(table, [entry])
 
     def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
-        """The log's head, its fold, and hashes as of `_fold_all`: nobody sees a table before it is filled."""
+        """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""
         apart = MemoryTable()
         start = self._start_from_checkpoint(apart)
-        behind = self._chain.entries(start.n, start.hash, at_least=self._chain.last_listed(start.n))
-        head, met = self._fold_all(apart, start, behind, known)
+        newer = self._chain.entries(start.n, start.hash, at_least=self._chain.last_listed(start.n))
+        head, met = self._fold_all(apart, start, newer, known)
         return head, apart, met
 
-    def _fold_all(self, table: Table, head: Head, behind: Iterator[list[Entry]], known: Head | None) -> tuple[Head, dict[int, Digest]]:
-        """Folds what is behind the table's head; returns the new head, and the hashes of both heads and of entry `known`, if it is met."""
+    def _fold_all(self, table: Table, head: Head, newer: Iterator[list[Entry]], known: Head | None) -> tuple[Head, dict[int, Digest]]:
+        """Folds the `newer` entries; returns the new head, and the hashes of both heads and, if it was read, of entry `known`."""
         met = {head.n: head.hash}
-        for entries in behind:
+        for entries in newer:
             self.fold(table, entries)
             head = Head(entries[-1].n, entries[-1].hash)
             met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
@@ -167,7 +168,7 @@ class Follower:
         return entry.hash if entry is not None else None
 
     def _require_first(self) -> None:
-        """Checks entry 1, which says whose log it is: a checkpoint does not, and the entries before it are not read."""
+        """Checks entry 1, which identifies the store. A checkpoint does not, and the entries before it are not read."""
         first = self._chain.read(1)
         if first is None:
             raise self._chain.broken(1, "is missing")
@@ -185,41 +186,41 @@ class Follower:
     def _start_from_checkpoint(self, table: Table) -> Head:
         """Fills an empty table from the newest checkpoint that matches the log."""
         for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
-            found = self._read_checkpoint(n)
-            if found is not None:
+            usable = self._read_checkpoint(n)
+            if usable is not None:
                 self._require_first()
                 with table.batch() as batch:
-                    checkpoint.load(batch, found)
+                    checkpoint.load(batch, usable)
                     batch.put(_ORIGIN_KEY, b"%d" % n)
                     Tail(n, size_bytes, 0, 0).write(batch)
-                return Head(n, found.entry_hash)
+                return Head(n, usable.entry_hash)
         return Head(0, self._chain.genesis)
 
     def _read_checkpoint(self, n: int) -> Checkpoint | None:
         """The checkpoint at `n`, if it is usable and was made from this log."""
         name = checkpoint.checkpoint_name(self._prefix, n)
         try:
-            found = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+            decoded = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except (DamageError, FormatVersionError):
             self._unusable.add(n)
             return None
         entry = self._chain.read(n)
         if entry is None:
             raise self._chain.broken(n, f"is missing, though {name} was made from it")
-        return found if found.n == n and found.entry_hash == entry.hash else None
+        return decoded if decoded.n == n and decoded.entry_hash == entry.hash else None
 
     def verify(self, table: Table) -> None:
-        """If the table was filled from a checkpoint, folds the whole log and compares: a checkpoint's writer may have put in any rows.
+        """If the table was filled from a checkpoint, folds the whole log and compares: the checkpoint may contain any rows.
 
         Raises:
             BrokenLogError: it was not made from this log.
             TableError: try again.
         """
         with table.batch() as batch:
-            origin, head, found = batch.get(_ORIGIN_KEY), RefTable(batch).head(), list(RefTable(batch).items())
+            origin, head, rows = batch.get(_ORIGIN_KEY), RefTable(batch).head(), list(RefTable(batch).items())
         if origin is None or head is None:
             return
-        if list(RefTable(self.fold_until(head)).items()) != found:
+        if list(RefTable(self.fold_until(head)).items()) != rows:
             name = checkpoint.checkpoint_name(self._prefix, int(origin))
             raise BrokenLogError(f"{name} does not match the log: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
         with table.batch() as batch:
@@ -231,7 +232,7 @@ class Follower:
         return table.get(_ORIGIN_KEY) is not None
 
     def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
-        """Writes one if reading the entries since the last one costs more. `make_durable` is called with its entry's number."""
+        """Writes a checkpoint if reading the entries since the last one costs more. Calls `make_durable` with the number of its entry."""
         if n < self._next_checkpoint_try:
             return
         with suppress(StoreError):  # a checkpoint only saves time
@@ -246,7 +247,7 @@ class Follower:
                     tail.write(batch)
 
     def _written_by_others(self, tail: Tail, n: int) -> Tail:
-        """The tail since the newest checkpoint in the store that this build can use, as far as it has tried."""
+        """The tail since the newest checkpoint in the store that is not known to be unusable."""
         for other, size_bytes in self._listed_checkpoints():
             if tail.checkpoint_n < other <= n and other not in self._unusable:
                 entries = n - other

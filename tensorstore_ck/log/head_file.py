@@ -1,7 +1,7 @@
 """A small file in the user's state folder: the highest entry of a store's log that processes of this user have seen.
 
-It is written without fsync, by an atomic rename; only a process that found the expected contents replaces it. An unreadable file counts
-as none. Many ranks of a job may share the folder, over NFS.
+It is written without fsync, by an atomic rename; only a process that found the expected contents replaces it. An unreadable file counts as
+missing. Many ranks of a job may share the folder, over NFS.
 """
 
 import json
@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.log.table_rows import Head
 
-_MAX_BYTES: Final = 1024
+_MAX_BYTES: Final = 4096
+_MAX_URL_CHARS: Final = 400
 _ABANDONED_SECONDS: Final = 60
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -38,6 +39,10 @@ class SeenHead(NamedTuple):
     """The highest entry known then: caches of other hosts may still contain entries up to it."""
     log: str = "log"
     """The prefix of the log."""
+    url: str = ""
+    """Where the store was when the entry was seen; empty: unknown."""
+    inode: int = 0
+    """Of the store's folder then; 0: unknown, or no folder."""
 
 
 class HeadFile:
@@ -71,22 +76,22 @@ class HeadFile:
             OSError: it cannot be written.
         """
         with self._opened(make=True) as folder:
-            found = self._read(folder)
-            if found != old:
-                return found
+            contents = self._read(folder)
+            if contents != old:
+                return contents
             temporary = f"{self._name}.new"
             try:
                 file = os.fdopen(os.open(temporary, _NEW, 0o600, dir_fd=folder), "wb")
             except FileExistsError:
                 self._remove_abandoned(folder, temporary)
-                return found
+                return contents
             try:
-                found = self._read(folder)  # the temporary is also the lock
+                contents = self._read(folder)  # the temporary is also the lock
                 with file:
                     file.write(_encode(new))
-                if found != old:
+                if contents != old:
                     os.unlink(temporary, dir_fd=folder)
-                    return found
+                    return contents
                 os.rename(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
@@ -113,9 +118,9 @@ class HeadFile:
         except FileNotFoundError:
             return None
         try:
-            found = os.fstat(fd)
-            _require_own(found, self.path)
-            return _decode(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(found.st_mode) else None
+            status = os.fstat(fd)
+            _require_own(status, self.path)
+            return _decode(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(status.st_mode) else None
         finally:
             os.close(fd)
 
@@ -127,16 +132,17 @@ class HeadFile:
                 os.unlink(temporary, dir_fd=folder)
 
 
-def _require_own(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.getuid():
+def _require_own(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.getuid():
         raise NotOwnError(f"{path} is not owned by user {os.getuid()}: name another folder with state_dir= or --state-dir")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotOwnError(f"{path} can be written by others: `chmod go-w` it")
 
 
 def _encode(known: SeenHead) -> bytes:
     head = known.head
     body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n, "log": known.log}
+    body |= {"url": known.url[:_MAX_URL_CHARS], "inode": known.inode}
     return json.dumps(body).encode() + b"\n"
 
 
@@ -145,11 +151,12 @@ def _decode(data: bytes) -> SeenHead | None:
         body = json.loads(data)
         n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
         digest, log = bytes.fromhex(body["hash"]), body["log"]
+        url, inode = body.get("url", ""), body.get("inode", 0)  # earlier builds write none
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_sound = (
-        type(log) is str
-        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n))
+        type(log) is type(url) is str
+        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, inode))
         and len(digest) == DIGEST_BYTES
     )
-    return SeenHead(Head(n, Digest(digest)), accepted_ns, dismissed_n, log) if is_sound else None
+    return SeenHead(Head(n, Digest(digest)), accepted_ns, dismissed_n, log, url, inode) if is_sound else None

@@ -1,4 +1,4 @@
-"""A read view of the ref table: the fold of the log at one head, whatever becomes of the cache meanwhile."""
+"""A read view of the ref table: the fold of the log at one head, even if the cache fails meanwhile."""
 
 from collections.abc import Callable
 

@@ -18,6 +18,7 @@ from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
+from tensorstore_ck.log.create_entry import create_entry
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.follow import EmptiedError, Follower
@@ -36,13 +37,13 @@ Build = Callable[[RefTable], Sequence[Op]]
 _CACHE_TRIES: Final = 4
 _REMEMBERED_WRITES: Final = 1000
 _LONGEST_DELAY_TRIES: Final = 3
-"""The first pause after a lost race, in tries. Pauses must not grow: the winner pauses never, so losers would starve."""
+"""The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
 _LEAST_TRY_SECONDS: Final = 0.001
 _MOST_TRY_SECONDS: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 """Seconds between tries to find out whether an entry was written: about 100 in all."""
 _RESEND_SECONDS: Final = 120.0
-"""No try begins later: each may itself wait long for a server that hangs."""
+"""No try begins after this time. A single try may wait long for a server that hangs."""
 
 
 class Appended(NamedTuple):
@@ -85,9 +86,9 @@ class Log:
     ) -> None:
         """`shared` is false if `create` may overwrite, and only one process writes. `read_only`: no checkpoints are written.
 
-        `may_begin`: it may begin although the store has another log, as salvage's does. `watermark`: what was seen of this log; by default
-        only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that folds it: the block
-        index must drop them in that batch.
+        `may_begin`: whether the log may be empty although the store has another one, as in salvage. `watermark`: what was seen of this log;
+        by default only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that folds it:
+        the block index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
@@ -95,7 +96,7 @@ class Log:
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._followed_n = 0
-        """The head of the last `sync` or `append`: what this object has seen of the log it does not take for unwritten later."""
+        """The head of the last `sync` or `append`. A view that is older is not used."""
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
@@ -164,10 +165,10 @@ class Log:
         return self.view()
 
     def look(self, decide: Callable[[RefTable], T]) -> T:
-        """What `decide` says of what this host knows of the log; what it refuses is looked at again at the newest entry.
+        """The result of `decide` for the cached view. If it raises, it is called again at the newest entry.
 
         Raises:
-            StoreError: what `decide` raises; if the log cannot be read, by what this host knows.
+            StoreError: `decide` raised it for the newest view; or for the cached one, if the log cannot be read.
         """
         known = self.view()
         try:
@@ -182,7 +183,7 @@ class Log:
         return decide(newest)
 
     def accept(self) -> tuple[Head, Head | None]:
-        """Accepts a log that went back or was forked, on a user's request. Returns its head, and the entry that it had lost, if any.
+        """Accepts a log that went back or was forked, on a user's request. Returns the log's head, and the entry that it had lost, if any.
 
         Raises:
             InvalidOptionError: the state folder cannot be written.
@@ -218,6 +219,11 @@ class Log:
         shielded(verify)
 
     @property
+    def seen_elsewhere(self) -> str:
+        """Which other store has the entries that this user has seen; see `Watermark.seen_elsewhere`."""
+        return self._watermark.seen_elsewhere()
+
+    @property
     def is_changed(self) -> bool:
         """Whether the log went back, was forked or replaced since this user saw it, as of the last `sync`, and nobody has accepted that."""
         return self._watermark.is_changed
@@ -235,7 +241,7 @@ class Log:
             raise TableDamagedError(str(exc), object_id="cache") from exc
 
     def _usable_view(self) -> RefTable | None:
-        """A view; None if the table is behind what this object has seen of the log, or not verified though it must be."""
+        """A view; None if the table is older than `_followed_n`, or must be verified and was not."""
         with suppress(CorruptObjectError):  # of the cache: `sync` fills it again
             view = self._take_view()
             if (view.head() or self._genesis).n < self._followed_n:
@@ -311,7 +317,7 @@ class Log:
         return shielded(lambda: append(write_id))
 
     def wrote(self, n: int) -> bool:
-        """Whether this object appended entry `n`, even if it never learned that: it was interrupted, or the answer was lost.
+        """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.
 
         Raises:
             StoreError: the entry cannot be read.
@@ -326,18 +332,18 @@ class Log:
         return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1) * self._jitter()
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot that `appended` should publish; None if the log aborted it before. The log decides that, not the cache.
+        """The snapshot that `appended` should publish; None if an earlier entry aborted it. The log decides, not the cache.
 
         Raises:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
-        found = appended.published(snapshot)
+        info = appended.published(snapshot)
         try:
-            return self.view().snapshot(snapshot) or found  # with earlier notes on its root
+            return self.view().snapshot(snapshot) or info  # with earlier notes on its root
         except StoreError:
-            if found is None:
+            if info is None:
                 raise
-            return found
+            return info
 
     def _append_once(self, build: Build, write_id: bytes | None) -> Appended | None:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""
@@ -363,19 +369,19 @@ class Log:
         return Appended(entry.n, entry.ops, entry.time_ns)
 
     def _create(self, sealed: bytes, entry: Entry) -> bool:
-        """Creates the entry; whether it is ours that has the number. Sends the same bytes until the number is taken.
+        """Creates the entry; returns whether the number is ours. Sends the same bytes until the number is taken.
 
-        That an entry is absent proves nothing once it was sent: the request may still be under way.
+        Once the bytes were sent, an absent entry proves nothing: the request may still be in progress.
         """
         name = self.chain.name(entry.n)
         self._make_durable(entry.n - 1)
         self._written.append((entry.n, entry.write_id))
-        sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
+        sent, trouble, began_ns = False, "the backend did not report the outcome", self._clock()
         for delay in RESEND_DELAYS:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
                 break
             try:
-                outcome = self._backend.create(name, sealed)
+                outcome = create_entry(self._backend, name, sealed, entry.ops)
             except BackendUnavailableError as exc:
                 outcome, trouble = Created.UNKNOWN, str(exc)
             except StoreError as exc:

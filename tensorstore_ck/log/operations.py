@@ -179,7 +179,7 @@ class Op:
 
     @classmethod
     def condemn(cls, objects: Objects) -> "Op":
-        """Lists objects for deletion; may be rescued until they are swept."""
+        """Lists objects for deletion; they can be rescued until they are swept."""
         return _op("condemn", **objects.fields())
 
     @classmethod
@@ -189,12 +189,12 @@ class Op:
 
     @classmethod
     def sweep(cls, objects: Objects) -> "Op":
-        """Condemned objects are never used again, and may be deleted at any time; a moved object's relocation ends."""
+        """Sweeps condemned objects: they are never used again and may be deleted at any time. A moved object's relocation ends."""
         return _op("sweep", **objects.fields())
 
     @classmethod
     def relocate(cls, pack: Ulid, moved: Ulid, moved_hash: Digest, targets: Collection[Ulid]) -> "Op":
-        """From here on the entries of `pack` that `moved` lists are in the packs `targets`."""
+        """Relocates the entries of `pack` that `moved` lists to the packs `targets`."""
         return _op("relocate", pack=pack, moved=moved, hash=moved_hash, targets=join_ulids(targets))
 
     @classmethod
@@ -214,11 +214,11 @@ class Op:
 
     @classmethod
     def report(cls, run: str, outcome: str, duration_ns: int, counts: Mapping[str, int], message: str = "") -> "Op":
-        """Says what a run of gc or fsck, which ends now, did and found."""
+        """Reports the outcome of a run of gc or fsck that ends now."""
         return _op("report", critical=False, run=run, outcome=outcome, duration_ns=duration_ns, counts=counts, message=message)
 
     def check(self, view: "RefTable") -> None:
-        """Checks its preconditions at `view`, except those of a put, which its caller checks.
+        """Checks the operation's preconditions at `view`. The caller checks those of a put.
 
         Raises:
             AlreadyExistsError: a branch or tag of that name exists.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, typed_bytes
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import QuotaRow
 
@@ -14,17 +14,17 @@ class Quota:
     """A limit of what branches add to the store, and how much of it is used."""
 
     glob: str
-    """The branches that it is for."""
+    """The branches that it applies to."""
     warn_bytes: int | None
     """From here on saves warn; None: they do not."""
     refuse_bytes: int | None
     """From here on saves are refused; None: they are not."""
     used_bytes: int
-    """By how much the store grew at the saves to these branches, of the snapshots that a branch, tag, pin or undo window still holds."""
+    """Bytes that saves to these branches added to the store, of snapshots that a branch, tag, pin or undo window still holds."""
 
     def __repr__(self) -> str:
         limits = [
-            f"{name} {human_bytes(size)}" for name, size in (("warn", self.warn_bytes), ("refuse", self.refuse_bytes)) if size is not None
+            f"{name} {typed_bytes(size)}" for name, size in (("warn", self.warn_bytes), ("refuse", self.refuse_bytes)) if size is not None
         ]
         return f"Quota({self.glob!r}, {', '.join(limits)}: {human_bytes(self.used_bytes)} used, {self.state})"
 
@@ -37,7 +37,7 @@ class Quota:
 
     @property
     def share(self) -> float:
-        """Used bytes by those at which saves are refused, or else warn: 1.0 where that is reached; infinite for a limit of 0."""
+        """Used bytes divided by the refuse limit, or without one by the warn limit: 1.0 at the limit; infinite for a limit of 0."""
         limit = self.refuse_bytes if self.refuse_bytes is not None else self.warn_bytes
         return self.used_bytes / limit if limit else float("inf")
 
@@ -48,7 +48,7 @@ def all_quotas(view: RefTable) -> dict[str, Quota]:
 
 
 def quotas_of(view: RefTable, ref: str) -> Iterator[Quota]:
-    """Those that a branch must keep to."""
+    """The quotas that apply to a branch."""
     for glob, row in view.quotas().items():
         if fnmatchcase(ref, glob):
             yield _of_row(glob, row)

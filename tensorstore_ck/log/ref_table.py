@@ -149,10 +149,10 @@ class RefTable:
         """The newest snapshot with this root; live ones first."""
         if len(root) != DIGEST_BYTES:
             return None
-        found = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
-        if len(found) > 1:
-            found = [max(found, key=lambda item: (self.is_live(item[0]), item[1]))]
-        return self.snapshot(found[0][0]) if found else None
+        candidates = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
+        if len(candidates) > 1:
+            candidates = [max(candidates, key=lambda item: (self.is_live(item[0]), item[1]))]
+        return self.snapshot(candidates[0][0]) if candidates else None
 
     def marked(self, mark: str) -> Iterator[SnapshotInfo]:
         """The newest snapshot of each root with that mark."""
@@ -165,15 +165,15 @@ class RefTable:
         """Up to `limit` roots that begin with these hex digits."""
         if not _HEX.fullmatch(prefix):
             return []
-        found: list[Digest] = []
+        roots: list[Digest] = []
         whole_bytes, start = bytes.fromhex(prefix[: len(prefix) // 2 * 2]), bytes.fromhex(prefix + "0" * (len(prefix) % 2))
         for key, _ in self._reader.scan(rows.ROOTS.prefix + whole_bytes, start=rows.ROOTS.prefix + start):
             root = Digest(key[-DIGEST_BYTES - ULID_BYTES : -ULID_BYTES])
-            if len(found) == limit or not root.hex().startswith(prefix):
+            if len(roots) == limit or not root.hex().startswith(prefix):
                 break
-            if root not in found[-1:]:
-                found.append(root)
-        return found
+            if root not in roots[-1:]:
+                roots.append(root)
+        return roots
 
     def outcome(self, txn: bytes) -> TxnOutcome | None:
         """How a transaction ended; None while the log has neither its put nor its abort."""
@@ -211,7 +211,7 @@ class RefTable:
         prefix = b"" if entry is None else rows.window_key(entry, "")
         for rest, value in self.scan(rows.WINDOWS, prefix, reverse=newest_first):
             key = prefix + rest
-            moves = [rows.FORGOTTEN.decode(each) for _, each in self.scan(rows.FORGOTTEN, key + b"\0")]
+            moves = [rows.FORGOTTEN.decode(move) for _, move in self.scan(rows.FORGOTTEN, key + b"\0")]
             time_ns, kind = rows.WINDOWS.check(value)
             yield UndoWindow(int.from_bytes(key[:8], "big"), key[8:].decode("ascii"), time_ns, kind, moves)
 
@@ -225,8 +225,8 @@ class RefTable:
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
-        found = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
-        ordered = sorted(found, key=lambda item: (item[1].n, item[0]), reverse=True)
+        current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
+        ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
         return [Relocation(Ulid(pack), moved, row.n, row.hash, tuple(split_ulids(row.targets))) for moved, row in ordered]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
@@ -252,15 +252,15 @@ class RefTable:
         return {glob.decode("ascii"): rows.QUOTAS.decode(value) for glob, value in self.scan(rows.QUOTAS)}
 
     def added_bytes(self, ref: str) -> int:
-        """What the held snapshots that were put to a branch added to the store."""
+        """The bytes that the held snapshots of a branch added to the store."""
         row = self.read(rows.ADDED, ref.encode())
         return row.new_bytes if row is not None else 0
 
     def added_bytes_of(self, glob: str) -> int:
-        """The same for all branches that match `glob`, also removed ones: reads a row for each of them."""
+        """`added_bytes` of all branches that match `glob`, removed ones included. Reads one row per branch."""
         start = _WILDCARD.split(glob, maxsplit=1)[0]
-        found = self.scan(rows.ADDED, start.encode())
-        sizes = (rows.ADDED.decode(value).new_bytes for rest, value in found if fnmatchcase(start + rest.decode("ascii"), glob))
+        candidates = self.scan(rows.ADDED, start.encode())
+        sizes = (rows.ADDED.decode(value).new_bytes for rest, value in candidates if fnmatchcase(start + rest.decode("ascii"), glob))
         return min(sum(sizes), MAX_INTEGER)
 
     def reports(self) -> dict[str, rows.ReportRow]:

@@ -11,7 +11,7 @@ from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.field_checks import MAX_METRICS, MAX_RULE_ITEMS, Field, first_invalid
 
 PREFIX: Final = b"r/"
-"""Of all keys of the ref table in a host's table; checkpoints have the keys without it."""
+"""The prefix of the ref table's keys in a host's table. Keys in checkpoints lack it."""
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
@@ -20,7 +20,7 @@ class RowKind(Generic[Row]):
     """One kind of row: where its keys begin, what its fields may hold, and the type that callers see."""
 
     def __init__(self, byte: bytes, row: type[Row], *fields: Field, is_key: Callable[[bytes], bool], named_by_key: int = 0) -> None:
-        """`is_key` checks a key after its first byte. `named_by_key`: how many fields, the first ones of `row`, are not in the value."""
+        """`is_key` checks a key after its first byte. `named_by_key`: how many first fields of `row` come from the key."""
         self.prefix = PREFIX + byte
         self.row = row
         self.fields = fields

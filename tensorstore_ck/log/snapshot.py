@@ -14,7 +14,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.redaction import one_line
 
 COLUMNS: Final = ("root", "ref", "step", "time (UTC)", "size", "new", "mark")
-"""Of tables of snapshots: see `Snapshot.cells`."""
+"""The columns of tables of snapshots: see `Snapshot.cells`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Snapshot:
     """The ref that it was saved to."""
     step: int | None
     time_ns: int
-    """When it was made: nanoseconds since 1970, by the clock of the host that saved it; of an import, of its newest file."""
+    """When it was made: nanoseconds since 1970, by the clock of the host that saved it. Of an import: the time of its newest file."""
     parent: str | None
     metrics: Mapping[str, float]
     mark: str
@@ -90,7 +90,7 @@ class Snapshot:
 
 
 def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
-    """Refuses a snapshot that a user or `tsck fsck --repair` marked; warns of a complete one whose replicas differed.
+    """Rejects a snapshot that a user or `tsck fsck --repair` marked. Only warns if it is complete and its replicas differed.
 
     Raises:
         SnapshotMarkedBadError: it is marked.
@@ -129,7 +129,7 @@ def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
 
 
 def pinned_with_root(view: RefTable, info: SnapshotInfo, owner: str) -> list[Ulid]:
-    """The snapshots with the root of `info` (the same content saved twice has two) that `owner` has pinned; else `info` itself."""
+    """The snapshots with the root of `info` that `owner` has pinned (content that was saved twice has two); without any, `info` itself."""
     pinned = ((view.snapshot(pin.ulid), pin.owner) for pin in view.pins())
     return [other.ulid for other, name in pinned if other is not None and other.root == info.root and name == owner] or [info.ulid]
 
@@ -141,7 +141,7 @@ class GroupCost:
     name: str
     raw_bytes: int
     stored_bytes: int
-    """Of their distinct blocks, without the blocks that these are encoded against."""
+    """Stored bytes of their distinct blocks, without delta bases."""
     codecs: Mapping[str, int]
     """Codec -> raw bytes of the distinct blocks that it encodes."""
 

@@ -1,5 +1,6 @@
 """The history that `Store.log` returns: a list of snapshots that notebooks show as a table, and that becomes a pandas DataFrame."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.extras import missing_extra
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
 
 class SnapshotLog(list[Snapshot]):
     """Snapshots, newest first."""
+
+    def __init__(self, snapshots: Iterable[Snapshot] = (), *, heads: Iterable[str] = (), abandoned: Iterable[str] = ()) -> None:
+        super().__init__(snapshots)
+        self.heads = frozenset(heads)
+        """Ids of the snapshots where branches are."""
+        self.abandoned = frozenset(abandoned)
+        """Ids of those that training was taken back from, by `reset` or by a save that continues an earlier one."""
 
     def __repr__(self) -> str:
         count = f"{len(self)} snapshot{'' if len(self) == 1 else 's'}"

@@ -68,7 +68,7 @@ from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.row_kind import PREFIX, RowKind
 
 FOLD_VERSION: Final = 8
-"""Incremented whenever `fold` learns another operation or field: the fold of an older build lacks its effect."""
+"""Incremented whenever `fold` handles another operation or field: the fold of an older build lacks its effect."""
 
 
 class Head(NamedTuple):
@@ -133,7 +133,7 @@ class SnapshotInfo(NamedTuple):
     n: int
     """The entry that published or staged it."""
     time_ns: int
-    """When it was made, never later than `arrived_ns`: by this, retention judges its age."""
+    """When it was made, never later than `arrived_ns`. Retention computes ages from it."""
     metrics: Mapping[str, float]
     """With those added later."""
     logical_bytes: int

@@ -22,6 +22,7 @@ ROLLBACK: Final[tuple[Rollback, ...]] = ("warn", "error")
 SAVE_SECONDS: Final = 10.0
 """A process saves the head that it appended at most this often, and when it closes the store."""
 _ACCEPT_TRIES: Final = 50
+_REPLACED: Final = "is another one now"
 
 
 class LogChangedWarning(UserWarning):
@@ -29,7 +30,7 @@ class LogChangedWarning(UserWarning):
 
 
 class Watermark:
-    """What was seen of a store's log. A follower calls `last_seen` before and `check` after, and `appended` for its own entries."""
+    """The highest entry seen. Callers use `last_seen` before they follow the log, `check` after, and `appended` for their own entries."""
 
     def __init__(
         self,
@@ -38,9 +39,12 @@ class Watermark:
         log: str = "log",
         rollback: Rollback = "warn",
         url: str = "",
+        inode: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log` is the prefix in store.json; `url` is for messages; `rollback`: whether a changed log is an error.
+        """`log` is the prefix in store.json; `rollback`: whether a changed log is an error.
+
+        `url` and `inode` (of its folder; 0: none) say where the store is: a copy of its files elsewhere may have another log.
 
         Raises:
             InvalidOptionError: an unknown `rollback`.
@@ -51,6 +55,7 @@ class Watermark:
         self._log = log
         self._rollback = rollback
         self._url = url
+        self._inode = inode
         self._monotonic = monotonic
         self._head: Head | None = None
         self._on_file: SeenHead | None = None
@@ -59,9 +64,9 @@ class Watermark:
         self._has_appended = False
         self._next_save = 0.0
         self._lost: Head | None = None
-        """An entry that was seen, and that the log no longer has; nobody has accepted that yet."""
+        """An entry that was seen and that the log no longer has, until a user accepts that."""
         self._other_log: SeenHead | None = None
-        """What was seen of the store's former log, if store.json names another one now; nobody has accepted that yet."""
+        """What was seen of the store's former log, if store.json names another one now; until a user accepts that."""
         self._reported: Head | None = None
 
     @property
@@ -69,27 +74,37 @@ class Watermark:
         """Whether the log went back, was forked or replaced, and nobody has accepted that yet."""
         return self._lost is not None or self._other_log is not None
 
+    def seen_elsewhere(self) -> str:
+        """Which store has the entries that this user has seen, if it may not be this one; empty: it is this one, or unknown."""
+        known = self._known
+        if known is None or not known.url:
+            return ""
+        if known.url != self._url:
+            return f"that this user has seen at {known.url}"
+        is_other = bool(known.inode and self._inode and known.inode != self._inode)
+        return "that this user has seen here, in another folder" if is_other else ""
+
     def last_seen(self) -> Head | None:
         """The highest entry seen. Call it before the log is read: later it may include a newer entry."""
         if self._file is None or (self._has_looked and not self.is_changed):
             return self._head
-        found = self._file.read()
+        contents = self._file.read()
         if not self._has_looked:
-            self._has_looked, self._on_file = True, found
-            if found is not None and found.log != self._log:
-                self._other_log = found
-            elif found is not None and (self._head is None or found.head.n >= self._head.n):
-                self._head = found.head
-        elif found is not None and (self._on_file is None or found.accepted_ns != self._on_file.accepted_ns):
-            self._on_file, self._lost, self._other_log = found, None, None
-            if found.log == self._log:
-                self._head = found.head
+            self._has_looked, self._on_file = True, contents
+            if contents is not None and contents.log != self._log:
+                self._other_log = contents
+            elif contents is not None and (self._head is None or contents.head.n >= self._head.n):
+                self._head = contents.head
+        elif contents is not None and (self._on_file is None or contents.accepted_ns != self._on_file.accepted_ns):
+            self._on_file, self._lost, self._other_log = contents, None, None
+            if contents.log == self._log:
+                self._head = contents.head
             else:
-                self._other_log = found
+                self._other_log = contents
         return self._head
 
     def is_news(self, head: Head, name: str) -> bool:
-        """The host's cache was folded up to `head`, which is not in the log: whether `check` has to report that.
+        """Whether `check` has to report that `head`, up to which the host's cache was folded, is not in the log.
 
         Raises:
             LogChangedError: with ``rollback="error"``: before the cache, which may be the only evidence, is emptied.
@@ -106,9 +121,9 @@ class Watermark:
         Raises:
             LogChangedError: it does not, with ``rollback="error"``.
         """
-        lost = max((each for each in seen if each.n and hash_of(each.n) != each.hash), default=None)
+        lost = max((entry for entry in seen if entry.n and hash_of(entry.n) != entry.hash), default=None)
         if lost is not None:
-            self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
+            self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else _REPLACED)
             if self._file is None:  # nobody can accept it
                 self._lost, self._head = None, head
             return
@@ -145,7 +160,7 @@ class Watermark:
             dismissed = [0 if self._lost is None else self._lost.n]
             if before is not None and before.log == self._log:
                 dismissed += [before.dismissed_n, before.head.n]
-            new = SeenHead(head, now_ns, max(dismissed), self._log)
+            new = SeenHead(head, now_ns, max(dismissed), self._log, self._url, self._inode)
             try:
                 before = self._file.swap(before, new)
             except OSError as exc:
@@ -158,19 +173,19 @@ class Watermark:
         raise InvalidOptionError(f"{self._file.path} cannot be written ({why})", object_id="state_dir")
 
     def _save(self) -> None:
-        """Saves the head, if it is higher. If another process saved one meanwhile, that stays, and is checked at the next refresh."""
+        """Saves the head if it is higher. If another process saved a head meanwhile, keeps that one; the next refresh checks it."""
         if self._file is None or self._head is None or self._head.n <= (self._known.head.n if self._known is not None else 0):
             self._has_saved = True
             return
         self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
-        new = self._with(self._head)
+        new = self._with(self._head)._replace(url=self._url, inode=self._inode)
         with suppress(OSError):  # the home may be full, read-only or another user's: then nothing is saved
-            found = self._file.swap(self._on_file, new)
-            if found is not None and found.log != self._log:
-                self._other_log = found
-            elif found is not None and found not in (self._on_file, new):
-                self._head = found.head
-            self._on_file = found
+            contents = self._file.swap(self._on_file, new)
+            if contents is not None and contents.log != self._log:
+                self._other_log = contents
+            elif contents is not None and contents not in (self._on_file, new):
+                self._head = contents.head
+            self._on_file = contents
 
     def _report_lost(self, head: Head, name: str, what: str) -> None:
         """Reports that the entry `head`, which was seen, is not in the log."""
@@ -183,12 +198,20 @@ class Watermark:
                 known = self._with(head)
                 if self._file.swap(self._on_file, known) == known:
                     self._on_file = known
-        where = shlex.quote(self._url)
-        message = (
-            f"{self._url}: log entry {name} {what}, though this user has seen it here. If the store was restored from a copy, or is a copy "
-            f"of another store's files, check its contents (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
-            "If not, entries were destroyed or forged: restore them from a copy"
-        )
+        where, elsewhere = shlex.quote(self._url), self.seen_elsewhere()
+        if elsewhere:
+            message = (
+                f"{self._url}: log entry {name} {what}: this store is a copy of the one {elsewhere}, or was restored or moved. If both are "
+                f"used, give this one an identity of its own with `tsck adopt -s {where}`; else accept its log with "
+                f"`tsck accept-log -s {where}`"
+            )
+        else:
+            worse = "it was replaced or forged" if what == _REPLACED else "entries were destroyed"
+            message = (
+                f"{self._url}: log entry {name} {what}, though this user has seen it here. If the store was restored from a "
+                f"copy, check its contents (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. If not, {worse}: "
+                "restore the log from a copy"
+            )
         self._report(head, message, name)
 
     def _report_other_log(self, other: SeenHead) -> None:

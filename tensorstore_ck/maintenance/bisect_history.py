@@ -14,6 +14,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, PermissionD
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.log.training_line import training_line
 from tensorstore_ck.maintenance.bisect_search import Verdict, first_bad
 
 PIN_SECONDS: Final = 86_400.0
@@ -116,33 +117,6 @@ def _line(view: RefTable, ref: str, good: str | None, bad: str | None) -> list[S
     if len(line) < 2:
         raise NotFoundError(f"there is nothing to search: {ref!r} has no two snapshots there", object_id=ref)
     return line
-
-
-def training_line(visits: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
-    """The snapshots of a branch that led to its last one: without those from which training was taken back to an earlier one.
-
-    It was taken back if the next snapshot is an earlier one again, or continues from one; or, if the one that it continues from is not
-    kept, if its step is not higher.
-    """
-    line, places = list[SnapshotInfo](), dict[Digest, int]()
-    for info in visits:
-        if (at := places.get(info.root)) is not None:
-            keep = at
-        elif info.parent is not None and (at := places.get(info.parent)) is not None:
-            keep = at + 1
-        else:
-            keep = len(line)
-            while keep and _is_later_or_same(line[keep - 1], info):
-                keep -= 1
-        for gone in line[keep:]:
-            del places[gone.root]
-        line[keep:] = [info]
-        places[info.root] = keep
-    return line
-
-
-def _is_later_or_same(one: SnapshotInfo, other: SnapshotInfo) -> bool:
-    return one.step is not None and other.step is not None and one.step >= other.step
 
 
 def _end(

@@ -2,29 +2,49 @@
 
 from collections.abc import Callable, Mapping
 
-from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine, current_user
 from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import check_metrics
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import BranchMove, Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
 from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.training_line import training_line
 
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
     view = engine.log.newest_view()
+    if ref is not None and view.branch(ref) is None:
+        return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
+    since, heads, lines = dict[Ulid, int](), set[Ulid](), set[Ulid]()
+    visits = list[SnapshotInfo]()
+    for name in view.branches() if ref is None else [ref]:
+        moves = _newest_moves(view, name, limit) if ref is None else list(view.moves(name, limit=limit))
+        infos = [info for move in moves if (info := view.snapshot(move.ulid)) is not None]
+        for move in moves:
+            since[move.ulid] = max(move.n if move.op == "reset" else 0, since.get(move.ulid, 0))
+        visits += infos
+        heads |= {info.ulid for info in infos[:1]}
+        lines |= {info.ulid for info in training_line(reversed(infos))}
     if ref is None:
-        infos = [info for name in view.branches() for info in view.history(name, limit=limit)]
-        infos = sorted({info.ulid: info for info in infos}.values(), key=lambda info: -info.n)
-    elif view.branch(ref) is not None:
-        infos = list(view.history(ref, limit=limit))
-    else:
-        infos = [resolve(view, ref).info]
-    return SnapshotLog(Snapshot.from_info(info) for info in infos[:limit])
+        visits = sorted({info.ulid: info for info in visits}.values(), key=lambda info: -max(info.n, since[info.ulid]))
+    abandoned = {info.ulid for info in visits} - lines
+    return SnapshotLog(map(Snapshot.from_info, visits[:limit]), heads=map(ulid_text, heads), abandoned=map(ulid_text, abandoned))
+
+
+def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[BranchMove]:
+    """The newest moves of a branch, until they lead to `limit` snapshots."""
+    moves, seen = list[BranchMove](), set[Ulid]()
+    for move in view.moves(branch):
+        if move.ulid not in seen and len(seen) == limit:
+            break
+        seen.add(move.ulid)
+        moves.append(move)
+    return moves
 
 
 def branches(engine: Engine) -> dict[str, Snapshot]:

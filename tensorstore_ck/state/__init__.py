@@ -23,6 +23,7 @@ rank_shares.py          a rank's share of a tensor, as bytes or as memory to fil
 wrapper_subclasses.py   traceable wrapper subclasses of tensors
 sharded_wrappers.py     DTensors over wrapper subclasses
 registered_types.py     `register_type`, and the types that a state may hold
+standard_types.py       types of the standard library, dataclasses and enums
 torchao_types.py        torchao's classes
 restore.py              validates the options of a restore and runs it
 restore_into.py         restores into an existing state

@@ -15,7 +15,7 @@ import numpy.typing as npt
 ALIGNMENT_BYTES: Final = 16
 """Every allocator's alignment. Offsets in a storage keep their address modulo it, so that views stay addressable."""
 MAX_GAP_BYTES: Final = 4096
-"""Unused bytes between two tensors of a storage are kept up to this size: two rows of a large buffer must not store all of it."""
+"""Gaps between two tensors of a storage are kept up to this size. Otherwise two rows of a large buffer would store the whole buffer."""
 
 Numbers = npt.NDArray[np.intp]
 Addresses = npt.NDArray[np.uint64]

@@ -185,7 +185,7 @@ class TensorAllocator:
         return True
 
     def _add_storage(self, storage: SharedStorage, plain: dict[int, list[WantedLeaf]]) -> None:
-        """Allocates the needed bases of one storage, in no more of it than they need, and removes them from `plain`."""
+        """Allocates the needed bases of one storage, and no more of it than they need; removes them from `plain`."""
         offsets = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
         if len(offsets) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in offsets.values()):
             return
@@ -230,24 +230,24 @@ class TensorAllocator:
 
     def get(self, leaf: Leaf) -> TensorOrArray:
         """The tensor or array of a wanted leaf; valid once the targets are filled. One stored tensor is one object."""
-        found = self._bases[leaf.index]
-        if type(leaf.node) is int and not self._converted and isinstance(found, torch.Tensor) and found.device == self._device:
-            return found  # nearly always
+        made = self._bases[leaf.index]
+        if type(leaf.node) is int and not self._converted and isinstance(made, torch.Tensor) and made.device == self._device:
+            return made  # nearly always
         dtype = self._converted.get(leaf.path)
         key = (leaf.index, leaf.flags, dtype)
         if leaf.kind == "tensor" and key in self._made:
             return self._made[key]
         if leaf.kind == "view":
-            found = view_of(found, self._forms[leaf.path])
-        if isinstance(found, torch.Tensor):
+            made = view_of(made, self._forms[leaf.path])
+        if isinstance(made, torch.Tensor):
             if dtype is not None:
-                found = _converted(found, dtype)
-            if found.device != self._device:
-                found = found.to(self._device)
-            found = with_flags(found, leaf)
+                made = _converted(made, dtype)
+            if made.device != self._device:
+                made = made.to(self._device)
+            made = with_flags(made, leaf)
         if leaf.kind == "tensor":
-            self._made[key] = found
-        return found
+            self._made[key] = made
+        return made
 
 
 def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:

@@ -43,7 +43,7 @@ class BroadcastContent:
         every = list(wanted)
         tensors = self.layout.tensors
         whole = np.zeros(len(tensors), bool)
-        whole[[each.tensor for each in every if each.box == tensors[each.tensor].whole]] = True
+        whole[[box.tensor for box in every if box.box == tensors[box.tensor].whole]] = True
         whole &= np.array([spec.size_bytes > 0 for spec in tensors], bool)
         owners: dict[int, int] = {}
         read: dict[int, bytearray] = {}
@@ -53,12 +53,12 @@ class BroadcastContent:
             owners.update(_owners([(number, tensors[number].size_bytes) for number in np.flatnonzero(common).tolist()], self._group.size()))
             read.update({number: bytearray(tensors[number].size_bytes) for number, rank in owners.items() if rank == self._group.rank()})
             own = [WantedBox(number, tensors[number].whole, BufferTarget(memoryview(memory))) for number, memory in read.items()]
-            self._content.read_boxes([*own, *(each for each in every if each.tensor not in owners)])
+            self._content.read_boxes([*own, *(box for box in every if box.tensor not in owners)])
 
         self._agree(np.packbits(whole).tobytes(), work)
         targets: dict[int, list[ByteTarget]] = {}
-        for each in every:
-            targets.setdefault(each.tensor, []).append(each.target)
+        for box in every:
+            targets.setdefault(box.tensor, []).append(box.target)
         for number, rank in owners.items():
             self._pass_on(number, rank, read.pop(number, None), targets[number])
 

@@ -169,20 +169,20 @@ class CopyTarget:
 ByteSink = MemoryTarget | CopyTarget
 
 
-def source_of(found: torch.Tensor | Array) -> MemorySource | CopySource:
+def source_of(tensor: torch.Tensor | Array) -> MemorySource | CopySource:
     """The bytes of a tensor or array.
 
     Raises:
         UnsupportedValueError: it is a tensor that is not plain and strided with its memory.
     """
-    if isinstance(found, torch.Tensor):
-        require_reachable(found)
-        if _is_dense_on_host(found):
-            return MemorySource(found.data_ptr(), found.untyped_storage(), found.nbytes)
-        follow(found)
-    elif found.flags.c_contiguous:
-        return MemorySource(address_of(found), found, found.nbytes)
-    return CopySource(found)
+    if isinstance(tensor, torch.Tensor):
+        require_reachable(tensor)
+        if _is_dense_on_host(tensor):
+            return MemorySource(tensor.data_ptr(), tensor.untyped_storage(), tensor.nbytes)
+        follow(tensor)
+    elif tensor.flags.c_contiguous:
+        return MemorySource(address_of(tensor), tensor, tensor.nbytes)
+    return CopySource(tensor)
 
 
 def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -> ByteSink:

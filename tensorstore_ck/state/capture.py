@@ -120,8 +120,8 @@ class CaptureWalk:
 
     def _view_node(self, leaf: int, view: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
         self._check_addressable(leaf)
-        form, found = self._table.forms[leaf], self._table.objects[leaf]
-        strides = found.stride() if isinstance(found, torch.Tensor) else tuple(step // found.itemsize for step in found.strides)
+        form, viewed = self._table.forms[leaf], self._table.objects[leaf]
+        strides = viewed.stride() if isinstance(viewed, torch.Tensor) else tuple(step // viewed.itemsize for step in viewed.strides)
         flags = self._table.flags.get(leaf, 0)
         return ["w", number_of[view.base], form.dtype, list(form.shape), list(strides), view.offset_bytes, flags]
 
@@ -129,11 +129,11 @@ class CaptureWalk:
         """Checks that strides can describe a leaf that shares memory."""
         if leaf < 0:
             return
-        found = self._table.objects[leaf]
-        if isinstance(found, torch.Tensor):
-            is_addressable = not (found.is_conj() or found.is_neg() or found.data_ptr() % found.itemsize)
+        shared = self._table.objects[leaf]
+        if isinstance(shared, torch.Tensor):
+            is_addressable = not (shared.is_conj() or shared.is_neg() or shared.data_ptr() % shared.itemsize)
         else:
-            is_addressable = not any(step % found.itemsize for step in found.strides)
+            is_addressable = not any(step % shared.itemsize for step in shared.strides)
         if not is_addressable:
             what = "it shares memory with another tensor in a way that strides cannot describe"
             self._fail(self._table.names[leaf], what, "store a copy of it (.clone() or .copy())")
@@ -313,7 +313,7 @@ class CaptureWalk:
         self._tensor_positions.append(position)
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
-        """Visits a tensor of which this rank holds a share."""
+        """Visits a tensor that is spread over ranks."""
         name = self._names.at(path)
         number = self._table.number_of.get(id(value))
         if number is None:

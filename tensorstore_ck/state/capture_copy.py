@@ -52,10 +52,10 @@ def memory_key(source: ByteSource) -> tuple[object, ...]:
     if isinstance(source, MemorySource):
         return source.address, source.size_bytes
     if isinstance(source, CopySource):
-        found = source.tensor
-        if isinstance(found, torch.Tensor):
-            return found.data_ptr(), tuple(found.shape), found.stride(), found.dtype
-        return address_of(found), found.shape, found.strides, found.dtype
+        tensor = source.tensor
+        if isinstance(tensor, torch.Tensor):
+            return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+        return address_of(tensor), tensor.shape, tensor.strides, tensor.dtype
     return (id(source),)
 
 
@@ -124,10 +124,14 @@ def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sam
     changed = set()
     is_there = (addresses != 0) & (sizes > 0)
     small, large = np.flatnonzero(is_there & (sizes <= INLINE_TENSOR_BYTES)), np.flatnonzero(is_there & (sizes > INLINE_TENSOR_BYTES))
-    for number, address, target, size in zip(small.tolist(), *(each[small].tolist() for each in (addresses, targets, sizes)), strict=True):
+    for number, address, target, size in zip(
+        small.tolist(), *(column[small].tolist() for column in (addresses, targets, sizes)), strict=True
+    ):
         if _memcmp_with_gil(address, target, size):
             changed.add(number)
-    for number, address, target, size in zip(large.tolist(), *(each[large].tolist() for each in (addresses, targets, sizes)), strict=True):
+    for number, address, target, size in zip(
+        large.tolist(), *(column[large].tolist() for column in (addresses, targets, sizes)), strict=True
+    ):
         for start, stop in pieces(number, 0, size, sampling.verify_share, sampling.turn):
             if _memcmp(address + start, target + start, stop - start):
                 changed.add(number)
@@ -236,11 +240,11 @@ class _OtherSources:
 
     def copy_strided(self) -> None:
         """Copies what is not contiguous: torch uses threads of its own, and is faster than copying in parts."""
-        for found, offset in self._strided:
-            if isinstance(found, torch.Tensor):
-                self._tensor(offset, found).copy_(found)
+        for tensor, offset in self._strided:
+            if isinstance(tensor, torch.Tensor):
+                self._tensor(offset, tensor).copy_(tensor)
             else:
-                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, offset), found)
+                np.copyto(np.ndarray(tensor.shape, tensor.dtype, self._memory, offset), tensor)
 
     def _tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         return self._bytes[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

@@ -50,18 +50,18 @@ class StateCheck:
 
 def check_state(state: object, backend: Backend) -> StateCheck:
     """Checks `state`, and writes and deletes a sample of it to estimate the time of a save."""
-    found, captured = inspect_state(state)
-    return build_check(found, captured, backend, captured.layout.size_bytes)
+    problems, captured = inspect_state(state)
+    return build_check(problems, captured, backend, captured.layout.size_bytes)
 
 
 def build_check(
-    found: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1
+    problems: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1
 ) -> StateCheck:
-    """The result for an inspected state, of which `writers` processes write `tensor_bytes` together."""
+    """The result for an inspected state; `writers` processes write its `tensor_bytes` together."""
     space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
     return StateCheck(
-        tuple(found),
+        tuple(problems),
         len(captured.layout.tensors),
         tensor_bytes,
         value_bytes,

@@ -144,10 +144,10 @@ def _is_alias(first: FillTask, other: FillTask) -> bool:
     return is_base and bool(other.form.dtype == other.target.dtype) and strides == _strides(other.target)
 
 
-def _strides(found: Any) -> tuple[int, ...]:
+def _strides(target: Any) -> tuple[int, ...]:
     """The strides in elements; 0 for dims of one element."""
-    steps = found.stride() if isinstance(found, torch.Tensor) else [step // found.itemsize for step in found.strides]
-    return _normal(steps, found.shape)
+    steps = target.stride() if isinstance(target, torch.Tensor) else [step // target.itemsize for step in target.strides]
+    return _normal(steps, target.shape)
 
 
 def _normal(strides: Iterable[int], shape: Iterable[int]) -> tuple[int, ...]:

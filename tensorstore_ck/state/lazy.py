@@ -80,9 +80,9 @@ class LazyTensor:
         """
         items = index if isinstance(index, tuple) else (index,)
         form, rest = self._narrow(list(items))
-        found = self._read(form)
+        elements = self._read(form)
         try:
-            return found[tuple(rest)] if rest else found
+            return elements[tuple(rest)] if rest else elements
         except (IndexError, ValueError, TypeError) as exc:
             raise BadIndexError(f"{index!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
 
@@ -118,10 +118,10 @@ class LazyTensor:
             return new_tensor(form.shape, dtype, cpu) if isinstance(dtype, torch.dtype) else np.empty(form.shape, dtype)
         start, stop = byte_range(form)
         data = self._content.read_range(self._leaf.index, start, stop)
-        found = view_of(torch.frombuffer(data, dtype=torch.uint8), form._replace(offset_bytes=form.offset_bytes - start))
+        elements = view_of(torch.frombuffer(data, dtype=torch.uint8), form._replace(offset_bytes=form.offset_bytes - start))
         order = self._content.layout.tensors[self._leaf.index].order if self._leaf.kind == "tensor" else ()
         gone = len(order) - len(form.shape)  # leading dims, by an integer each
-        return in_order(found, tuple(dim - gone for dim in order if dim >= gone)) if order else found
+        return in_order(elements, tuple(dim - gone for dim in order if dim >= gone)) if order else elements
 
 
 class LazySnapshot(Mapping[str, LazyTensor]):

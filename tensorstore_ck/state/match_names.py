@@ -18,7 +18,7 @@ from tensorstore_ck.state.sharded_tensors import FlatShard
 
 
 class NamesByPrefix:
-    """Names by prefix."""
+    """Sorted names, looked up by prefix."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(names)

@@ -10,34 +10,34 @@ from tensorstore_ck.state.byte_sources import Array, address_of
 from tensorstore_ck.state.plain_memory import span_of
 
 
-def area_of(found: torch.Tensor | Array) -> Area:
+def area_of(tensor: torch.Tensor | Array) -> Area:
     """The allocation of a tensor or array; None if it has no bytes."""
-    if not found.nbytes:
+    if not tensor.nbytes:
         return None
-    if isinstance(found, np.ndarray):
-        extent = extent_of(found)
+    if isinstance(tensor, np.ndarray):
+        extent = extent_of(tensor)
         return None, extent.area_start, extent.area_stop, extent.repeats
-    storage = found.untyped_storage()
+    storage = tensor.untyped_storage()
     start = storage.data_ptr()
-    repeats = not found.is_contiguous() and _repeats(found.shape, found.stride(), 1)
-    return None if found.is_cpu else found.device, start, start + storage.nbytes(), repeats
+    repeats = not tensor.is_contiguous() and _repeats(tensor.shape, tensor.stride(), 1)
+    return None if tensor.is_cpu else tensor.device, start, start + storage.nbytes(), repeats
 
 
-def extent_of(found: torch.Tensor | Array) -> Extent:
-    """The addresses of `found`, which is not empty, and of its allocation."""
-    if isinstance(found, torch.Tensor):
-        start = found.data_ptr()
-        device, area, area_stop, repeats = area_of(found) or (None, 0, 0, False)
-        is_whole = found.is_contiguous() and not found.is_conj() and not found.is_neg()
-        return Extent(device, start, start + span_of(found), area, area_stop, start, found.nbytes, is_whole, repeats)
-    address, start, stop = _bounds(found)
-    root = found
+def extent_of(tensor: torch.Tensor | Array) -> Extent:
+    """The addresses of a tensor or array, which is not empty, and of its allocation."""
+    if isinstance(tensor, torch.Tensor):
+        start = tensor.data_ptr()
+        device, area, area_stop, repeats = area_of(tensor) or (None, 0, 0, False)
+        is_whole = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return Extent(device, start, start + span_of(tensor), area, area_stop, start, tensor.nbytes, is_whole, repeats)
+    address, start, stop = _bounds(tensor)
+    root = tensor
     while isinstance(root.base, np.ndarray):
         root = root.base
     _, area, area_stop = _bounds(root) if root.size else (address, start, stop)
-    is_whole = found.flags.c_contiguous
-    repeats = not is_whole and _repeats(found.shape, found.strides, found.itemsize)
-    return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, found.nbytes, is_whole, repeats)
+    is_whole = tensor.flags.c_contiguous
+    repeats = not is_whole and _repeats(tensor.shape, tensor.strides, tensor.itemsize)
+    return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, tensor.nbytes, is_whole, repeats)
 
 
 def _repeats(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:

@@ -9,18 +9,18 @@ from tensorstore_ck.format.layout import dense_strides
 from tensorstore_ck.state.byte_sources import Array, bits_of, new_tensor, strided
 
 
-def order_of(found: torch.Tensor | Array) -> tuple[int, ...]:
+def order_of(tensor: torch.Tensor | Array) -> tuple[int, ...]:
     """The dims of a dense tensor or array, outermost first; empty if it is row-major, or has gaps or repeated elements.
 
     Dims of extent 1 count, too: torch's fused optimizers compare their strides.
     """
-    shape = tuple(found.shape)
-    if isinstance(found, torch.Tensor):
-        strides = tuple(found.stride())
-    elif any(step < 0 or step % found.itemsize for step in found.strides):
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, torch.Tensor):
+        strides = tuple(tensor.stride())
+    elif any(step < 0 or step % tensor.itemsize for step in tensor.strides):
         return ()
     else:
-        strides = tuple(step // found.itemsize for step in found.strides)
+        strides = tuple(step // tensor.itemsize for step in tensor.strides)
     if 0 in shape or strides == dense_strides(shape):
         return ()
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim])))
@@ -33,22 +33,22 @@ def order_of(found: torch.Tensor | Array) -> tuple[int, ...]:
 
 
 @overload
-def in_order(found: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor: ...
+def in_order(source: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor: ...
 @overload
-def in_order(found: Array, order: tuple[int, ...]) -> Array: ...
-def in_order(found: torch.Tensor | Array, order: tuple[int, ...]) -> torch.Tensor | Array:
-    """A copy of `found` that lies in memory in this order."""
-    shape = tuple(found.shape)
-    if isinstance(found, torch.Tensor):
-        plain = new_tensor(shape, found.dtype, found.device)
-        copy = strided(plain, found.dtype, shape, dense_strides(shape, order), 0)
-        bits_of(copy).copy_(bits_of(found))
+def in_order(source: Array, order: tuple[int, ...]) -> Array: ...
+def in_order(source: torch.Tensor | Array, order: tuple[int, ...]) -> torch.Tensor | Array:
+    """A copy of `source` whose dims lie in memory in this order."""
+    shape = tuple(source.shape)
+    if isinstance(source, torch.Tensor):
+        plain = new_tensor(shape, source.dtype, source.device)
+        copy = strided(plain, source.dtype, shape, dense_strides(shape, order), 0)
+        bits_of(copy).copy_(bits_of(source))
         return copy
-    return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order))
+    return np.ascontiguousarray(source.transpose(order)).transpose(np.argsort(order))
 
 
-def in_order_of(model: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """`found`, or a copy of it with the strides of `model`, which has the same shape, if that is dense."""
+def in_order_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`; if `model`, which has the same shape, is dense, a copy with its strides."""
     order = order_of(model)
-    is_same = found.stride() == model.stride() or not (order or model.is_contiguous())
-    return found if is_same else in_order(found, order)
+    is_same = tensor.stride() == model.stride() or not (order or model.is_contiguous())
+    return tensor if is_same else in_order(tensor, order)

@@ -71,12 +71,12 @@ class _ValueWalk(CaptureWalk):
             return
         self._add_bytes(f"np:{dtype}", array, path)
 
-    def _add_bytes(self, dtype: str, found: torch.Tensor | Array, path: str) -> None:
-        if found.nbytes > MAX_TENSOR_BYTES:
+    def _add_bytes(self, dtype: str, tensor: torch.Tensor | Array, path: str) -> None:
+        if tensor.nbytes > MAX_TENSOR_BYTES:
             advice = "flatten the state, so that it is an item of its own"
-            self._fail(path[:-1], f"a tensor of {found.nbytes} bytes within one value", advice)
+            self._fail(path[:-1], f"a tensor of {tensor.nbytes} bytes within one value", advice)
             return
-        flags = flags_of(found) if isinstance(found, torch.Tensor) else 0
-        data = bytes(source_of(found).read(0, found.nbytes))
+        flags = flags_of(tensor) if isinstance(tensor, torch.Tensor) else 0
+        data = bytes(source_of(tensor).read(0, tensor.nbytes))
         name = self._names.at(path)
-        self._values.append(move_to_blobs(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))
+        self._values.append(move_to_blobs(["tensor", dtype, list(tensor.shape), flags, data], name, self._blobs))

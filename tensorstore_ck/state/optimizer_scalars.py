@@ -7,11 +7,11 @@ from tensorstore_ck.format.tree import Leaf, Tree, parse
 from tensorstore_ck.state.allocate import WantedLeaf, form_of
 
 _KEYS: Final = ("state", "param_groups")
-"""Of the ``state_dict`` of every ``torch.optim`` optimizer."""
+"""Keys of the ``state_dict`` of every ``torch.optim`` optimizer."""
 
 
 def with_exact_scalars(content: SnapshotContent, wanted: list[WantedLeaf]) -> list[WantedLeaf]:
-    """`wanted`, in which no tensor of one element in the state of an optimizer is to be converted."""
+    """`wanted`, without a conversion of one-element tensors in the state of an optimizer."""
     if all(dtype is None for _, dtype in wanted):
         return wanted
     scalars = _scalars(content)
@@ -20,7 +20,7 @@ def with_exact_scalars(content: SnapshotContent, wanted: list[WantedLeaf]) -> li
 
 def _scalars(content: SnapshotContent) -> set[str]:
     """Searches the whole snapshot: a selection may lack the keys that identify an optimizer."""
-    found = set()
+    paths = set()
     pending: list[tuple[Tree, bool]] = [(parse(content.layout, len(content.values)), False)]
     while pending:
         tree, is_inside = pending.pop()
@@ -28,5 +28,5 @@ def _scalars(content: SnapshotContent) -> set[str]:
             is_inside = is_inside or all(key in tree.keys for key in _KEYS)
             pending += [(child, is_inside) for child in tree.children]
         elif is_inside and tree.kind != "value" and set(form_of(content.layout, tree).shape) <= {1}:
-            found.add(tree.path)
-    return found
+            paths.add(tree.path)
+    return paths

@@ -1,4 +1,4 @@
-"""Checks that a tensor has memory that may be read and written: only plain strided tensors have. All access by address checks here.
+"""Checks that a tensor has memory that may be read and written, as only plain strided tensors do. Checks all access by address.
 
 The address of any other tensor may not be that of its elements: a wrapper subclass keeps them in inner tensors.
 """
@@ -42,9 +42,9 @@ def require_plain(tensor: torch.Tensor, path: str, what: str) -> None:
     if is_plain(tensor) and not tensor.is_meta and has_memory(tensor):
         return
     freed = "its memory was freed", "gather it first (a sharded module frees its parameters between uses)"
-    found, advice = advice_for(tensor) or freed
+    reason, advice = advice_for(tensor) or freed
     raise UnsupportedValueError(
-        f"cannot store or fill {path or 'the state'}: {what} has no plain memory: {found}; {advice}", object_id=path
+        f"cannot store or fill {path or 'the state'}: {what} has no plain memory: {reason}; {advice}", object_id=path
     )
 
 

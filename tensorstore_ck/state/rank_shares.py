@@ -53,14 +53,14 @@ class RankShare(NamedTuple):
         """The boxes to read into the pieces, of the stored tensor with that number and dtype."""
         if not self.is_flat:
             return [WantedBox(tensor, box, target_of(local, stored)) for box, local in self.pieces]
-        found = []
+        boxes = []
         for (offsets, sizes), local in self.pieces:
             at = 0
             for box in row_boxes(self.shape, offsets[0], offsets[0] + sizes[0]):
                 count = prod(box[1])
-                found.append(WantedBox(tensor, BoxBounds(*box), target_of(local[at : at + count], stored)))
+                boxes.append(WantedBox(tensor, BoxBounds(*box), target_of(local[at : at + count], stored)))
                 at += count
-        return found
+        return boxes
 
     def fill(self, whole: torch.Tensor) -> None:
         """Fills the pieces from a whole tensor that was read."""
@@ -70,12 +70,12 @@ class RankShare(NamedTuple):
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """`REQUIRES_GRAD` and `PARAMETER`."""
+    """The flags of a tensor: `REQUIRES_GRAD` and `PARAMETER`."""
     return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
 
 
 def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """A box of it, as a view."""
+    """A box of `tensor`, as a view."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, size)
@@ -96,10 +96,10 @@ class ChainedSource:
         self.size_bytes = sum(source.size_bytes for source in sources)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes of one source, if they lie in one, as those of a block do; else a copy."""
-        found: list[memoryview] = []
+        """The bytes without a copy if they lie in one source, as those of a block do; otherwise a copy."""
+        views: list[memoryview] = []
         for source in self.sources:
             if max(start, 0) < min(stop, source.size_bytes):
-                found.append(source.read(max(start, 0), min(stop, source.size_bytes)))
+                views.append(source.read(max(start, 0), min(stop, source.size_bytes)))
             start, stop = start - source.size_bytes, stop - source.size_bytes
-        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+        return views[0] if len(views) == 1 else memoryview(b"".join(views))

@@ -26,11 +26,11 @@ from tensorstore_ck.state.allocate import AnyDtype, LeafForm, TensorOrArray, byt
 from tensorstore_ck.state.byte_sources import Array, new_array, target_of
 
 PIECE_BYTES: Final = 16 << 20
-"""Of one tensor: some blocks."""
+"""The largest piece of one tensor: a few blocks."""
 BATCH_BYTES: Final = 64 << 20
-"""Read together, so that all cores, or all connections to a remote store, have work."""
+"""Bytes read together, so that all cores, or all connections to a remote store, have work."""
 STEP_ELEMENTS: Final = 1 << 13
-"""Converted at a time: they stay in a core's cache. From 10,000 on, the threads of torch and of numpy's BLAS would wait for each other."""
+"""Elements converted at a time: they fit into a core's cache. From 10,000 on, torch's threads and numpy's BLAS wait for each other."""
 
 Numbers = npt.NDArray[Any]
 """float64 or complex128."""
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return (self.last - self.first) * self.tensor.form.dtype.itemsize
 
 
@@ -103,7 +103,7 @@ def cut(*tensors: StoredTensor) -> list[tuple[int, int]]:
 
 def piece_batches(pieces: Iterable[tuple[Piece, ...]]) -> Iterator[list[tuple[Piece, ...]]]:
     """Pieces that are read together."""
-    return batches(pieces, lambda each: sum(piece.size_bytes for piece in each), BATCH_BYTES)
+    return batches(pieces, lambda group: sum(piece.size_bytes for piece in group), BATCH_BYTES)
 
 
 def read_pieces(pieces: Sequence[Piece]) -> list[TensorOrArray]:
@@ -142,7 +142,7 @@ def _form_of_piece(piece: Piece) -> LeafForm:
 
 @cache
 def has_numbers(dtype: AnyDtype) -> bool:
-    """Whether an element is one number: not text, a time, or bits that several numbers or a scale elsewhere give their meaning."""
+    """Whether an element is one number: not text, not a time, not bits that hold several numbers or need a scale stored elsewhere."""
     if isinstance(dtype, np.dtype):
         return dtype.kind in "biufc"
     try:
@@ -155,7 +155,7 @@ def has_numbers(dtype: AnyDtype) -> bool:
 def steps(*flat: TensorOrArray) -> Iterator[tuple[Numbers, ...]]:
     """The elements of flat tensors of one length, some at a time, as float64, or complex128."""
     for start in range(0, len(flat[0]), STEP_ELEMENTS):
-        yield tuple(_as_float64(each[start : start + STEP_ELEMENTS]) for each in flat)
+        yield tuple(_as_float64(elements[start : start + STEP_ELEMENTS]) for elements in flat)
 
 
 def _as_float64(elements: TensorOrArray) -> Numbers:

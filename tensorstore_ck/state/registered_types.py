@@ -1,12 +1,14 @@
 """The Python types that a state may hold besides plain ones: torch's, namedtuples, a user's own.
 
-The registry of `register_type` is process-wide, the only such state in this package: a name in a store must mean one type in a process.
+The registry of `register_type` is process-wide: a name in a store must mean one type in a process.
 Reading never imports a module, and calls what stored data names only through this registry.
 """
 
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
 from math import prod
 from typing import Any, Final, TypeVar
 
@@ -17,6 +19,7 @@ from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.format.values import PLAIN_TYPES, numpy_dtype
 from tensorstore_ck.state.byte_sources import new_tensor
+from tensorstore_ck.state.standard_types import class_path, dataclass_type, enum_type, standard_class, standard_name
 from tensorstore_ck.state.torchao_types import RegisteredType, known_class, known_name, wrapper_type
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
@@ -42,7 +45,7 @@ _registered_names: dict[str, RegisteredType] = {}
 
 
 class NamedState:
-    """A value of a registered type, taken apart already: it is stored like one, by a process that need not have the type."""
+    """A value of a registered type that was taken apart before. The saving process need not have the type."""
 
     __slots__ = ("name", "state")
 
@@ -58,8 +61,8 @@ def register_type(
     """Lets states hold instances of exactly `cls`, in this process.
 
     Args:
-        cls: The type. A tensor subclass with ``__tensor_flatten__`` and ``__tensor_unflatten__`` needs only a name: its inner tensors and
-            its context (torch's term) are stored.
+        cls: The type. A dataclass and an enum need only a name, and so does a tensor subclass with ``__tensor_flatten__`` and
+            ``__tensor_unflatten__``: its inner tensors and its context (torch's term) are stored.
         name: The type's name in stores. Never change it, or register the old name, too.
         to_state: Turns an instance into a state: dicts, lists, tensors, plain values, other registered types.
         from_state: Turns such a state into an instance. Its argument comes from a store: do not execute it.
@@ -79,17 +82,21 @@ def register_type(
         registered = RegisteredType(cls, name, to_state, from_state)
     elif to_state is None and from_state is None and is_traceable(cls):
         registered = wrapper_type(cls, name)
+    elif to_state is None and from_state is None and issubclass(cls, Enum):
+        registered = enum_type(cls, name)
+    elif to_state is None and from_state is None and is_dataclass(cls):
+        registered = dataclass_type(cls, name)
     else:
         raise InvalidOptionError(
-            f"{cls.__qualname__} is no tensor with __tensor_flatten__ and __tensor_unflatten__: pass to_state and from_state",
+            f"{cls.__qualname__} is no dataclass, enum or tensor with __tensor_flatten__: pass to_state and from_state",
             object_id="to_state",
         )
     _registered_names[name] = _registered_classes[cls] = registered
 
 
 def registered_class(cls: type[Any]) -> RegisteredType | None:
-    """The registration of exactly `cls`: a user's, or that of a torchao class."""
-    return _registered_classes.get(cls) or known_class(cls)
+    """The registration of exactly `cls`: a user's, that of a torchao class, or how a standard type, a dataclass or an enum is stored."""
+    return _registered_classes.get(cls) or known_class(cls) or standard_class(cls)
 
 
 def registered_name(name: str) -> RegisteredType:
@@ -98,12 +105,20 @@ def registered_name(name: str) -> RegisteredType:
     Raises:
         UnsupportedValueError: there is none in this process, or its module is not loaded.
     """
-    found = _registered_names.get(name) or known_name(name)
-    if found is None:
+    registered = _registered_names.get(name) or _registered_path(name) or known_name(name) or standard_name(name)
+    if registered is None:
         raise UnsupportedValueError(
             f"the snapshot holds values of the type {name!r}, which is not registered here: call tsck.register_type first", object_id=name
         )
-    return found
+    return registered
+
+
+def _registered_path(name: str) -> RegisteredType | None:
+    """The registration of the class that a stored dataclass or enum had when it was not registered."""
+    path = class_path(name)
+    if path is None:
+        return None
+    return next((known for cls, known in _registered_classes.items() if f"{cls.__module__}:{cls.__qualname__}" == path), None)
 
 
 def namedtuple_name(cls: type[Any]) -> str | None:
@@ -134,10 +149,10 @@ def namedtuple_class(name: str, fields: list[str]) -> type[tuple[Any, ...]]:
 def _find_class(name: str) -> type[Any] | None:
     """Looks only in the dicts of loaded modules and classes: attribute access could run code."""
     module, _, qualname = name.partition(":")
-    found: object = sys.modules.get(module)
+    owner: object = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if isinstance(found, type(sys) | type) else None
-    return found if isinstance(found, type) else None
+        owner = vars(owner).get(part) if isinstance(owner, type(sys) | type) else None
+    return owner if isinstance(owner, type) else None
 
 
 def encode_torch(value: object) -> list[Any] | None:

@@ -55,7 +55,7 @@ def restore_into(
     content = plan.content
     finish = plan.visit(into, "", 0)
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
-    adopted = [each for tree in plan.adopted for each in require_buildable(tree, content, plan.dtype)]
+    adopted = [leaf for tree in plan.adopted for leaf in require_buildable(tree, content, plan.dtype)]
     plan.wanted += with_exact_scalars(content, adopted)
     require_memory_for(content.layout, plan.wanted, device)
     fresh = TensorAllocator(content.layout, plan.wanted, device)
@@ -88,7 +88,7 @@ class RestorePlan:
         self._describer = describer
         self.fills: list[FillTask] = []
         self.boxes: list[WantedBox] = []
-        """Boxes of tensors of which this rank has a share."""
+        """Boxes of tensors that are spread over ranks."""
         self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
         """Stored trees that replace values of the target; their tensors are wanted, too."""
@@ -339,15 +339,15 @@ class RestorePlan:
 
     def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
         """Plans to replace `target`, which has no tensors, by the stored tree at `path`; None if there is none."""
-        found: Tree | None = self._stored.get(name) if name is not None else None
-        found = found or self._stored_at(path)
-        if found is None:
+        stored: Tree | None = self._stored.get(name) if name is not None else None
+        stored = stored or self._stored_at(path)
+        if stored is None:
             return None
-        self._used.update(self._below.names(path) if isinstance(found, Container) else [name or (path[:-1] if path else ROOT)])
-        self.adopted.append(found)
+        self._used.update(self._below.names(path) if isinstance(stored, Container) else [name or (path[:-1] if path else ROOT)])
+        self.adopted.append(stored)
 
         def finish() -> Any:
-            restored = self._build(found)
+            restored = self._build(stored)
             if isinstance(target, dict) and isinstance(restored, dict):
                 target.clear()
                 for key, item in restored.items():  # Counter.update would add

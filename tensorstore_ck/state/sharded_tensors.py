@@ -1,4 +1,4 @@
-"""Tensors of which a rank holds a share: `DTensor`, torch's ShardedTensor, and `FlatShard` for flattened tensors.
+"""Tensors that are spread over ranks: `DTensor`, torch's ShardedTensor, and `FlatShard` for flattened tensors.
 
 Reads the whole tensor's shape, how it is spread, and which local memory holds which box of it. Knows no states, trees or stores, and
 does not communicate. It never imports torch.distributed, which torch may lack: the creator of such a tensor has imported it. Tensors
@@ -252,9 +252,9 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def _is(tensor: torch.Tensor, module: str, name: str) -> bool:
-    """Whether it is an instance of a class whose module may not be imported (then it is not)."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found is not None and isinstance(tensor, found)
+    """Whether it is an instance of a class; False if the class's module is not imported."""
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(tensor, cls)
 
 
 def refuse(path: str, what: str, advice: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """DTensors over wrapper subclasses: the spread of each inner tensor follows from the outer tensor, by a rule of the class.
 
-An inner tensor has one element for each outer element, for each box of them, or for a block of the flattened whole, or is equal on all
-ranks. Stored are the inner tensors that the whole tensor would have, so another layout, or one process, restores the same. Blocks that
-do not align with the ranks' shares of the whole are stored for the same layout only.
+An inner tensor has one element per outer element, per box of them, or per block of the flattened whole, or is equal on all ranks. The store
+has the inner tensors of the whole tensor, so another layout, or one process, restores the same. Blocks that do not align with the ranks'
+shares can be restored on the same layout only.
 """
 
 from functools import lru_cache
@@ -64,16 +64,16 @@ def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> Unwr
     """
     if not is_dtensor(tensor):
         return None
-    found: DTensor = tensor  # type: ignore[assignment]
-    local: Any = local_of(found)
+    dtensor: DTensor = tensor  # type: ignore[assignment]
+    local: Any = local_of(dtensor)
     registered = registered_class(type(local))
     if registered is None or not registered.wraps:
         return None
-    mesh, placements, coordinate = describer.placement_of(found, path)
+    mesh, placements, coordinate = describer.placement_of(dtensor, path)
     if coordinate is None:
         refuse(path, "is a DTensor on a mesh that does not have this rank", "leave it out here")
-    describer.require_local(found, local, path)
-    outer = _OuterTensor(tuple(found.shape), tuple(local.shape), mesh, placements, coordinate, path)
+    describer.require_local(dtensor, local, path)
+    outer = _OuterTensor(tuple(dtensor.shape), tuple(local.shape), mesh, placements, coordinate, path)
     inner, context = tensor_parts(local)
     name = registered.cls.__name__
     state: dict[str, Any] = {}
@@ -96,13 +96,16 @@ def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> Unwr
         else:
             refuse(
                 path,
-                f"is a DTensor of {registered.cls.__qualname__}s placed as {found.placements}, and how its inner tensor {key!r} of shape"
+                f"is a DTensor of {registered.cls.__qualname__}s placed as {dtensor.placements}, and how its inner tensor {key!r} of shape"
                 f" {tuple(part.shape)} is spread cannot be determined",
                 "redistribute it to Replicate first",
             )
-    form = describe_outer(found, _global_context(name, context, outer))
+    form = describe_outer(dtensor, _global_context(name, context, outer))
     if bound:
-        form["bound"] = {"mesh": list(mesh.shape), "placements": [None if each is None else list(each) for each in placements]}
+        form["bound"] = {
+            "mesh": list(mesh.shape),
+            "placements": [None if placement is None else list(placement) for placement in placements],
+        }
     return UnwrappedShards(registered, state | {OUTER_KEY: form})
 
 
@@ -131,7 +134,7 @@ def _boxed(outer: _OuterTensor, part: torch.Tensor, block_size: Any, key: str) -
         refuse(outer.path, f"is a DTensor with an inner tensor {key!r} of shape {tuple(part.shape)}", "redistribute it to Replicate first")
     shape = tuple(-(-size // extent) for size, extent in zip(outer.shape, extents, strict=True))
     spanned = {dim for dim, extent in enumerate(extents) if extent == outer.shape[dim] and extent > 1}
-    placements = tuple(None if each is None or each.dim in spanned else each for each in outer.placements)
+    placements = tuple(None if placement is None or placement.dim in spanned else placement for placement in outer.placements)
     whole = {dim: extent for dim, extent in enumerate(extents) if dim not in spanned and outer.is_sharded(dim)}
     if not all(_follows((outer.shape, shape), dim, extent, outer.mesh.shape, outer.placements) for dim, extent in whole.items()):
         refuse(
@@ -156,7 +159,9 @@ def _blocks(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankShare | No
             continue
         shape = (*outer.shape[:dim], merged // length)
         if _follows((outer.shape, shape), dim, length, outer.mesh.shape, outer.placements):
-            placements = tuple(each if each is not None and each.dim < len(shape) else None for each in outer.placements)
+            placements = tuple(
+                placement if placement is not None and placement.dim < len(shape) else None for placement in outer.placements
+            )
             local = local_shape(intervals(shape, outer.mesh.shape, placements, outer.coordinate))
             return _share(outer, part.view(local), shape, placements, by_blocks=True)
     return None
@@ -175,20 +180,22 @@ def _in_rank_order(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankSha
             f" blocks of its inner tensor {key!r} do not align with the ranks' shares, which are unequal",
             "shard it along its first dim, or evenly",
         )
-    shards = [extent for extent, each in zip(outer.mesh.shape, outer.placements, strict=True) if each is not None]
-    return _share(outer, part, (part.numel() * prod(shards),), tuple(each and Shard(0) for each in outer.placements))
+    shards = [extent for extent, placement in zip(outer.mesh.shape, outer.placements, strict=True) if placement is not None]
+    return _share(outer, part, (part.numel() * prod(shards),), tuple(placement and Shard(0) for placement in outer.placements))
 
 
 @lru_cache(4096)
 def _follows(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, length: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> bool:
-    """Whether on all ranks the runs of the inner tensor along `dim` are those of the whole, with `length` elements for each of its own."""
+    """Whether on all ranks the inner tensor's runs along `dim` match the whole's: one inner element per `length` elements."""
     shape, inner = shapes
     row = prod(shape[dim + 1 :]) if len(inner) == dim + 1 else 1
-    inner_placements = tuple(each if each is not None and each.dim < len(inner) else None for each in placements)
+    inner_placements = tuple(placement if placement is not None and placement.dim < len(inner) else None for placement in placements)
     for coordinate in product(*map(range, mesh_shape)):
-        if any(position and (each is None or each.dim != dim) for position, each in zip(coordinate, placements, strict=True)):
+        if any(
+            position and (placement is None or placement.dim != dim) for position, placement in zip(coordinate, placements, strict=True)
+        ):
             continue  # this mesh dim does not shard `dim`
         outer_runs = intervals(shape, mesh_shape, placements, coordinate)[dim] if shape else []
         inner_runs = intervals(inner, mesh_shape, inner_placements, coordinate)[dim]

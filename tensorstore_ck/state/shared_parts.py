@@ -1,8 +1,8 @@
 """Reads the parts of a snapshot once for all ranks of a group, if a rank needs many of them.
 
-A rank that restores what it has saved needs a few parts. On another layout, as with another ZeRO stage, it needs a piece of each tensor,
-and these lie in the parts of nearly all ranks. If one rank finds that it does, each reads an equal share of the parts, as they are stored,
-and all gather them; every rank checks what it uses. The ranks agree on this before, so that a failing one leaves none waiting.
+A rank that restores its own share needs few parts. On another layout, such as another ZeRO stage, it needs a piece of each tensor, and the
+pieces lie in the parts of nearly all ranks. If one rank needs many parts, each rank reads an equal share of the stored parts, and all ranks
+gather them; every rank checks the parts that it uses. The ranks agree first, so that a failing rank leaves none waiting.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,16 +65,16 @@ class SharedParts:
         """The blocks that hold the boxes. All ranks of the group call it, or `take_part`, once."""
         self._is_limited = True
         try:
-            found = content.blocks_of(wanted)
+            blocks = content.blocks_of(wanted)
         except ManyPartsError:
-            found = None
+            blocks = None
         finally:
             self._is_limited = False
-        self.take_part(is_near=found is not None)
-        return content.blocks_of(wanted) if found is None else found
+        self.take_part(is_near=blocks is not None)
+        return content.blocks_of(wanted) if blocks is None else blocks
 
     def take_part(self, *, is_near: bool = True) -> None:
-        """Shares the parts, if a rank of the group is not near to what it wants."""
+        """Shares the parts if a rank of the group needs many of them. `is_near`: this rank needs few."""
         own: list[bytes] = []
         is_shared = False
 
@@ -122,21 +122,21 @@ def gather_bytes(own: Sequence[bytes], counts: Sequence[int], group: "dist.Proce
     """The byte strings of all ranks of a group; `counts`: how many each has."""
     device = device_of(group)
     lengths = torch.zeros(max(counts), dtype=torch.int64)
-    lengths[: len(own)] = torch.tensor([len(each) for each in own], dtype=torch.int64)
+    lengths[: len(own)] = torch.tensor([len(data) for data in own], dtype=torch.int64)
     all_lengths = _gather(lengths.to(device), group).cpu().tolist()
     data = torch.zeros(max(map(sum, all_lengths)), dtype=torch.uint8)
     joined = bytearray().join(own)
     if joined:
         data[: len(joined)] = torch.frombuffer(joined, dtype=torch.uint8)
     received = _gather(data.to(device), group).cpu().numpy()
-    found = []
+    gathered = []
     for rank, count in enumerate(counts):
         rest, strings = memoryview(received[rank].data), []
         for size in all_lengths[rank][:count]:
             strings.append(rest[:size])
             rest = rest[size:]
-        found.append(strings)
-    return found
+        gathered.append(strings)
+    return gathered
 
 
 def _gather(tensor: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:

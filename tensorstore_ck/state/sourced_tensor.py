@@ -1,4 +1,4 @@
-"""A tensor that no memory holds as a whole: its bytes are put together while a save reads them."""
+"""A tensor that is not in memory as a whole: a save assembles its bytes while it reads them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class ElementRun(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Behind the last element."""
+        """The number after the last element."""
         return self.start + self.elements.numel()
 
 

@@ -1,4 +1,4 @@
-"""What the elements of stored tensors are, and by how much they changed between two snapshots; reads piece by piece.
+"""Statistics of stored tensors, and of their changes between two snapshots. Reads piece by piece.
 
 All numbers are computed in float64, to which elements are converted one by one: integers beyond 2**53 are rounded. Sums are made in one
 fixed order, so that the same tensor has the same statistics on every machine of one kind. An element is *finite* if it is neither NaN
@@ -67,7 +67,7 @@ class TensorStatistics:
     zeros: int | None = None
     """Elements that are equal to 0, as -0.0 is."""
     min: float | None = None
-    """Of the finite elements, as everything below; None if there are none."""
+    """Of the finite elements, like all fields below; None without any."""
     max: float | None = None
     mean: float | None = None
     std: float | None = None
@@ -75,7 +75,7 @@ class TensorStatistics:
     norm: float | None = None
     """The root of the sum of squares; infinite if that is beyond float64."""
     histogram: Histogram | None = None
-    """If bins were asked for, and the elements are real numbers of which one at least is finite."""
+    """Only if bins were requested, the elements are real numbers, and at least one is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def statistics_of(tensors: Mapping[str, StoredTensor], bins: int) -> list[Tensor
     for name, flat in _read(tensors, sums):
         for (numbers,) in steps(flat):
             sums[name].add(numbers)
-    counts = {name: np.zeros(bins, np.int64) for name, each in sums.items() if bins and each.has_range}
+    counts = {name: np.zeros(bins, np.int64) for name, tensor_sums in sums.items() if bins and tensor_sums.has_range}
     for name, flat in _read(tensors, counts):
         for (numbers,) in steps(flat):
             counts[name] += np.histogram(numbers[np.isfinite(numbers)], bins, (sums[name].low, sums[name].high))[0]
@@ -130,7 +130,7 @@ def first_not_finite(content: SnapshotContent, select: Sequence[str] | None = No
 
 def _read(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> Iterable[tuple[str, TensorOrArray]]:
     """The elements of the tensors with these names, one piece after another."""
-    pieces = ((Piece(tensors[name], *each),) for name in names for each in cut(tensors[name]))
+    pieces = ((Piece(tensors[name], *bounds),) for name in names for bounds in cut(tensors[name]))
     for batch in piece_batches(pieces):
         batch_pieces = [piece for (piece,) in batch]
         for piece, flat in zip(batch_pieces, read_pieces(batch_pieces), strict=True):
@@ -156,7 +156,7 @@ def _statistics(name: str, tensor: StoredTensor, sums: "_Sums | None", counts: A
 
 
 class _Sums:
-    """What is known of the elements so far."""
+    """Sums over the elements so far."""
 
     def __init__(self) -> None:
         self.nan = self.inf = self.zeros = self.finite = 0
@@ -198,7 +198,7 @@ class _Sums:
 def change_statistics(
     old: SnapshotContent, new: SnapshotContent, changed: Iterable[str], select: Sequence[str] | None = None
 ) -> list[ChangeStatistics]:
-    """By how much tensors changed; see `Store.change_statistics`. Only those of which `changed` has the stored tensor are read."""
+    """The changes of tensors; see `Store.change_statistics`. Reads only tensors whose stored tensor is in `changed`."""
     before, after = (_selected(stored_tensors(content), select, old, new) for content in (old, new))
     return changes_of(before, after, changed)
 
@@ -206,20 +206,20 @@ def change_statistics(
 def changes_of(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor], changed: Iterable[str]) -> list[ChangeStatistics]:
     """As `change_statistics`, of these tensors of the old and of the new snapshot, by name."""
     known = set(changed)
-    found, compared = list[ChangeStatistics](), dict[str, tuple[StoredTensor, StoredTensor]]()
+    uncompared, compared = list[ChangeStatistics](), dict[str, tuple[StoredTensor, StoredTensor]]()
     for name in [*after, *(name for name in before if name not in after)]:
         one, two = before.get(name), after.get(name)
         if one is None or two is None:
-            found.append(ChangeStatistics(name, "removed" if two is None else "added", _form(one), _form(two)))
+            uncompared.append(ChangeStatistics(name, "removed" if two is None else "added", _form(one), _form(two)))
         elif one.form.shape != two.form.shape:
-            found.append(ChangeStatistics(name, "reshaped", _form(one), _form(two)))
+            uncompared.append(ChangeStatistics(name, "reshaped", _form(one), _form(two)))
         elif one.form != two.form or one.base_name != two.base_name or one.base_name in known:
             if has_numbers(one.form.dtype) and has_numbers(two.form.dtype):
                 compared[name] = one, two
             else:
-                found.append(ChangeStatistics(name, "changed", _form(one), _form(two)))
+                uncompared.append(ChangeStatistics(name, "changed", _form(one), _form(two)))
     sums = {name: _ChangeSums() for name in compared}
-    for batch in piece_batches((Piece(one, *each), Piece(two, *each)) for one, two in compared.values() for each in cut(one, two)):
+    for batch in piece_batches((Piece(one, *bounds), Piece(two, *bounds)) for one, two in compared.values() for bounds in cut(one, two)):
         flat = (read_pieces(pieces) for pieces in zip(*batch, strict=True))
         for (piece, _), one_flat, two_flat in zip(batch, *flat, strict=True):
             found_sums = sums[piece.tensor.leaf.path]
@@ -232,7 +232,8 @@ def changes_of(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTen
         if sums[name].differs
     ]
     kinds = ("changed", "reshaped", "added", "removed")
-    return sorted(done, key=lambda each: -(each.relative_change or 0.0)) + sorted(found, key=lambda each: kinds.index(each.kind))
+    done.sort(key=lambda change: -(change.relative_change or 0.0))
+    return done + sorted(uncompared, key=lambda change: kinds.index(change.kind))
 
 
 def _form(tensor: StoredTensor | None) -> TensorForm | None:
@@ -240,13 +241,13 @@ def _form(tensor: StoredTensor | None) -> TensorForm | None:
 
 
 class _ChangeSums:
-    """What is known of the changes so far."""
+    """Sums over the changes so far."""
 
     def __init__(self) -> None:
         self.nan = self.inf = 0
         self.high = self._changed = self._old = 0.0
         self.differs = False
-        """In any bit; what shares memory with a tensor that changed need not have."""
+        """Whether any bit differs: a tensor that shares memory with a changed one may be unchanged."""
 
     @property
     def relative(self) -> float:
@@ -274,7 +275,7 @@ class _ChangeSums:
 
 
 def _selected(tensors: dict[str, StoredTensor], select: Sequence[str] | None, *contents: SnapshotContent) -> dict[str, StoredTensor]:
-    """Those that fit.
+    """The selected tensors.
 
     Raises:
         MismatchError: a glob fits nothing in any of the snapshots.

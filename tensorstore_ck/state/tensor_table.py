@@ -37,7 +37,7 @@ class TensorKind(NamedTuple):
     order: tuple[int, ...] = ()
     """See `TensorSpec`."""
     strides: tuple[int, ...] | None = None
-    """Row-major, if an extent of 1 lets torch call other strides contiguous, too."""
+    """The row-major strides, if an extent of 1 makes torch accept other strides as contiguous."""
 
 
 class TensorSpecs(Sequence[TensorSpec]):
@@ -78,7 +78,7 @@ class LazySources(Sequence[ByteSource]):
     def __getitem__(self, number: slice) -> list[ByteSource]: ...
     def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
         there = range(len(self))[number]
-        return self.at(there) if isinstance(there, int) else [self.at(each) for each in there]
+        return self.at(there) if isinstance(there, int) else [self.at(at) for at in there]
 
 
 class ByteSources(LazySources):
@@ -103,12 +103,12 @@ class ByteSources(LazySources):
 
     def pick(self, numbers: Sequence[int], more: Sequence[ByteSource]) -> "ByteSources":
         """The sources with these numbers, followed by `more`."""
-        chosen, found = list(numbers), ByteSources.of(more)
+        chosen, added = list(numbers), ByteSources.of(more)
         made = {position: self._made[number] for position, number in enumerate(chosen) if number in self._made}
         return ByteSources(
-            np.concatenate((self.addresses[chosen], found.addresses)),
-            np.concatenate((self.sizes[chosen], found.sizes)),
-            [*(self._owners[number] for number in chosen), *found._owners],
+            np.concatenate((self.addresses[chosen], added.addresses)),
+            np.concatenate((self.sizes[chosen], added.sizes)),
+            [*(self._owners[number] for number in chosen), *added._owners],
             made | dict(enumerate(more, len(chosen))),
         )
 
@@ -193,10 +193,10 @@ class TensorTable:
             return position
         return len(items)
 
-    def add(self, found: torch.Tensor | Array, spec: TensorSpec, source: ByteSource, area: Area, flags: int = 0) -> int:
+    def add(self, tensor: torch.Tensor | Array, spec: TensorSpec, source: ByteSource, area: Area, flags: int = 0) -> int:
         """Adds a described tensor or array, and returns its number."""
-        number = self.number_of[id(found)] = len(self.objects)
-        self.objects.append(found)
+        number = self.number_of[id(tensor)] = len(self.objects)
+        self.objects.append(tensor)
         self.names.append(spec.name)
         self.forms.append(TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes, order=spec.order))
         self.areas.append(area)
@@ -208,7 +208,7 @@ class TensorTable:
         return number
 
     def sources(self) -> ByteSources:
-        """Their bytes."""
+        """The bytes of all tensors and arrays."""
         sizes = np.array([form.size_bytes for form in self.forms], np.int64)
         return ByteSources(np.array(self._addresses, np.int64), sizes, self._owners, self._made)
 

@@ -66,8 +66,8 @@ def wrapper_type(cls: type[Any], name: str) -> RegisteredType:
 def known_class(cls: Any) -> RegisteredType | None:
     """The registration of a torchao class; None for any other class."""
     name = f"torchao.{cls.__name__}"
-    found = _loaded(name) if name in _KNOWN else None
-    return _registration(found, name) if found is not None and found is cls else None
+    loaded = _loaded(name) if name in _KNOWN else None
+    return _registration(loaded, name) if loaded is not None and loaded is cls else None
 
 
 def known_name(name: str) -> RegisteredType | None:
@@ -88,8 +88,8 @@ def known_name(name: str) -> RegisteredType | None:
 
 
 def _loaded(name: str) -> type[Any] | None:
-    found = vars(sys.modules.get(_KNOWN[name], object)).get(name.removeprefix("torchao."))
-    return found if isinstance(found, type) else None
+    loaded = vars(sys.modules.get(_KNOWN[name], object)).get(name.removeprefix("torchao."))
+    return loaded if isinstance(loaded, type) else None
 
 
 def _registration(cls: type[Any], name: str) -> RegisteredType:

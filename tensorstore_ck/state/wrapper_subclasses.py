@@ -80,7 +80,7 @@ def unflattened(cls: Any, state: Any) -> torch.Tensor:
 
 
 def is_same_form(cls: type[Any], own: Any, stored: Any) -> bool:
-    """Whether two tensors of a class have the same form, ignoring flags, and the dtype that an optimizer's state only presents."""
+    """Whether two tensors of a class have the same form, ignoring flags and the nominal dtype of an optimizer's state."""
 
     def compared(form: Any) -> Any:
         context = form["context"]

@@ -42,7 +42,7 @@ def open_store(
     state_dir: str | os.PathLike[str] | None = None,
     host_memory_bytes: int | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
-    min_free: str | int = 0,
+    min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
@@ -63,7 +63,7 @@ def open_store(
     state_dir: str | os.PathLike[str] | None = None,
     host_memory_bytes: int | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
-    min_free: str | int = 0,
+    min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
@@ -87,7 +87,8 @@ def open_store(
         host_memory_bytes: Memory for all captures of `Store.put_snapshot_async` in this process; by default three quarters of what the
             container and the host have free at the first one, shared by the ranks of the host.
         staging: A disk of this host, where saves are durable first, and which caches what restores read: a path, or `Staging`.
-        min_free: Space that must stay free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it writes.
+        min_free: Space that saves must leave free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it
+            writes. By default 1 %, at most 1 GiB, of the disk of a store in a folder, which is checked by saves alone.
         rate_limit: How fast a job may write to the store: its ranks share it evenly.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
             ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store

@@ -2,7 +2,9 @@
 
 training_state.py      TrainingState: puts and restores all of it
 optimizers.py          states of optimizers, by parameter name
+own_optimizer.py       the optimizer of a rank's own states, behind torch's ZeroRedundancyOptimizer
 parameter_names.py     parameter names, whatever wraps the model
+model_state.py         parameters and buffers by these names
 gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds
@@ -10,15 +12,17 @@ rng.py                 random number generators
 shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
 rank_own_state.py      what each rank has for itself: generators, loader positions, its own buffers and values
 rank_agreement.py      what ranks must know of each other before the first save
-rank_group.py          this process's rank and group
+rank_group.py          this process's rank and group, and what the first rank answers
 stored_training.py     reads a snapshot of a TrainingState as plain dicts
 stateful_parts.py      the arguments of TrainingState
 opaque_state.py        states that torch.distributed.checkpoint must not flatten
-find_resume_point.py   the snapshot that all ranks resume from
+resume_search.py       the rule by which a run resumes: from the newest snapshot that is neither marked nor damaged
+resume_candidates.py   which snapshot that is
 environment.py         versions, devices and switches that change results
 compare_states.py      compares two states bit by bit
 verify_resume.py       checks that a job resumes bit for bit
 sample_cursor.py       SampleCursor: the order of samples, and the position in it
+seeded_loader.py       a DataLoader that draws a sample's random numbers again
 progress_line.py       ProgressLine: saves in progress, on a terminal
 checkpointing/         when to save, and from which snapshot to resume
 

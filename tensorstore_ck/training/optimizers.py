@@ -11,27 +11,58 @@ from typing import Any, Final, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.plain_memory import PLAIN
+from tensorstore_ck.training.own_optimizer import is_partitioned, own_optimizer, require_supported, take_options
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import load
 
 State = dict[str, Any]
+_KEYS: Final = ("state", "param_groups")
 _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def get_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, *, by_name: bool = False) -> State:
-    """``{"state": {name: ...}, "param_groups": [...]}``.
+    """``{"state": {name: ...}, "param_groups": [...]}``, and what else the optimizer has, as it is.
 
     `by_name`: for ranks whose groups have different parameters, such as pipeline stages. The groups are then a dict, keyed by the first
     parameter's name, and a group's parameters are dict keys, so that merging all ranks gives the state of one process.
+
+    Raises:
+        UnsupportedValueError: its state is in another form than that of torch's optimizers.
+        InvalidOptionError: it trains parameters of no model.
     """
+    require_supported(path, optimizer)
     known = _names_in(path, optimizer, names)
-    found = optimizer.state_dict()
+    found = _state_dict(path, own_optimizer(optimizer), len(known))
     state = {known[key] if type(key) is int else key: each for key, each in found["state"].items()}
     groups = [{**group, "params": [known[number] for number in group["params"]]} for group in found["param_groups"]]
-    return {"state": state, "param_groups": named_groups(groups) if by_name else groups}
+    return {**found, "state": state, "param_groups": named_groups(groups) if by_name else groups}
+
+
+def _state_dict(path: str, optimizer: torch.optim.Optimizer, parameters: int) -> State:
+    """The optimizer's state, if it numbers its `parameters` as torch's optimizers do."""
+    kind = type(optimizer).__qualname__
+    try:
+        found = dict(optimizer.state_dict())
+    except Exception as exc:
+        raise UnsupportedValueError(
+            f"{path} is a {kind} whose state_dict() fails on this rank: {type(exc).__name__}: {exc}. Use another optimizer, or pass "
+            "what has to be restored of it in extra= or rank_values=",
+            object_id=path,
+        ) from exc
+    state, groups = found.get("state"), found.get("param_groups")
+    if isinstance(state, Mapping) and isinstance(groups, list) and all(isinstance(each, Mapping) and "params" in each for each in groups):
+        numbers = [*(key for key in state if type(key) is not str), *(number for group in groups for number in group["params"])]
+        if all(type(number) is int and 0 <= number < parameters for number in numbers):
+            return found
+    raise UnsupportedValueError(
+        f"{path} is a {kind} whose state_dict() is not of the form of torch's optimizers ('state' and 'param_groups' by the numbers of "
+        'parameters), so its states cannot be kept by the names of parameters. Pass it as extra={"optimizer": optimizer} and not as '
+        "optimizer=: its state is then stored as it is, for the same model",
+        object_id=path,
+    )
 
 
 def named_groups(groups: list[State]) -> State:
@@ -43,7 +74,7 @@ def named_groups(groups: list[State]) -> State:
 def get_members(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[list[str]]:
     """The names of the parameters of each group."""
     known = iter(_names_in(path, optimizer, names))
-    return [[next(known) for _ in group["params"]] for group in optimizer.param_groups]
+    return [[next(known) for _ in group["params"]] for group in own_optimizer(optimizer).param_groups]
 
 
 def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
@@ -52,7 +83,7 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
     Raises:
         InvalidOptionError: the future tensors are unknown.
     """
-    found = get_state(path, optimizer, names)
+    found, optimizer = get_state(path, optimizer, names), own_optimizer(optimizer)
     if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         kind = type(optimizer).__qualname__
         raise InvalidOptionError(
@@ -64,15 +95,18 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
 
 
 def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
-    """What a snapshot with states of the parameters `stored` is restored into: existing tensors, and None for the others.
+    """What a snapshot with `stored` paths is restored into: existing tensors, and None for the others.
 
     Sharded states need existing tensors; unsharded ones are created from the snapshot.
     """
+    stored = list(stored)
     own = get_state(path, optimizer, names)["state"]
-    wanted = list(stored)
+    held = {name for members in get_members(path, optimizer, names) for name in members}
+    wanted = [name for name in names.below(f"{path}.state.", stored) if name in held or name not in names.parameters]
     if any(isinstance(names.parameters.get(name), DTensor) and name not in own for name in wanted):
-        own = {**_future_state(optimizer, names), **own}
-    return {"state": {name: own.get(name) for name in wanted}, "param_groups": None}
+        own = {**_future_state(own_optimizer(optimizer), names), **own}
+    others = {each.removeprefix(f"{path}.").partition(".")[0] for each in stored if each.startswith(f"{path}.")}
+    return {**dict.fromkeys(others), "state": {name: own.get(name) for name in wanted}, "param_groups": None}
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:
@@ -81,14 +115,16 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     Raises:
         MismatchError: its groups have other parameters.
     """
-    own = get_members(path, optimizer, names)
+    own, outer, optimizer = get_members(path, optimizer, names), optimizer, own_optimizer(optimizer)
     numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
-    stored = match_groups(path, state["param_groups"], own)
+    stored = match_groups(path, state["param_groups"], own, () if is_partitioned(outer) else names.parameters)
     groups = [there or _options(here) for there, here in zip(stored, optimizer.param_groups, strict=True)]
     given = state["state"] if state.get("stepped", True) else {}
     packed = {numbers.get(name, name): each for name, each in given.items()}
     numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in zip(groups, own, strict=True)]
-    load(path, optimizer.load_state_dict, {"state": packed, "param_groups": numbered})
+    others = {key: each for key, each in state.items() if key not in (*_KEYS, "stepped")}
+    load(path, optimizer.load_state_dict, {**others, "state": packed, "param_groups": numbered})
+    take_options(outer)
     for name, each in given.items():
         if name in numbers:
             parameter = names.parameters[name]
@@ -160,10 +196,12 @@ def _keep_form(own: Any, given: Any, parameter: torch.Tensor) -> Any:
 
 def _names_in(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[str]:
     """Parameter names, in the order of the optimizer's own numbers."""
-    found = [names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    found = [names.of(parameter) for group in own_optimizer(optimizer).param_groups for parameter in group["params"]]
     if None in found:
         raise InvalidOptionError(
-            f"{path} has parameters of no given model ({found.count(None)} of {len(found)}): pass all models that it trains",
+            f"{path} has parameters of no given model ({found.count(None)} of {len(found)}): pass all models that it trains in model=. "
+            "Tensors that are no module's parameters have no names: keep them in a torch.nn.ParameterDict, pass that as one of the models, "
+            "and create the optimizer from its parameters",
             object_id=path,
         )
     return cast(list[str], found)

@@ -1,4 +1,4 @@
-"""Parameter names, whatever wraps the model, as in torch.distributed.checkpoint.state_dict: they fit any number of ranks."""
+"""Parameter names, whatever wraps the model or its layers: they fit any number of ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
@@ -6,13 +6,13 @@ from typing import Final
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tensorstore_ck.errors import UnsupportedValueError
 
 MODEL: Final = "model."
 """Prefix of the paths of model tensors in a state."""
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPED: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 """Attributes in which torch.compile and activation checkpointing keep the module."""
 
 
@@ -80,17 +80,22 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def wrapping(module: nn.Module | None) -> str | None:
+    """The attribute in which a wrapper keeps its module; None: this is no wrapper."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    return None if module is None else next((each for each in _WRAPPED if each in module._modules), None)
+
+
+def without_wrappers(path: str) -> str:
+    """A stored path without attributes of wrappers, which earlier builds kept of some nestings."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
+
+
 def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """A module and its submodules, each with the prefix of its parameters' names; wrappers add no prefix."""
     yield prefix, module
-    if isinstance(module, DistributedDataParallel):
-        yield from walk(module.module, prefix)
-        return
-    for attribute in _WRAPPED:
-        inner = module._modules.get(attribute)
-        if inner is not None:
-            yield from walk(inner, prefix)
-            return
+    attribute = wrapping(module)
     for name, child in module._modules.items():  # includes modules that occur twice
         if child is not None:
-            yield from walk(child, f"{prefix}{name}.")
+            yield from walk(child, prefix if name == attribute else f"{prefix}{name}.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tensorstore_ck.store import Store
 
-_TITLE: Final = "what ranks hold that differs by nature"
+_TITLE: Final = "the comparison of what the ranks of a TrainingState hold"
 
 
 class RankReport(NamedTuple):

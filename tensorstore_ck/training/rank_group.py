@@ -1,15 +1,18 @@
-"""This process's rank, the number of ranks, and their group."""
+"""This process's rank, the number of ranks, their group, and what the first of them answers."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.session.group.process_groups import process_group
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from tensorstore_ck.store import ReadOnlyStore
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -32,3 +35,25 @@ def require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | 
             object_id="group",
         )
     return process_group(group)
+
+
+def ask_first_rank(
+    store: "ReadOnlyStore",
+    group: "ProcessGroup | None",
+    title: str,
+    answer: Callable[[], bytes],
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> bytes:
+    """What the first rank answers, on all ranks; its error, if it has one.
+
+    Args:
+        store: The store.
+        group: The ranks, which all call this; None: there is one.
+        title: What is asked, for messages.
+        answer: Called on the first rank.
+        timeout_seconds: How long to wait for the other ranks.
+    """
+    if group is None:
+        return answer()
+    return store.session.groups.broadcast(group, title, answer, timeout_seconds=timeout_seconds)

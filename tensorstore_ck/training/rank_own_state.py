@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.random_streams import Streams
@@ -22,6 +23,7 @@ State = dict[str, Any]
 Merge = Callable[[str, list[Any]], Any]
 VALUES: Final = "rank_values"
 GENERATORS: Final = "generators"
+LOADER_GENERATORS: Final = "loader_generators"
 _SIDES: Final = {"model": "buffers", "extra": "extra_buffers"}
 
 
@@ -72,6 +74,7 @@ class RankOwnState:
         own: State = {
             GENERATORS: rng.get_process_states(),
             **self._loaders.states(lambda _, each: each.state_dict()),
+            **self._loader_generators(),
             **self._generators("extra").states(lambda _, each: rng.get_state(each)),
             **self._part(VALUES).states(_get_value),
         }
@@ -103,6 +106,10 @@ class RankOwnState:
         """Restores this rank's stored state. Generators come last, since loading the others may draw from them."""
         for path, each, found in self._loaders.with_states(own):
             load(path, each.load_state_dict, found)
+            if isinstance(each, DataLoader):
+                _begin(each)
+                if path in own.get(LOADER_GENERATORS, {}) and each.generator is not None:
+                    load(path, each.generator.set_state, own[LOADER_GENERATORS][path])
         self._load_values(own)
         for name in ("extra", VALUES):
             for key, each in self._generators(name).objects.items():
@@ -161,6 +168,12 @@ class RankOwnState:
         if plain.objects:
             extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
 
+    def _loader_generators(self) -> State:
+        """A StatefulDataLoader has its own generator's state as it was when a pass began."""
+        loaders = self._loaders.matching(lambda each: isinstance(each, DataLoader) and each.generator is not None)
+        found = {loaders.path(key): each.generator.get_state() for key, each in loaders.objects.items()}
+        return {LOADER_GENERATORS: found} if found else {}
+
     def _part(self, name: str) -> StatefulPart:
         return StatefulPart.of(name, self._extra if name == "extra" else self._values)
 
@@ -172,6 +185,11 @@ class RankOwnState:
             yield _Module("model", key, buffers.plain_buffers(model, of_model=True))
         for key, module in self._part("extra").matching(lambda each: isinstance(each, nn.Module)).objects.items():
             yield _Module("extra", key, buffers.plain_buffers(module, of_model=False))
+
+
+def _begin(loader: Any) -> None:
+    """Makes the iterator of a StatefulDataLoader. That draws from the process's generator, which is restored after it."""
+    loader.state_dict()
 
 
 def own_states(held: State, ranks: int) -> list[State]:

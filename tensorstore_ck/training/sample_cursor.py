@@ -3,7 +3,6 @@
 The position counts the samples of this epoch that all ranks together have consumed, so any number of ranks can resume from it, and each
 sample comes exactly once in an epoch. Only `SampleCursor.advance` moves it: a loader that reads ahead does not. The order of an epoch
 follows from (dataset size, seed, epoch) alone, by a fixed rule that uses no library's generator and needs no memory for the dataset's size.
-Knows no torch: it makes a ``batch_sampler=`` for DataLoader.
 """
 
 import math
@@ -11,13 +10,18 @@ import operator
 import struct
 from collections.abc import Iterator, Mapping
 from itertools import repeat
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.training.seeded_loader import seeded_loader
+from tensorstore_ck.training.stateful_parts import StatefulPart
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
 
 SHUFFLED: Final = "shuffle-v1"
 """Names the rule in `_shuffled`, which never changes: another order needs another name."""
@@ -35,7 +39,7 @@ class SampleCursor:
     ::
 
         cursor = tsck.SampleCursor(len(dataset), batch_size=256, seed=1)
-        loader = DataLoader(dataset, batch_sampler=cursor.batches(rank, world_size), generator=torch.Generator(), num_workers=4)
+        loader = cursor.loader(dataset, rank, world_size, num_workers=4)
         while cursor.epoch < epochs:
             for batch in loader:  # what is left of this epoch
                 train(batch)
@@ -67,6 +71,16 @@ class SampleCursor:
         return self._epoch
 
     @property
+    def dataset_size(self) -> int:
+        """The number of samples of an epoch."""
+        return self._size
+
+    @property
+    def seed(self) -> int:
+        """What the order of samples follows from."""
+        return self._seed
+
+    @property
     def position(self) -> int:
         """The number of samples of this epoch that all ranks together have consumed."""
         return self._position
@@ -85,6 +99,24 @@ class SampleCursor:
                 object_id="batch_size",
             )
         return RankBatches(self, _whole("rank", rank, 0, world_size - 1), world_size)
+
+    def loader(self, dataset: "Dataset[Any]", rank: int = 0, world_size: int = 1, **options: Any) -> "DataLoader[Any]":
+        """A DataLoader over `batches` that draws the random numbers of each sample again when a resumed job reads it.
+
+        Python's, NumPy's and torch's CPU generator are seeded before each sample, from the cursor's seed, the epoch and the sample's
+        number; the process that trains gets its generators back. So random augmentation is the same in a resumed job, with any number of
+        workers. A dataset that reads a whole batch at once (``__getitems__``) is seeded once for the batch: the same with as many ranks.
+
+        Args:
+            dataset: A map-style dataset.
+            rank: See `batches`.
+            world_size: See `batches`.
+            options: Other options of DataLoader, such as `num_workers`.
+
+        Raises:
+            InvalidOptionError: the dataset has another number of samples than the cursor.
+        """
+        return seeded_loader(dataset, self.batches(rank, world_size), **options)
 
     def state_dict(self) -> dict[str, int | str]:
         """The position as plain values, equal on all ranks, so they belong in the shared state."""
@@ -130,11 +162,11 @@ class RankBatches:
     """One rank's batches, as a ``batch_sampler=``: each iteration covers the rest of the epoch at its start."""
 
     def __init__(self, cursor: SampleCursor, rank: int, world_size: int) -> None:
-        self._cursor, self._rank, self._world_size = cursor, rank, world_size
+        self.cursor, self._rank, self._world_size = cursor, rank, world_size
 
     def __len__(self) -> int:
         """The number of remaining batches of the epoch."""
-        return self._cursor._batches_left()
+        return self.cursor._batches_left()
 
     def __iter__(self) -> Iterator[list[int]]:
         """Lists of sample numbers.
@@ -142,7 +174,7 @@ class RankBatches:
         Raises:
             InvalidOptionError: the last batch of the epoch would leave ranks without a sample.
         """
-        cursor = self._cursor
+        cursor = self.cursor
         left = cursor._size - cursor._position
         last = left % cursor._batch_size
         if not cursor._drop_last and 0 < last < self._world_size:
@@ -156,12 +188,26 @@ class RankBatches:
 
     def _share(self, start: int, epoch: int) -> list[int]:
         """This rank's share of the batch at `start`: shares differ by at most one sample."""
-        cursor = self._cursor
+        cursor = self.cursor
         count = min(cursor._batch_size, cursor._size - start)
         first, end = (start + count * rank // self._world_size for rank in (self._rank, self._rank + 1))
         positions = np.arange(first, end, dtype=np.uint64)
         numbers = _shuffled(positions, cursor._size, cursor._seed, epoch) if cursor._order == SHUFFLED else positions
         return [int(number) for number in numbers.tolist()]
+
+
+def require_one_position(loaders: StatefulPart) -> None:
+    """Refuses a StatefulDataLoader over a cursor's batches: after a restore, each of the two would skip what was consumed.
+
+    Raises:
+        InvalidOptionError: one of them is such a loader.
+    """
+    for key, loader in loaders.objects.items():
+        if isinstance(getattr(loader, "batch_sampler", None), RankBatches):
+            path = loaders.path(key)
+            raise InvalidOptionError(
+                f"{path} has the batches of a SampleCursor, so both would skip what was consumed: pass the cursor alone", object_id=path
+            )
 
 
 def _shuffled(positions: _Numbers, size: int, seed: int, epoch: int) -> _Numbers:

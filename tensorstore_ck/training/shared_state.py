@@ -5,16 +5,14 @@ It fits any number of ranks. Knows no ranks and no store.
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.training import extras, gradients, optimizers, rng
-from tensorstore_ck.training.parameter_names import ParameterNames
+from tensorstore_ck.training import extras, gradients, model_state, optimizers, rng
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
-_LENIENT: Final = StateDictOptions(strict=False)  # a model without parameters is allowed
 
 
 class SharedState:
@@ -62,7 +59,7 @@ class SharedState:
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied, without gradients."""
         names = self.names()
-        found = self._models.states(_get_model)
+        found = self._models.states(lambda _, each: model_state.get_state(each))
         found |= self._optimizers.states(lambda path, each: get_optimizer(path, each, names))
         for part in self._others:
             found |= part.states(lambda _, each: each.state_dict())
@@ -78,10 +75,8 @@ class SharedState:
         """What a snapshot is restored into."""
         stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()
-        target = self._models.states(_get_model)
-        target |= self._optimizers.states(
-            lambda path, each: optimizers.get_target(path, each, names, names.below(f"{path}.state.", stored)),
-        )
+        target = self._models.states(lambda _, each: model_state.get_state(each))
+        target |= self._optimizers.states(lambda path, each: optimizers.get_target(path, each, names, stored))
         for part in self._others:
             target |= part.states(lambda _, __: None)
         target |= self._plain_extra().states(extras.get_target)
@@ -92,11 +87,17 @@ class SharedState:
         """Whether a stored name, of a part that is restored, is read."""
         return True
 
+    def name_of(self, stored: str) -> str | None:
+        """The name here of a stored one, of a part that is restored; None: it is not read."""
+        if not self.wants(stored):
+            return None
+        return without_wrappers(stored) if stored.startswith(MODEL) else stored
+
     def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
         """Restores all of it. `own_gradients`: those that this rank stored as its own."""
         names = self.names()
         for path, model, found in self._models.with_states(state):
-            load(path, partial(_set_model, model), found)
+            load(path, partial(model_state.set_state, model), found)
         for path, optimizer, found in self._optimizers.with_states(state):
             optimizers.set_state(path, optimizer, names, found)
         for part in self._others:
@@ -108,13 +109,3 @@ class SharedState:
     def _plain_extra(self) -> StatefulPart:
         """Without generators, which are a rank's own."""
         return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
-
-
-def _get_model(_: str, model: nn.Module) -> State:
-    """Parameters and buffers by torch's names, not copied."""
-    return get_model_state_dict(model, options=_LENIENT)
-
-
-def _set_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    if state:
-        set_model_state_dict(model, dict(state))

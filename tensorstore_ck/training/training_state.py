@@ -27,12 +27,12 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import environment, opaque_state, optimizers
-from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES, Merge, RankOwnState, own_states
-from tensorstore_ck.training.sample_cursor import SampleCursor
+from tensorstore_ck.training.rank_own_state import GENERATORS, LOADER_GENERATORS, VALUES, Merge, RankOwnState, own_states
+from tensorstore_ck.training.resume_search import ResumeSearch
+from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 OWN: Final = "rank"
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
 """What `TrainingState.restore` can restore alone."""
-OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra"}
+OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
 """Keys of a rank's own state whose part has another name."""
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
@@ -83,7 +83,7 @@ class TrainingState:
         """Each argument is one object, or several in a dict or list.
 
         Args:
-            model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism.
+            model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism; wrappers are not part of names.
             optimizer: Optimizers of their parameters; their states are kept by parameter name.
             scheduler: Learning-rate schedules.
             dataloader: Objects with a position. A `SampleCursor` is equal on all ranks; others (StatefulDataLoader) are a rank's own.
@@ -98,6 +98,7 @@ class TrainingState:
 
         Raises:
             InvalidOptionError: an object has no state that can be stored.
+            UnsupportedValueError: a model or an optimizer has a state that has no names.
         """
         for name, given in (("extra", extra), ("rank_values", rank_values)):
             if given is not None and type(given) is not dict:
@@ -114,15 +115,12 @@ class TrainingState:
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
         others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
-        extra = {} if extra is None else extra
-        self._compose(
-            SharedState(models, trained_by, others, extra),
-            RankOwnState(models, self._loaders, extra, {} if rank_values is None else rank_values, rank_merge),
-        )
+        require_one_position(self._loaders)
+        extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
+        own = RankOwnState(models, self._loaders, extra, rank_values, rank_merge)
+        self._compose(SharedState(models, trained_by, others, extra), own)
         self._frozen = frozen
         require_supported(models.objects)
-        if trained_by.objects and not models.objects:
-            raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
         self._shared.capture()  # raises now what a save would raise
 
     @classmethod
@@ -225,11 +223,13 @@ class TrainingState:
 
         Args:
             store: The store.
-            address: The snapshot.
+            address: A branch: its newest snapshot that is neither marked nor damaged; a warning names each one that is skipped. Any other
+                address (``ref@step``, ``ref~n``, a tag, a root): this snapshot and no other one.
             group: All its ranks restore together.
             parts: Restores, and reads, only these: any of ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``dataloader``, ``extra``,
                 ``rank_values``, ``generators``, ``gradients``. For a loop that needs its counters before it makes the model, or that draws
-                random numbers before the first step: the generators come last.
+                random numbers before the first step: the generators come last. No snapshot is skipped then, since all parts of a state
+                must be of the same one.
             allow_marked: See `Store.checkout`.
             broadcast: See `Store.checkout`.
             timeout_seconds: With `group`: how long to wait for the other ranks.
@@ -240,16 +240,28 @@ class TrainingState:
         Raises:
             NotFoundError: the ref has no such step or ancestor, or the root does not exist.
             MismatchError: it does not fit: another model, other parts, or loader positions of another number of ranks.
+            DamageError: it is damaged; of a branch: none of its snapshots can be restored.
+            SnapshotMarkedBadError: it is marked; of a branch: replicas had drifted apart, so the error says what to compare.
+            RetryableError: it cannot be read now.
             InvalidOptionError: there is no such part.
         """
         group = require_group(group)
         limited = self if parts is None else self._only(parts)
         ranks = 1 if group is None else group.size()
-        store.finish_staged(address, group, timeout_seconds=timeout_seconds)
-        if find_resume_point(store, address, group, timeout_seconds) is None:
-            return None
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
-        old, found = store.restoring(address, partial(limited._read, address, ranks, broadcast), **options)
+        search = ResumeSearch(
+            store,
+            address,
+            group,
+            advice="pass an earlier step, or {} to accept it",
+            allow_marked=allow_marked,
+            only_newest=parts is not None,
+            timeout_seconds=timeout_seconds,
+        )
+        restored = search.restore(lambda named: store.restoring(named, partial(limited._read, named, ranks, broadcast), **options))
+        if restored is None:
+            return None
+        old, found = restored
         if GENERATORS in limited._parts:
             self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
         return found
@@ -286,11 +298,15 @@ class TrainingState:
             self._own.check(own)
         taken = None if put_by == ranks else self._own.taken(olds)
         shared = {*self._parts, "ranks", "mid_step"}
-        state = found.checkout(
-            into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
-            rename=lambda name: name if name.partition(".")[0] in shared and self._shared.wants(name) else None,
-            broadcast=broadcast,
-        )
+        try:
+            state = found.checkout(
+                into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
+                rename=lambda name: self._shared.name_of(name) if name.partition(".")[0] in shared else None,
+                broadcast=broadcast,
+            )
+        except MismatchError as exc:
+            what = f"{address.removesuffix('~0')!r} holds another model or optimizer than this training has"
+            raise MismatchError(f"{what}: if it is another run, give this one a ref of its own ({exc})", object_id=exc.object_id) from None
         if taken is None:
             self._load(state, own)
         else:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.group.process_groups import process_group
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.training.compare_states import Difference, Leaves, copied, first_difference, leaves_of
-from tensorstore_ck.training.find_resume_point import find_resume_point
-from tensorstore_ck.training.training_state import TIMEOUT_SECONDS, TrainingState
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.training_state import TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,9 +72,11 @@ def verify_resume(
     if steps < 1:
         raise InvalidOptionError(f"steps must be 1 or more, not {steps!r}", object_id="steps")
     group = process_group(group)
-    found = find_resume_point(store, address, group, TIMEOUT_SECONDS)
-    if found is None:
-        raise NotFoundError(f"there is no snapshot at {address!r}", object_id=address)
+
+    def find() -> bytes:
+        return store.resolve(address).root.encode()
+
+    found = store.resolve(ask_first_rank(store, group, f"the snapshot at {address!r}", find).decode())
     expected = [copied(leaves) for leaves in _run(make, store, found.root, steps, group)]
     first = None
     for number, leaves in enumerate(_run(make, store, found.root, steps, group)):

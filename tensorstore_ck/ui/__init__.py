@@ -33,7 +33,7 @@ addresses.py          addresses that complete what was typed
 text.py               bytes, ages, times and numbers as people read them
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
-that has what the page shows, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
+possible, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
 without JavaScript; htmx replaces pieces of a page, and uPlot draws charts from data in the page or from JSON.
 """
 

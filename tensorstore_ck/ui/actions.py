@@ -22,7 +22,7 @@ MAX_FORM_CHARS: Final = 1000
 
 Form = Mapping[str, str]
 Action = Callable[[Store, Form], str]
-"""Does it, and says what it did."""
+"""Performs the action; returns a text of what it did."""
 
 
 def _tag(store: Store, form: Form) -> str:
@@ -58,7 +58,7 @@ def _undo(store: Store, form: Form) -> str:
     if not entry.isdecimal() or len(entry) > 18:
         raise InvalidOptionError("the number of a log entry is a whole number", object_id="entry")
     done = forget.undo(store.engine, name, entry=int(entry))
-    count = sum(len(each.snapshots) for each in done)
+    count = sum(len(window.snapshots) for window in done)
     return f"{count:,} snapshot{'s' if count != 1 else ''} of {name} {'are' if count != 1 else 'is'} back."
 
 

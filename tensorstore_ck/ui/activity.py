@@ -39,12 +39,12 @@ class Event:
     root: str | None
     what: str
     key: str
-    """Where the next page goes on: operations of one time are told apart by store, entry and position."""
+    """Where the next page continues. Store, entry and position distinguish operations of the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which operations; empty: all."""
+    """The requested operations; an empty field: all."""
 
     store: str
     """The uuid of a store."""
@@ -55,7 +55,7 @@ class Asked:
 
     @property
     def query(self) -> Mapping[str, object]:
-        """The query of this page, without its place in the list."""
+        """The query of this page, without its position in the list."""
         return {"store": self.store or None, "ref": self.ref or None, "op": self.op or None}
 
 
@@ -67,14 +67,14 @@ def page(pages: Pages, request: Request) -> Response:
     pages.sources.refresh()
     with pages.sources.catalog.reading() as connection:
         known = [StoreKey(*row) for row in connection.execute(_STORES)]
-        found = read_events(connection, wanted, known)
+        rows = read_events(connection, wanted, known)
     ops = sorted({*CHANGED_TABLES, *([wanted.op] if wanted.op else [])})
     return pages.render(
         "activity.html",
         "activity",
         wanted=wanted,
-        events=found[:PAGE_ROWS],
-        after=found[PAGE_ROWS - 1].key if len(found) > PAGE_ROWS else None,
+        events=rows[:PAGE_ROWS],
+        after=rows[PAGE_ROWS - 1].key if len(rows) > PAGE_ROWS else None,
         known=known,
         ops=ops,
     )
@@ -83,20 +83,20 @@ def page(pages: Pages, request: Request) -> Response:
 def read_events(connection: Connection, wanted: Asked, known: Sequence[StoreKey]) -> list[Event]:
     """A page of operations of the known stores, and the first of the next page."""
     keys = {key.store_id: key for key in known}
-    its = select(events)
+    query = select(events)
     if wanted.store:
         store_id = next((key.store_id for key in known if key.uuid == wanted.store), -1)
         # as an expression, so that SQLite keeps to the index of the ref or the operation
         column = events.c.store_id + 0 if wanted.ref or wanted.op else events.c.store_id
-        its = its.where(column == store_id)
+        query = query.where(column == store_id)
     if wanted.ref:
-        its = its.where(events.c.ref == wanted.ref)
+        query = query.where(events.c.ref == wanted.ref)
     if wanted.op:
-        its = its.where(events.c.op == wanted.op)
+        query = query.where(events.c.op == wanted.op)
     if wanted.before:
         key = tuple(map(int, wanted.before.split(".")))
-        its = its.where(events.c.time_ns <= key[0], tuple_(*_ORDER) < tuple_(*key))
-    rows = connection.execute(its.order_by(*(column.desc() for column in _ORDER)).limit(PAGE_ROWS + 1))
+        query = query.where(events.c.time_ns <= key[0], tuple_(*_ORDER) < tuple_(*key))
+    rows = connection.execute(query.order_by(*(column.desc() for column in _ORDER)).limit(PAGE_ROWS + 1))
     return [
         Event(
             keys[row.store_id],
@@ -116,21 +116,21 @@ def read_events(connection: Connection, wanted: Asked, known: Sequence[StoreKey]
 
 def what_text(detail: Mapping[str, Any]) -> str:
     """The fields of an operation on one line."""
-    said = []
+    texts = []
     for name, value in detail.items():
         if name in _SIZES:
-            said.append(human_bytes(value) + _SIZES[name])
+            texts.append(human_bytes(value) + _SIZES[name])
         elif name == "step":
-            said.append(f"step {count_text(value)}")
+            texts.append(f"step {count_text(value)}")
         elif name.endswith("_ns"):
-            said.append(f"{name.removesuffix('_ns')} {time_text(value)} UTC" if name == "expires_ns" else f"{value / 1e9:.1f} s")
+            texts.append(f"{name.removesuffix('_ns')} {time_text(value)} UTC" if name == "expires_ns" else f"{value / 1e9:.1f} s")
         elif name == "counted":
-            said.append("without effect: aborted before, or put again")
+            texts.append("without effect: aborted before, or put again")
         elif value != "":
-            said.append(f"{name} {count_text(value) if isinstance(value, int) else value}")
-    return ", ".join(said)
+            texts.append(f"{name} {count_text(value) if isinstance(value, int) else value}")
+    return ", ".join(texts)
 
 
 def _is_key(text: str) -> bool:
-    """Also that a database holds its numbers."""
+    """Whether it is the key of an event, with a time that a database holds."""
     return _KEY.fullmatch(text) is not None and abs(int(text.partition(".")[0])) <= MAX_BIGINT

@@ -25,21 +25,21 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def complete(connection: Connection, store_id: int, typed: str) -> list[tuple[str, str]]:
-    """Addresses and what each is: branches and tags whose names contain what was typed; steps after an ``@``; roots that begin with it."""
+    """Addresses and their kinds: branches and tags whose names contain the text, steps after an ``@``, roots that begin with the text."""
     name, at, step = typed.partition("@")
     if at:
-        its = select(snapshots.c.step).where(snapshots.c.ref == name, snapshots.c.store_id == store_id, snapshots.c.step.is_not(None))
-        rows = connection.execute(its.where(snapshots.c.state == "live").order_by(snapshots.c.id.desc()))
+        with_step = select(snapshots.c.step).where(snapshots.c.ref == name, snapshots.c.store_id == store_id, snapshots.c.step.is_not(None))
+        rows = connection.execute(with_step.where(snapshots.c.state == "live").order_by(snapshots.c.id.desc()))
         steps = dict.fromkeys(row.step for row in rows if str(row.step).startswith(step))
-        return [(f"{name}@{each}", "step") for each in list(steps)[:MAX_OFFERED]]
-    found: list[tuple[str, str]] = []
+        return [(f"{name}@{number}", "step") for number in list(steps)[:MAX_OFFERED]]
+    offers: list[tuple[str, str]] = []
     for table, kind in ((refs, "branch"), (tags, "tag")):
         named = select(table.c.name).where(table.c.store_id == store_id, table.c.name.contains(typed, autoescape=True))
-        found += [(row.name, kind) for row in connection.execute(named.order_by(table.c.name).limit(MAX_OFFERED))]
+        offers += [(row.name, kind) for row in connection.execute(named.order_by(table.c.name).limit(MAX_OFFERED))]
     if _HEX.fullmatch(typed):
         begins = snapshots.c.root >= typed, snapshots.c.root < typed + "g", snapshots.c.store_id == store_id
         rows = connection.execute(select(snapshots.c.root, snapshots.c.ref, snapshots.c.step).where(*begins).limit(MAX_OFFERED))
-        found += [(row.root, row.ref if row.step is None else f"{row.ref} step {row.step}") for row in rows]
-    if len(found) == 1 and found[0] == (typed, "branch"):
-        found.append((f"{typed}~1", "the one before"))
-    return found[:MAX_OFFERED]
+        offers += [(row.root, row.ref if row.step is None else f"{row.ref} step {row.step}") for row in rows]
+    if len(offers) == 1 and offers[0] == (typed, "branch"):
+        offers.append((f"{typed}~1", "the one before"))
+    return offers[:MAX_OFFERED]

@@ -66,7 +66,7 @@ OF_A_STORE: Final[dict[str, Page]] = {
 def make_app(
     sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: Mapping[str, Any] | None = None
 ) -> ASGIApp:
-    """The pages of `sources`, for who has the token of `access`. `complete`, `open_options`: see `Pages`."""
+    """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`: see `Pages`."""
     pages = Pages(sources, access, complete, open_options)
 
     def route(path: str, page: Page) -> BaseRoute:
@@ -84,8 +84,8 @@ def make_app(
     ]
     handlers: dict[Any, Callable[[Request, Exception], Response]] = {StoreError: pages.error, HTTPException: pages.error}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.router.redirect_slashes = False  # it knows nothing of what a proxy has in front of the path
-    return Guard(app, access)  # around all of it: Starlette answers errors that nobody expects outside of its middleware
+    app.router.redirect_slashes = False  # it does not know the part of the path that a proxy adds
+    return Guard(app, access)  # outermost: Starlette answers unexpected errors outside of its middleware
 
 
 def serve(app: ASGIApp, listening: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Reads that take long: each runs in a thread of its own, and pages show how far it is, and its last result."""
+"""Long reads: each runs in its own thread; pages show its progress and its last result."""
 
 import math
 import threading
@@ -14,16 +14,16 @@ from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import StoreError
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total); raises `CancelledError` when the server ends, or nobody looks any more."""
+"""Called with (what, done, total); raises `CancelledError` when the server ends, or no page shows the read any more."""
 PATIENCE_SECONDS: Final = 1.0
-"""A page waits this long for a read that it started: in a small store it is done then."""
+"""A page waits this long for a read that it started: in a small store the read ends within it."""
 
 _LOOK_SECONDS: Final = 1.0
-"""A read that waits for another one looks so often whether it should end."""
+"""A read that waits for another one checks at this interval whether it should end."""
 
 
 class CancelledError(Exception):
-    """The server ends, or nobody looks any more."""
+    """The server ends, or no page shows the read any more."""
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class Read:
     """One kind of read of one store."""
 
     result: object = None
-    """Of the last that ended without an error."""
+    """The result of the last read that ended without an error."""
     result_ns: int | None = None
     error: str = ""
-    """Of the last that ended."""
+    """The error of the last read that ended; empty without one."""
     started_ns: int | None = None
-    """Of the one that runs."""
+    """When the running read began; None: none runs."""
     what: str = ""
     done: int = 0
     total: int = 0
@@ -55,8 +55,8 @@ class Background:
 
     def __init__(self, most: int | None = None, abandon_seconds: float = math.inf) -> None:
         """Args:
-        most: How many to keep that have ended: those at which a page looked last; None: all.
-        abandon_seconds: A read ends when no page has looked at it for so long.
+        most: How many ended reads to keep: those that a page showed last; None: all.
+        abandon_seconds: A read ends when no page has shown it for this time.
         """
         self._most = most
         self._abandon_seconds = abandon_seconds
@@ -66,12 +66,12 @@ class Background:
         self._alone = threading.Lock()
 
     def read(self, uuid: str, kind: str) -> Read:
-        """How a kind of read of a store is now."""
+        """The current state of a kind of read of a store."""
         with self._lock:
             read = self._reads.setdefault((uuid, kind), Read())
             self._reads.move_to_end((uuid, kind))
             read.looked = time.monotonic()
-            ended = [key for key, each in self._reads.items() if not each.is_running]
+            ended = [key for key, other in self._reads.items() if not other.is_running]
             for key in ended[: -self._most] if self._most is not None else ():
                 del self._reads[key]
             return read
@@ -90,7 +90,7 @@ class Background:
 
     @contextmanager
     def alone(self, progress: Progress) -> Iterator[None]:
-        """For reads that take all cores and much memory: waits until no other one does."""
+        """For reads that use all cores and much memory: waits until no other one runs."""
         while not self._alone.acquire(timeout=_LOOK_SECONDS):
             progress("waiting for another read", 0, 0)
         try:

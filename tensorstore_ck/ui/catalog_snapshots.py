@@ -1,4 +1,4 @@
-"""One snapshot in the catalog, by its address, and what the catalog knows of it: also of one that is gone."""
+"""A snapshot in the catalog by its address, and the catalog's data about it, even if it is gone."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
 
 MAX_RELATED: Final = 20
-"""Of children, and of other saves of the same root."""
+"""The most children, and other saves of the same root, that a page shows."""
 _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
 MAX_ADDRESS_CHARS: Final = 400
 
@@ -43,8 +43,8 @@ class CatalogSnapshot:
     @classmethod
     def of(cls, row: Row[tuple[object, ...]]) -> "CatalogSnapshot":
         """From all columns of a row."""
-        found = row._mapping
-        return cls(**{name: found[name] for name in cls.__dataclass_fields__})
+        values = row._mapping
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     @property
     def title(self) -> str:
@@ -78,13 +78,13 @@ class CatalogFacts:
     same_root: tuple[CatalogSnapshot, ...]
     """Other saves of the same content, newest first."""
     branches: tuple[str, ...]
-    """Those that are at this snapshot now."""
+    """The branches at this snapshot now."""
     tags: tuple[str, ...]
     pins: tuple[Row[tuple[object, ...]], ...]
     """With `owner`, `reason`, `expires_ns` and `time_ns`."""
     metrics: tuple[Metric, ...]
     short_root: str
-    """As many digits as name this root alone."""
+    """The shortest prefix that identifies the root."""
 
 
 def find_snapshot(pages: Pages, store: StoreKey, address: str) -> CatalogSnapshot:
@@ -99,9 +99,9 @@ def find_snapshot(pages: Pages, store: StoreKey, address: str) -> CatalogSnapsho
     if not address or len(address) > MAX_ADDRESS_CHARS or not address.isprintable():
         raise InvalidNameError("write an address: a ref, ref@step, ref~n, or a root (8 or more hex digits)", object_id="address")
     with pages.sources.catalog.reading() as connection:
-        found = _in_catalog(connection, store.store_id, address)
-    if found is not None:
-        return found
+        snapshot = _in_catalog(connection, store.store_id, address)
+    if snapshot is not None:
+        return snapshot
     if _ROOT.fullmatch(address):
         with pages.sources.catalog.reading() as connection:
             other = connection.execute(
@@ -112,17 +112,17 @@ def find_snapshot(pages: Pages, store: StoreKey, address: str) -> CatalogSnapsho
         raise NotFoundError(f"no snapshot has a root that begins with {address}", object_id=address)
     resolved = pages.sources.open(store).resolve(address)
     with pages.sources.catalog.reading() as connection:
-        found = _by_ulid(connection, store.store_id, resolved.id)
-    if found is None:
+        snapshot = _by_ulid(connection, store.store_id, resolved.id)
+    if snapshot is None:
         raise NotFoundError(
             f"{address} is a snapshot that the catalog does not have: it is staged, or newer than the last `tsck catalog sync`",
             object_id=address,
         )
-    return found
+    return snapshot
 
 
 def _in_catalog(connection: Connection, store_id: int, address: str) -> CatalogSnapshot | None:
-    """By a ULID, root, branch or tag."""
+    """The snapshot with this ULID, root, branch or tag."""
     if parse_ulid(address.upper()) is not None:
         return _by_ulid(connection, store_id, address.upper())
     if _ROOT.fullmatch(address):
@@ -147,21 +147,21 @@ def _begins(digits: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
 
 
 def _by_ulid(connection: Connection, store_id: int, ulid: str) -> CatalogSnapshot | None:
-    its = select(snapshots).where(snapshots.c.store_id == store_id, snapshots.c.ulid == ulid)
-    row = connection.execute(its).one_or_none()
+    query = select(snapshots).where(snapshots.c.store_id == store_id, snapshots.c.ulid == ulid)
+    row = connection.execute(query).one_or_none()
     return CatalogSnapshot.of(row) if row is not None else None
 
 
 def _with_root(connection: Connection, store_id: int, root: str, limit: int = MAX_RELATED) -> list[CatalogSnapshot]:
-    """Those that are live first, then the newest."""
-    its = select(snapshots).where(snapshots.c.root == root, snapshots.c.store_id == store_id)
+    """The snapshots with a root: live ones first, then newest first."""
+    query = select(snapshots).where(snapshots.c.root == root, snapshots.c.store_id == store_id)
     order = (snapshots.c.state == "gone", snapshots.c.state == "forgotten", snapshots.c.id.desc())
-    return [CatalogSnapshot.of(row) for row in connection.execute(its.order_by(*order).limit(limit))]
+    return [CatalogSnapshot.of(row) for row in connection.execute(query.order_by(*order).limit(limit))]
 
 
 def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot) -> CatalogFacts:
     """What the catalog knows of a snapshot."""
-    its_ulid = {"store_id": store_id, "ulid": snapshot.ulid}
+    same_ulid = {"store_id": store_id, "ulid": snapshot.ulid}
     parents = _with_root(connection, store_id, snapshot.parent, 1) if snapshot.parent else []
     later = snapshots.c.id.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
     children = connection.execute(
@@ -172,17 +172,17 @@ def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot)
         snapshot,
         parents[0] if parents else None,
         tuple(CatalogSnapshot.of(row) for row in children),
-        tuple(each for each in _with_root(connection, store_id, snapshot.root) if each.id != snapshot.id),
-        tuple(connection.execute(select(refs.c.name).filter_by(**its_ulid).order_by(refs.c.name)).scalars()),
-        tuple(connection.execute(select(tags.c.name).filter_by(**its_ulid).order_by(tags.c.name)).scalars()),
-        tuple(connection.execute(select(pins).filter_by(**its_ulid).order_by(pins.c.owner))),
+        tuple(other for other in _with_root(connection, store_id, snapshot.root) if other.id != snapshot.id),
+        tuple(connection.execute(select(refs.c.name).filter_by(**same_ulid).order_by(refs.c.name)).scalars()),
+        tuple(connection.execute(select(tags.c.name).filter_by(**same_ulid).order_by(tags.c.name)).scalars()),
+        tuple(connection.execute(select(pins).filter_by(**same_ulid).order_by(pins.c.owner))),
         tuple(Metric(row.name, row.value, bool(row.noted)) for row in connection.execute(measured)),
         _short_root(connection, store_id, snapshot.root),
     )
 
 
 def _short_root(connection: Connection, store_id: int, root: str) -> str:
-    """The first digits, as many as no other root of the store begins with."""
+    """The shortest of some prefixes of a root that no other root of the store has."""
     for length in (12, 16, 24):
         others = *_begins(root[:length]), snapshots.c.root != root, snapshots.c.store_id == store_id
         if connection.execute(select(snapshots.c.id).where(*others).limit(1)).scalar() is None:

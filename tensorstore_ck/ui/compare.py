@@ -68,19 +68,19 @@ def part_of(rows: Sequence[object], first: int) -> Part:
 
 
 def page(pages: Pages, request: Request) -> Response:
-    """The page; if an address is missing or leads nowhere, the form says so, and what is known of the other one is shown."""
+    """The page. If an address is missing or invalid, the form reports it, and the page shows the other snapshot's data."""
     store = pages.store_of(request)
     typed = {name: request.query_params.get(name, "").strip() for name in ("old", "new")}
-    found: dict[str, CatalogSnapshot] = {}
+    compared: dict[str, CatalogSnapshot] = {}
     errors: dict[str, str] = {}
     for name, address in typed.items():
         try:
             if address:
-                found[name] = find_snapshot(pages, store, address)
+                compared[name] = find_snapshot(pages, store, address)
         except StoreError as exc:
             errors[name] = str(exc)
-    pair = Pair(found["old"], found["new"]) if len(found) == 2 else None
-    gone = [each for each in found.values() if each.state == "gone"]
+    pair = Pair(compared["old"], compared["new"]) if len(compared) == 2 else None
+    gone = [item for item in compared.values() if item.state == "gone"]
     read = read_differences(pages, store, pair, patience_of(request)) if pair is not None and not gone else Read()
     measured = read_metrics(pages, pair) if pair is not None else []
     return pages.render(
@@ -90,25 +90,25 @@ def page(pages: Pages, request: Request) -> Response:
         store=store,
         typed=typed,
         errors=errors,
-        found=found,
+        found=compared,
         pair=pair,
         gone=gone,
         measured=measured,
-        drawn=usual_metrics({each.name: each.has_old + each.has_new for each in measured}),
+        drawn=usual_metrics({item.name: item.has_old + item.has_new for item in measured}),
         read=read,
         is_finite=lambda value: value is not None and math.isfinite(value),
         **_differences(read, "", 0, 0),
-        url=pages.link("compare", store, **{name: each.ulid for name, each in found.items()}),
+        url=pages.link("compare", store, **{name: item.ulid for name, item in compared.items()}),
     )
 
 
 def _differences(read: Read, text: str, first_tensor: int, first_value: int) -> dict[str, Any]:
     """What the templates of differences need."""
-    found = read.result if isinstance(read.result, Differences) else None
+    differences = read.result if isinstance(read.result, Differences) else None
     return {
-        "differences": found,
-        "tensors": part_of(found.tensors(text), first_tensor) if found is not None else None,
-        "values": part_of(found.diff.values, first_value) if found is not None else None,
+        "differences": differences,
+        "tensors": part_of(differences.tensors(text), first_tensor) if differences is not None else None,
+        "values": part_of(differences.diff.values, first_value) if differences is not None else None,
         "q": text,
         "value_text": value_text,
         "key_of": key_of,
@@ -119,8 +119,8 @@ def read_metrics(pages: Pages, pair: Pair) -> list[MetricPair]:
     """All metrics that one of them has, by name."""
     with pages.sources.catalog.reading() as connection:
         old, new = (
-            {row.name: row.value for row in connection.execute(select(metrics).where(metrics.c.snapshot == each.id))}
-            for each in (pair.old, pair.new)
+            {row.name: row.value for row in connection.execute(select(metrics).where(metrics.c.snapshot == snapshot.id))}
+            for snapshot in (pair.old, pair.new)
         )
     return [MetricPair(name, old.get(name), new.get(name), name in old, name in new) for name in sorted({*old, *new})]
 
@@ -149,7 +149,7 @@ def changes_page(pages: Pages, request: Request) -> Response:
     store, pair = _pair(pages, request)
     group, first = request.query_params.get("group", ""), number_of(request, "first")
     read = read_changes(pages, store, pair, group, patience_of(request))
-    found = read.result if isinstance(read.result, Changes) else None
+    changes = read.result if isinstance(read.result, Changes) else None
     query = {"old": pair.old.ulid, "new": pair.new.ulid, "group": group or None}
     return pages.render(
         "compare_changes.html",
@@ -158,8 +158,8 @@ def changes_page(pages: Pages, request: Request) -> Response:
         pair=pair,
         group=group,
         read=read,
-        found=found,
-        changes=part_of(found.tensors, first) if found is not None else None,
+        found=changes,
+        changes=part_of(changes.tensors, first) if changes is not None else None,
         key=key_of(f"changes {group}"),
         url=pages.link("compare/changes", store, **query, first=first or None),
         next_url=pages.link("compare/changes", store, **query, first=first + MAX_SHOWN),

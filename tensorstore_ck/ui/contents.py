@@ -1,4 +1,4 @@
-"""What is in a snapshot, read from its tables in the background, and kept for the next page."""
+"""The contents of a snapshot: read from its tables in the background, and kept for the next page."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +19,7 @@ from tensorstore_ck.ui.sources import StoreKey
 from tensorstore_ck.ui.tensor_tree import TensorGroup, tensor_tree
 
 FIRST_SECONDS: Final = 0.3
-"""A page that has other things to show waits no longer."""
+"""A page that has other contents waits at most this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def patience_of(request: Request) -> float:
 
 
 def read_contents(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, patience_seconds: float) -> Read:
-    """The read of a snapshot's `Contents`, which begins now unless it was made before; gc may have changed what they cost since then."""
+    """The read of a snapshot's `Contents`. Begins now unless it was made since the last gc, which may have changed the stored sizes."""
     with pages.sources.catalog.reading() as connection:
         last_gc = connection.execute(select(func.max(gc_runs.c.n)).where(gc_runs.c.store_id == store.store_id)).scalar()
     kind = f"contents {snapshot.ulid} {last_gc or 0}"

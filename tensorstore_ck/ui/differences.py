@@ -32,7 +32,7 @@ class Pair:
 
     @property
     def kind(self) -> str:
-        """Of a background read."""
+        """Identifies the pair in the kind of a background read."""
         return f"{self.old.ulid} {self.new.ulid}"
 
 
@@ -48,16 +48,16 @@ class GroupChange:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What the tables say."""
+    """The differences by the tables."""
 
     diff: SnapshotDiff
     groups: tuple[GroupChange, ...]
     """By bytes that differ, most first."""
 
     def tensors(self, text: str) -> list[TensorChange]:
-        """Those whose names contain a text, most bytes that differ first."""
-        found = [each for each in self.diff.tensors if text.lower() in each.name.lower()]
-        return sorted(found, key=lambda each: -each.changed_bytes)
+        """The tensors whose names contain `text`, those with the most differing bytes first."""
+        tensors = [tensor for tensor in self.diff.tensors if text.lower() in tensor.name.lower()]
+        return sorted(tensors, key=lambda tensor: -tensor.changed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Changes:
 
     @property
     def nan(self) -> int:
-        """Elements of the new snapshot's tensors that changed."""
-        return sum(each.nan or 0 for each in self.tensors)
+        """NaN elements in changed tensors of the new snapshot."""
+        return sum(tensor.nan or 0 for tensor in self.tensors)
 
     @property
     def inf(self) -> int:
-        """Elements of the new snapshot's tensors that changed."""
-        return sum(each.inf or 0 for each in self.tensors)
+        """Infinite elements in changed tensors of the new snapshot."""
+        return sum(tensor.inf or 0 for tensor in self.tensors)
 
 
 def read_differences(pages: Pages, store: StoreKey, pair: Pair, patience_seconds: float) -> Read:
@@ -99,11 +99,11 @@ def _diff(pages: Pages, store: StoreKey, pair: Pair) -> SnapshotDiff:
 def _differences(diff: SnapshotDiff) -> Differences:
     counts: dict[str, Counter[str]] = {}
     sizes: Counter[str] = Counter()
-    for each in diff.tensors:
-        group = each.name.split(".", 1)[0]
-        counts.setdefault(group, Counter())[each.change] += 1
-        sizes[group] += each.changed_bytes
-    groups = [GroupChange(name, dict(found), sizes[name]) for name, found in counts.items()]
+    for tensor in diff.tensors:
+        group = tensor.name.split(".", 1)[0]
+        counts.setdefault(group, Counter())[tensor.change] += 1
+        sizes[group] += tensor.changed_bytes
+    groups = [GroupChange(name, dict(by_kind), sizes[name]) for name, by_kind in counts.items()]
     return Differences(diff, tuple(sorted(groups, key=lambda group: -group.changed_bytes)))
 
 
@@ -123,25 +123,25 @@ def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience
             engine = pages.sources.open(store).engine
             known = looks.read(store.uuid, f"differences {pair.kind}").result
             diff = known.diff if isinstance(known, Differences) else _diff(pages, store, pair)
-            changed = {each.name for each in diff.tensors}
-            before, after = (stored_tensors(open_snapshot(engine, info_of(pages, store, each))) for each in (pair.old, pair.new))
+            changed = {item.name for item in diff.tensors}
+            before, after = (stored_tensors(open_snapshot(engine, info_of(pages, store, side))) for side in (pair.old, pair.new))
             names = [name for name in dict.fromkeys([*after, *before]) if is_wanted(name)]
             if not names:
                 raise NotFoundError(f"neither has a tensor in {group!r}; states of single ranks have no statistics", object_id=group)
 
             def read_bytes(name: str) -> int:
                 both = before.get(name), after.get(name)
-                return sum(size_of(each) for each in both if each is not None) if None not in both and name in changed else 0
+                return sum(size_of(item) for item in both if item is not None) if None not in both and name in changed else 0
 
             total = sum(map(read_bytes, names))
-            found: list[ChangeStatistics] = []
+            changes: list[ChangeStatistics] = []
             done = 0
             for batch in batches(names, read_bytes, STEP_BYTES):
                 progress(f"reading tensors: {human_bytes(done)} of {human_bytes(total)}", done, total)
-                old, new = ({name: each[name] for name in batch if name in each} for each in (before, after))
-                found += changes_of(old, new, changed)
+                old, new = ({name: side[name] for name in batch if name in side} for side in (before, after))
+                changes += changes_of(old, new, changed)
                 done += sum(map(read_bytes, batch))
-        return Changes(tuple(_sorted(found)))
+        return Changes(tuple(_sorted(changes)))
 
     read = looks.read(store.uuid, kind)
     if read.result is None:
@@ -150,4 +150,4 @@ def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience
 
 
 def _sorted(changes: "Iterable[ChangeStatistics]") -> "list[ChangeStatistics]":
-    return sorted(changes, key=lambda each: (not (each.nan or each.inf), KINDS.index(each.kind), -(each.relative_change or 0.0)))
+    return sorted(changes, key=lambda change: (not (change.nan or change.inf), KINDS.index(change.kind), -(change.relative_change or 0.0)))

@@ -19,7 +19,7 @@ from tensorstore_ck.ui.pages import Pages, page_number
 
 PAGE_ROWS: Final = 50
 MAX_NAMES: Final = 1000
-"""Metrics that the inputs complete."""
+"""The most metric names that the inputs offer."""
 MAX_COLUMNS: Final = 6
 """Columns of metrics: those of the condition and the order."""
 ALL: Final = "all"
@@ -29,7 +29,7 @@ _PLAIN: Final = re.compile(r"[^\W\d][\w./]*")
 
 @dataclass(slots=True)
 class Asked:
-    """What the form says, and what is wrong with it."""
+    """The contents of the form, and their errors."""
 
     condition: str
     order: str
@@ -43,8 +43,8 @@ class Asked:
     def wrong_at(self) -> int | None:
         """Where in the condition the error is, from 0 on, if the message says that."""
         message = self.errors.get("q", "")
-        found = _AT.search(message)
-        return int(found[1]) - 1 if found else len(self.condition) if "ends too early" in message else None
+        match = _AT.search(message)
+        return int(match[1]) - 1 if match else len(self.condition) if "ends too early" in message else None
 
     @property
     def query(self) -> Mapping[str, object]:
@@ -69,14 +69,14 @@ def page(pages: Pages, request: Request) -> Response:
     with catalog.reading() as connection:
         names = metric_names(connection, MAX_NAMES)
         uuids = {url: uuid for url, uuid in connection.execute(select(stores.c.url, stores.c.uuid))}  # noqa: C416 - rows are no pairs for mypy
-    found, columns = search(catalog, wanted)
+    snapshots, columns = search(catalog, wanted)
     words = [*FIELDS, *map(_quoted, names)]
     return pages.render(
         "find.html",
         "find",
         wanted=wanted,
-        found=found[:PAGE_ROWS],
-        has_more=len(found) > PAGE_ROWS,
+        found=snapshots[:PAGE_ROWS],
+        has_more=len(snapshots) > PAGE_ROWS,
         columns=columns[:MAX_COLUMNS],
         states=(*STATES, ALL),
         words=words,
@@ -87,7 +87,7 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def search(catalog: Catalog, wanted: Asked) -> tuple[tuple[FoundSnapshot, ...], tuple[str, ...]]:
-    """A page of snapshots and the first of the next one, and the metrics that were asked about. Notes what is wrong in `wanted`."""
+    """A page of snapshots and the first of the next one, and the metrics that were asked about. Adds errors to `wanted`."""
     columns: tuple[str, ...] = ()
     for name, arguments in (("q", (wanted.condition, None)), ("order", ("", wanted.order or None))):
         try:
@@ -97,7 +97,7 @@ def search(catalog: Catalog, wanted: Asked) -> tuple[tuple[FoundSnapshot, ...], 
     if wanted.errors:
         return (), ()
     try:
-        found = catalog.find(
+        snapshots = catalog.find(
             wanted.condition,
             order_by=wanted.order or None,
             descending=wanted.descending,
@@ -112,7 +112,7 @@ def search(catalog: Catalog, wanted: Asked) -> tuple[tuple[FoundSnapshot, ...], 
     except StoreError as exc:
         wanted.errors["q"] = str(exc)
         return (), ()
-    return found, tuple(dict.fromkeys(columns))
+    return snapshots, tuple(dict.fromkeys(columns))
 
 
 def examples(names: list[str]) -> list[str]:

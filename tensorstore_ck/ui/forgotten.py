@@ -1,4 +1,4 @@
-"""The page of what was forgotten, and can come back."""
+"""The page of forgotten snapshots that can be restored."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -20,18 +20,18 @@ class Window:
 
     what: Forgotten
     is_next: bool
-    """Whether undo of this branch or tag restores it: older ones come after it."""
+    """Whether the next undo of this branch or tag restores it; older windows follow."""
 
 
 def page(pages: Pages, request: Request) -> Response:
-    """The page; ``name`` in the query: of this branch or tag alone."""
+    """The page; with ``name`` in the query, of one branch or tag."""
     store = pages.store_of(request)
     name = request.query_params.get("name", "")
-    found = [each for each in pages.sources.open(store).forgotten() if name in ("", each.ref)]
+    removals = [removal for removal in pages.sources.open(store).forgotten() if name in ("", removal.ref)]
     newest: dict[str, int] = {}
-    for each in found:
-        newest.setdefault(each.ref, each.entry)
-    windows = [Window(each, newest[each.ref] == each.entry) for each in found]
+    for removal in removals:
+        newest.setdefault(removal.ref, removal.entry)
+    windows = [Window(removal, newest[removal.ref] == removal.entry) for removal in removals]
     return pages.render(
         "forgotten.html",
         "space",

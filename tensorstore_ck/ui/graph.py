@@ -1,6 +1,6 @@
 """The graph of a branch: what it follows, what it left behind, which branches begin on it. Rows from the newest to the oldest.
 
-Runs of saves at which nothing is are one edge, so that a long history has few rows.
+A run of saves without labels is one edge, so that a long history has few rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from tensorstore_ck.ui.lineage import Lineage, Save, newest_save
 
 MAX_ROWS: Final = 40
 MAX_TRACKS: Final = 10
-"""Lines next to each other: the newest."""
+"""The most lines next to each other: the newest are shown."""
 TRACK: Final = 18
 """Pixels between two tracks."""
 ROW: Final = 36
@@ -22,7 +22,7 @@ ROW: Final = 36
 
 
 class Label(NamedTuple):
-    """What is at a snapshot."""
+    """A branch, tag, pin or mark at a snapshot."""
 
     kind: str
     """``branch``, ``tag``, ``pin``, ``mark``."""
@@ -51,7 +51,7 @@ class GraphRow:
 
     @property
     def x(self) -> int:
-        """Of its point."""
+        """The x coordinate of its point."""
         return _x(self.track)
 
 
@@ -84,9 +84,9 @@ class _Track:
 
     def below(self, save: Save) -> int:
         """Saves between one that is shown and the next."""
-        older = [each for each in self.shown if each.id < save.id]
+        older = [other for other in self.shown if other.id < save.id]
         since = older[-1].id if older else save.id
-        return self.hidden if not older else sum(since < each.id < save.id for each in self.saves)
+        return self.hidden if not older else sum(since < other.id < save.id for other in self.saves)
 
 
 def read_graph(connection: Connection, store_id: int, lineage: Lineage, labels: Mapping[str, list[Label]]) -> Graph:
@@ -97,7 +97,7 @@ def read_graph(connection: Connection, store_id: int, lineage: Lineage, labels: 
     tracks += [_Track([head], start, False, puts - 1) for start, head, puts in _children(connection, store_id, lineage)]
     others = sorted(tracks[1:], key=lambda track: track.saves[-1].id)
     kept = [tracks[0], *others[max(0, len(others) - MAX_TRACKS + 1) :]] if lineage.line else []
-    at_ulid = {ulid: list(found) for ulid, found in labels.items()}
+    at_ulid = {ulid: list(own) for ulid, own in labels.items()}
     for ulid, name in heads.items():
         at_ulid.setdefault(ulid, []).insert(0, Label("branch", name))
     _choose(kept, at_ulid)
@@ -106,21 +106,21 @@ def read_graph(connection: Connection, store_id: int, lineage: Lineage, labels: 
 
 
 def _children(connection: Connection, store_id: int, lineage: Lineage) -> list[tuple[Save, Save, int]]:
-    """Where each other branch begins that begins at a save of this one, its newest save, and how many it has."""
+    """(start, newest save, number of saves) of each other branch that begins at a save of this one."""
     by_root = {save.root: save for save in lineage.own}
     first = select(snapshots.c.parent).where(snapshots.c.ref == jobs.c.ref, snapshots.c.store_id == jobs.c.store_id)
     begins = select(jobs.c.ref, jobs.c.puts, first.order_by(snapshots.c.id).limit(1).scalar_subquery())
-    found = []
+    children = []
     for ref, puts, root in connection.execute(begins.where(jobs.c.store_id == store_id, jobs.c.ref != lineage.ref)):
         start = by_root.get(root)
         newest = newest_save(connection, store_id, ref) if start is not None else None
         if start is not None and newest is not None and newest.id > start.id:
-            found.append((start, newest, puts))
-    return found
+            children.append((start, newest, puts))
+    return children
 
 
 def _choose(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> None:
-    """The saves of each track that have a row: ends and where lines begin, then what has a label, newest first."""
+    """Chooses the saves of each track that have a row: ends and starts of lines, then labelled saves, newest first."""
     begins = {track.start.id for track in tracks if track.start is not None}
     left = MAX_ROWS
     for track in tracks:
@@ -128,19 +128,19 @@ def _choose(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> None:
         track.shown = [save for save in track.saves if save.id in must]
         left -= len(track.shown)
     more = [(save, track) for track in tracks for save in track.saves if save.ulid in labels and save not in track.shown]
-    for save, track in sorted(more, key=lambda each: -each[0].id)[: max(0, left)]:
+    for save, track in sorted(more, key=lambda item: -item[0].id)[: max(0, left)]:
         track.shown.append(save)
     for track in tracks:
         track.shown.sort(key=lambda save: save.id)
 
 
 def _rows(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> list[GraphRow]:
-    found: list[tuple[Save, _Track]] = sorted(((save, track) for track in tracks for save in track.shown), key=lambda each: -each[0].id)
-    number = {save.id: row for row, (save, _) in enumerate(found)}
+    shown: list[tuple[Save, _Track]] = sorted(((save, track) for track in tracks for save in track.shown), key=lambda item: -item[0].id)
+    number = {save.id: row for row, (save, _) in enumerate(shown)}
     ends = [_end(track, number) for track in tracks]
     _place(tracks, number, ends)
     rows = []
-    for save, track in found:
+    for save, track in shown:
         rows.append(GraphRow(save, track.at, tuple(labels.get(save.ulid, ())), track.is_abandoned, track.below(save)))
     return [replace(row, lines=tuple(_lines(at, tracks, number, ends))) for at, row in enumerate(rows)]
 
@@ -166,20 +166,20 @@ def _place(tracks: Iterable[_Track], number: Mapping[int, int], ends: list[int])
 
 def _lines(row: int, tracks: list[_Track], number: Mapping[int, int], ends: list[int]) -> list[Line]:
     """What each track draws on a row: from its newest snapshot down to the one where it begins."""
-    found = []
+    lines = []
     middle = ROW // 2
     for track, end in zip(tracks, ends, strict=True):
         top, x = number[track.shown[-1].id], _x(track.at)
         if not top <= row <= end:
             continue
-        begin = next((each for each in tracks if track.start is not None and track.start in each.shown), None)
+        begin = next((other for other in tracks if track.start is not None and track.start in other.shown), None)
         start, stop = (middle if row == top else 0), (middle if row == end else ROW)
         if row == end and begin is not None and row != top:
             to = _x(begin.at)
-            found.append(Line(f"M{x} 0C{x} {middle} {to} {middle - 8} {to} {middle}", track.is_abandoned))
+            lines.append(Line(f"M{x} 0C{x} {middle} {to} {middle - 8} {to} {middle}", track.is_abandoned))
         elif start < stop:
-            found.append(Line(f"M{x} {start}V{stop}", track.is_abandoned))
-    return found
+            lines.append(Line(f"M{x} {start}V{stop}", track.is_abandoned))
+    return lines
 
 
 def _x(track: int) -> int:

@@ -28,7 +28,7 @@ from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
 
 CHECK: Final = "fsck"
-"""Of the background read."""
+"""The kind of the background read."""
 REACH: Final = "locations"
 MAX_FINDINGS: Final = 200
 MAX_MARKED: Final = 50
@@ -111,42 +111,42 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def read_runs(connection: Connection, store: StoreKey) -> tuple[RunRow, ...]:
-    """By the catalog: as they were noted in the log, or, of a gc of an earlier version, what it freed."""
+    """The last runs, as noted in the log; for a gc of an earlier version, the packs that it freed."""
     noted = last_runs(connection).get(store.store_id, {})
-    found = [RunRow(name, run.time_ns, run.ok, run.outcome, _details(run), run.actor) for name, run in sorted(noted.items())]
+    runs = [RunRow(name, run.time_ns, run.ok, run.outcome, _details(run), run.actor) for name, run in sorted(noted.items())]
     newest = select(gc_runs).where(gc_runs.c.store_id == store.store_id).order_by(gc_runs.c.n.desc()).limit(1)
     row = connection.execute(newest).one_or_none()
     if row is not None and "gc" not in noted:
-        found.append(RunRow("gc", row.time_ns, True, "ok", f"packs freed: {row.swept_packs:,}", row.actor))
-    return tuple(found)
+        runs.append(RunRow("gc", row.time_ns, True, "ok", f"packs freed: {row.swept_packs:,}", row.actor))
+    return tuple(runs)
 
 
 def read_marked(connection: Connection, store: StoreKey) -> tuple[tuple[MarkedRow, ...], int]:
-    """The newest marked snapshots that are still there, and how many there are."""
-    its = (snapshots.c.store_id == store.store_id, snapshots.c.mark != "", snapshots.c.state != "gone")
+    """The newest marked snapshots that are not gone, and the number of all."""
+    conditions = (snapshots.c.store_id == store.store_id, snapshots.c.mark != "", snapshots.c.state != "gone")
     columns = (snapshots.c.root, snapshots.c.ref, snapshots.c.step, snapshots.c.time_ns, snapshots.c.mark, snapshots.c.reason)
-    rows = connection.execute(select(*columns).where(*its).order_by(snapshots.c.id.desc()).limit(MAX_MARKED))
-    count = connection.execute(select(func.count()).select_from(snapshots).where(*its)).scalar_one()
+    rows = connection.execute(select(*columns).where(*conditions).order_by(snapshots.c.id.desc()).limit(MAX_MARKED))
+    count = connection.execute(select(func.count()).select_from(snapshots).where(*conditions)).scalar_one()
     return tuple(MarkedRow(*row) for row in rows), count
 
 
 def read_ageing(connection: Connection, store: StoreKey) -> tuple[tuple[str, str], ...]:
     """Glob and rules of the policies that move or re-encode packs as they age."""
     rows = connection.execute(select(policies.c.glob, policies.c.rules).where(policies.c.store_id == store.store_id).order_by("glob"))
-    found = []
+    rules_by_glob = []
     for glob, rules in rows:
         try:
             policy = Policy.decode(json.loads(rules))
         except InvalidOptionError as exc:
-            found.append((glob, str(exc)))
+            rules_by_glob.append((glob, str(exc)))
             continue
         if policy.ages:
-            found.append((glob, str(policy)))
-    return tuple(found)
+            rules_by_glob.append((glob, str(policy)))
+    return tuple(rules_by_glob)
 
 
 def _details(run: RunOutcome) -> str:
-    """What it did and found, without what it did not."""
+    """The nonzero counts of a run."""
     counts = [
         f"{name.removesuffix('_bytes').replace('_', ' ')}: {human_bytes(count) if name.endswith('_bytes') else f'{count:,}'}"
         for name, count in run.counts.items()
@@ -172,15 +172,15 @@ def _check(store: ReadOnlyStore, progress: Progress) -> FsckReport:
 
 def _reach(store: ReadOnlyStore, urls: Iterable[str], progress: Progress) -> dict[str, str]:
     """Why each location cannot be used; empty if it can."""
-    found = {}
+    errors = {}
     for url in urls:
         progress(f"asking {url}", 0, 0)
         try:
             store.engine.placed.marker(url)
-            found[url] = ""
+            errors[url] = ""
         except StoreError as exc:
-            found[url] = str(exc)
-    return found
+            errors[url] = str(exc)
+    return errors
 
 
 def _locations(cold: Counter[str], reach: Read, usage_read: Read) -> list[Location]:
@@ -189,15 +189,15 @@ def _locations(cold: Counter[str], reach: Read, usage_read: Read) -> list[Locati
     sizes = {place.url: place.bytes for place in usage.places} if usage is not None else {}
     own_bytes = sum(pack.bytes for pack in usage.packs) - sum(sizes.values()) if usage is not None else None
     own_packs = len(usage.packs) - sum(place.packs for place in usage.places) if usage is not None else None
-    found = [Location("", own_packs, own_bytes, "")]
+    locations = [Location("", own_packs, own_bytes, "")]
     for url, packs in sorted(cold.items()):
-        found.append(Location(url, packs, sizes.get(url, 0) if usage is not None else None, errors.get(url)))
-    return found
+        locations.append(Location(url, packs, sizes.get(url, 0) if usage is not None else None, errors.get(url)))
+    return locations
 
 
 def _repairs(pages: Pages, store: StoreKey, findings: Sequence[Finding]) -> list[str]:
-    """The commands that repair, each once: those of the findings; else one for damage of which the extent is known when data is read."""
-    found = [command for each in findings for command in _REPAIR.findall(pages.completed(store, each.message))]
-    if not found and any(each.repairable and each.severity == "error" for each in findings):
-        found = [pages.command(store, "fsck", "--read-data", "--repair")]
-    return list(dict.fromkeys(found))
+    """The repair commands, each once: those in the findings; otherwise, if an error is repairable, one that reads all data."""
+    commands = [command for finding in findings for command in _REPAIR.findall(pages.completed(store, finding.message))]
+    if not commands and any(finding.repairable and finding.severity == "error" for finding in findings):
+        commands = [pages.command(store, "fsck", "--read-data", "--repair")]
+    return list(dict.fromkeys(commands))

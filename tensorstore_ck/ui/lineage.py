@@ -1,6 +1,6 @@
 """The saves of a branch, and which of them lead to its head: a branch that went back has saves that it left behind.
 
-The line of a branch is its head and that one's parents, each of a lower step than the next; parents may be on other branches. A save whose
+The line of a branch is its head and the head's ancestors, with descending steps; ancestors may be on other branches. A save whose
 parent the catalog does not know follows the save before it in the log. All other saves of the branch are abandoned.
 """
 
@@ -14,7 +14,7 @@ from sqlalchemy import Connection, select
 from tensorstore_ck.catalog.schema import events, refs, snapshots
 
 MAX_SAVES: Final = 50_000
-"""The newest of a branch; a longer one is cut."""
+"""The most saves of a branch that are read: the newest."""
 MAX_BRANCHES: Final = 32
 """Branches that a line is followed through."""
 
@@ -52,7 +52,7 @@ class Lineage:
 
     ref: str
     line: tuple[Save, ...]
-    """Those that lead to the head, of other branches too, oldest first. Their steps rise."""
+    """The saves that lead to the head, also on other branches, oldest first. Their steps ascend."""
     abandoned: tuple[tuple[Save, ...], ...]
     """The other saves of the branch: runs that follow each other in the log with rising steps, oldest first."""
     own: tuple[Save, ...]
@@ -85,7 +85,7 @@ def read_lineage(connection: Connection, store_id: int, ref: str) -> Lineage:
 
 
 def newest_save(connection: Connection, store_id: int, ref: str) -> Save | None:
-    """The save of a branch that the log has last."""
+    """The newest save of a branch."""
     return _save(connection, snapshots.c.ref == ref, snapshots.c.store_id == store_id)
 
 
@@ -102,11 +102,11 @@ def _line(connection: Connection, store_id: int, head: Save, own: list[Save]) ->
         following = _parent_of(save, by_root)
         if following is None and save.parent is not None and len(loaded) < MAX_BRANCHES:
             known = (snapshots.c.store_id == store_id, snapshots.c.root == save.parent, snapshots.c.id < save.id)
-            found = _save(connection, *known)
-            if found is not None and found.ref not in loaded:
-                loaded.add(found.ref)
-                in_order[found.ref] = _saves(connection, store_id, found.ref, found.id)
-                for root, saves in _grouped(in_order[found.ref]).items():
+            parent = _save(connection, *known)
+            if parent is not None and parent.ref not in loaded:
+                loaded.add(parent.ref)
+                in_order[parent.ref] = _saves(connection, store_id, parent.ref, parent.id)
+                for root, saves in _grouped(in_order[parent.ref]).items():
                     by_root[root] = sorted((*by_root.get(root, ()), *saves), key=_id_of)
                 following = _parent_of(save, by_root)
         if following is None:
@@ -115,7 +115,7 @@ def _line(connection: Connection, store_id: int, head: Save, own: list[Save]) ->
 
 
 def _parent_of(save: Save, by_root: dict[str, list[Save]]) -> Save | None:
-    """The newest snapshot with the parent's root that was there before."""
+    """The newest earlier snapshot with the parent's root."""
     return _before(save, by_root.get(save.parent or "", []))
 
 
@@ -125,16 +125,16 @@ def _before(save: Save, in_order: list[Save]) -> Save | None:
 
 
 def _runs(saves: Iterable[Save]) -> list[list[Save]]:
-    """Cut where a step does not rise, and where a save follows another one than the one before it."""
-    found: list[list[Save]] = []
+    """Splits saves where a step does not ascend, and where a save's parent is not the save before it."""
+    runs: list[list[Save]] = []
     for save in saves:
-        last = found[-1][-1] if found else None
+        last = runs[-1][-1] if runs else None
         rises = last is not None and (save.step is None or last.step is None or save.step > last.step)
         if last is not None and rises and save.parent in (last.root, None):
-            found[-1].append(save)
+            runs[-1].append(save)
         else:
-            found.append([save])
-    return found
+            runs.append([save])
+    return runs
 
 
 _COLUMNS: Final = tuple(snapshots.c[name] for name in Save._fields)
@@ -142,10 +142,10 @@ _COLUMNS: Final = tuple(snapshots.c[name] for name in Save._fields)
 
 def _saves(connection: Connection, store_id: int, ref: str, up_to: int | None = None) -> list[Save]:
     """The newest saves of a branch, oldest first."""
-    its = select(*_COLUMNS).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id)
+    query = select(*_COLUMNS).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id)
     if up_to is not None:
-        its = its.where(snapshots.c.id <= up_to)
-    rows = connection.execute(its.order_by(snapshots.c.id.desc()).limit(MAX_SAVES)).all()
+        query = query.where(snapshots.c.id <= up_to)
+    rows = connection.execute(query.order_by(snapshots.c.id.desc()).limit(MAX_SAVES)).all()
     return [Save(*row) for row in reversed(rows)]
 
 
@@ -156,16 +156,16 @@ def _save(connection: Connection, *conditions: Any) -> Save | None:
 
 def _moves(connection: Connection, store_id: int, ref: str) -> tuple[Move, ...]:
     columns = (events.c.n, events.c.op, events.c.root, events.c.time_ns, events.c.actor)
-    its = select(*columns).where(events.c.ref == ref, events.c.op.in_(("branch", "reset")), events.c.store_id == store_id)
-    return tuple(Move(*row) for row in connection.execute(its.order_by(events.c.n, events.c.position)))
+    query = select(*columns).where(events.c.ref == ref, events.c.op.in_(("branch", "reset")), events.c.store_id == store_id)
+    return tuple(Move(*row) for row in connection.execute(query.order_by(events.c.n, events.c.position)))
 
 
 def _grouped(saves: Iterable[Save]) -> dict[str, list[Save]]:
     """By root, in the order of their ids."""
-    found: dict[str, list[Save]] = {}
+    by_root: dict[str, list[Save]] = {}
     for save in sorted(saves, key=_id_of):
-        found.setdefault(save.root, []).append(save)
-    return found
+        by_root.setdefault(save.root, []).append(save)
+    return by_root
 
 
 def _id_of(save: Save) -> int:

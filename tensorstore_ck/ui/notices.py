@@ -1,4 +1,4 @@
-"""What an action did, shown on the page that its answer redirects to. The URL has the number of the notice alone: nobody can forge one."""
+"""The outcomes of actions, for the pages that they redirect to. A URL has only the number of an outcome, so outcomes cannot be forged."""
 
 import secrets
 import threading

@@ -18,7 +18,7 @@ from tensorstore_ck.ui.pages import Pages, page_number
 PAGE_ROWS: Final = 50
 """Branches of a store on one page."""
 DAYS: Final = 60
-"""Of the chart, up to the day of the last save."""
+"""Days in the chart, up to the day of the last save."""
 DAY_NS: Final = 86_400 * 10**9
 OVER_NS: Final = 7 * DAY_NS
 
@@ -56,13 +56,13 @@ ORDERS: Final[Mapping[str, Callable[[RefRow], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """What saves put on one day, in UTC."""
+    """Bytes that saves added on one day, in UTC."""
 
     time_ns: int
     """When it began."""
     bytes: int
     height: float
-    """Of 100: the most that one of the days has."""
+    """0 to 100; 100 is the largest day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class StoreRow:
 
     @property
     def new_bytes(self) -> int:
-        """Of all saves, when they were put."""
+        """Bytes that all saves added when they were published."""
         return sum(row.new_bytes for row in self.refs)
 
 
@@ -98,14 +98,14 @@ def page(pages: Pages, request: Request) -> Response:
     order = order if order in ORDERS else next(iter(ORDERS))
     troubles = pages.sources.refresh()
     with pages.sources.catalog.reading() as connection:
-        found = read_overview(connection)
-    is_reading = any(each.is_reading for each in troubles.values())
-    shown = {row.uuid: sorted((ref for ref in row.refs if part in ref.ref), key=ORDERS[order]) for row in found}
+        stores_shown = read_overview(connection)
+    is_reading = any(trouble.is_reading for trouble in troubles.values())
+    shown = {row.uuid: sorted((ref for ref in row.refs if part in ref.ref), key=ORDERS[order]) for row in stores_shown}
     most = max((len(refs) for refs in shown.values()), default=0)
     return pages.render(
         "overview.html",
         "overview",
-        stores=found,
+        stores=stores_shown,
         shown=shown,
         rows=slice((number - 1) * PAGE_ROWS, number * PAGE_ROWS),
         pages_count=max(1, -(-most // PAGE_ROWS)),
@@ -113,7 +113,7 @@ def page(pages: Pages, request: Request) -> Response:
         part=part,
         order=order,
         orders=tuple(ORDERS),
-        has_many=any(len(row.refs) > PAGE_ROWS // 5 for row in found),
+        has_many=any(len(row.refs) > PAGE_ROWS // 5 for row in stores_shown),
         troubles=troubles,
         is_reading=is_reading,
     )
@@ -157,14 +157,14 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
 
 
 def read_days(connection: Connection, store_id: int, refs: Iterable[RefRow]) -> tuple[Day, ...]:
-    """What saves put on each of the last `DAYS` days until the last save; none if nothing was saved."""
+    """The bytes of each of the last `DAYS` days until the last save; empty without saves."""
     last = max((row.last_time_ns for row in refs), default=None)
     if last is None:
         return ()
     newest = last // DAY_NS
     day = snapshots.c.time_ns // DAY_NS
-    its = (snapshots.c.store_id == store_id, snapshots.c.time_ns >= (newest - DAYS + 1) * DAY_NS)
-    summed = select(day, func.sum(snapshots.c.new_bytes * 1.0)).where(*its).group_by(day)
+    conditions = (snapshots.c.store_id == store_id, snapshots.c.time_ns >= (newest - DAYS + 1) * DAY_NS)
+    summed = select(day, func.sum(snapshots.c.new_bytes * 1.0)).where(*conditions).group_by(day)
     put = {number: int(size) for number, size in connection.execute(summed)}
     most = max(put.values(), default=0) or 1
     return tuple(Day(at * DAY_NS, put.get(at, 0), 100 * put.get(at, 0) / most) for at in range(newest - DAYS + 1, newest + 1))

@@ -33,7 +33,7 @@ class Pages:
         """Args:
         sources: The stores.
         access: Who may see them.
-        complete: Adds to each command in a text what else it needs to reach its store.
+        complete: Adds the options that a command in a text needs to reach its store.
         open_options: What `tensorstore_ck.open` needs to reach the stores, without secrets.
         """
         self.sources = sources
@@ -83,7 +83,7 @@ class Pages:
 
     def completed(self, store: StoreKey, text: str) -> str:
         """A text of the store, with the store added to the commands in it."""
-        return self._complete(_COMMAND.sub(lambda found: f"`{found[1]} -s {shlex.quote(store.url)}`", text))
+        return self._complete(_COMMAND.sub(lambda match: f"`{match[1]} -s {shlex.quote(store.url)}`", text))
 
     def render(self, template: str, here: str, status: int = 200, **values: Any) -> Response:
         """A page. `here` is its name in the navigation; `store=`, a `StoreKey`, adds the navigation of that store."""
@@ -94,7 +94,7 @@ class Pages:
         return HTMLResponse(self._environment.get_template(template).render(values))
 
     def store_of(self, request: Request) -> StoreKey:
-        """The store that a request's path names. What is new in its log is read first.
+        """The store that a request's path names. Reads its new log entries first.
 
         Raises:
             NotFoundError: the catalog has no such store.

@@ -45,7 +45,7 @@ class Facts:
 
 
 def page(pages: Pages, request: Request) -> Response:
-    """The page. A tag's leads to its snapshot."""
+    """The page. For a tag, redirects to its snapshot."""
     key, query = pages.store_of(request), request.query_params
     name, state, number = asked(query, "name"), query.get("state", ""), page_number(query)
     if state not in ("", *STATES):
@@ -97,7 +97,7 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def explained(pages: Pages, key: StoreKey, name: str) -> tuple[Mapping[str, Sequence[str]] | None, str]:
-    """What keeps each snapshot, by the store: seconds for thousands of snapshots with many metrics. Or the error."""
+    """What keeps each snapshot, or the error. Takes seconds for thousands of snapshots with many metrics."""
     try:
         return pages.sources.open(key).explain_retention(name), ""
     except StoreError as exc:
@@ -106,8 +106,8 @@ def explained(pages: Pages, key: StoreKey, name: str) -> tuple[Mapping[str, Sequ
 
 def is_tag(connection: Connection, store_id: int, name: str) -> bool:
     """Whether it is a tag."""
-    its = select(tags.c.name).where(tags.c.store_id == store_id, tags.c.name == name)
-    return connection.execute(its).first() is not None
+    query = select(tags.c.name).where(tags.c.store_id == store_id, tags.c.name == name)
+    return connection.execute(query).first() is not None
 
 
 def read_facts(connection: Connection, store_id: int, name: str) -> Facts:
@@ -127,8 +127,8 @@ def read_facts(connection: Connection, store_id: int, name: str) -> Facts:
 
 def read_metric_names(connection: Connection, store_id: int, name: str) -> dict[str, int]:
     """Metrics of some of a branch's saves, and how many of these have them."""
-    its = (snapshots.c.ref == name, snapshots.c.store_id == store_id)
-    ids = list(connection.execute(select(snapshots.c.id).where(*its).order_by(snapshots.c.id)).scalars())
+    conditions = (snapshots.c.ref == name, snapshots.c.store_id == store_id)
+    ids = list(connection.execute(select(snapshots.c.id).where(*conditions).order_by(snapshots.c.id)).scalars())
     some = sorted({*ids[-SAMPLED // 2 :], *ids[:: max(1, len(ids) // (SAMPLED // 2))][: SAMPLED // 2]})
     counted = select(metrics.c.name, func.count()).where(metrics.c.snapshot.in_(some)).group_by(metrics.c.name)
     return {metric: count for metric, count in connection.execute(counted)}  # noqa: C416 - rows are no pairs for mypy
@@ -140,20 +140,20 @@ def usual_metrics(known: Mapping[str, int]) -> list[str]:
     def rank(metric: str) -> tuple[int, bool, int, str]:
         return USUAL.index(metric) if metric in USUAL else len(USUAL), "loss" not in metric, -known[metric], metric
 
-    found = sorted(known, key=rank)
-    losses = [metric for metric in found if "loss" in metric]
-    return (losses or found)[:DRAWN]
+    ranked = sorted(known, key=rank)
+    losses = [metric for metric in ranked if "loss" in metric]
+    return (losses or ranked)[:DRAWN]
 
 
 def read_labels(connection: Connection, store_id: int) -> dict[str, list[Label]]:
     """ULID -> tags, pins and the mark of a snapshot, of all in the store that have any."""
-    found: dict[str, list[Label]] = {}
+    labels: dict[str, list[Label]] = {}
     for name, ulid in connection.execute(select(tags.c.name, tags.c.ulid).where(tags.c.store_id == store_id).order_by(tags.c.name)):
-        found.setdefault(ulid, []).append(Label("tag", name))
-    its = select(pins.c.ulid, pins.c.owner, pins.c.reason).where(pins.c.store_id == store_id).order_by(pins.c.owner)
-    for ulid, owner, reason in connection.execute(its):
-        found.setdefault(ulid, []).append(Label("pin", f"{owner}: {reason}" if reason else owner))
+        labels.setdefault(ulid, []).append(Label("tag", name))
+    query = select(pins.c.ulid, pins.c.owner, pins.c.reason).where(pins.c.store_id == store_id).order_by(pins.c.owner)
+    for ulid, owner, reason in connection.execute(query):
+        labels.setdefault(ulid, []).append(Label("pin", f"{owner}: {reason}" if reason else owner))
     marked = select(snapshots.c.ulid, snapshots.c.mark).where(snapshots.c.mark != "", snapshots.c.store_id == store_id)
     for ulid, mark in connection.execute(marked):
-        found.setdefault(ulid, []).append(Label("mark", mark))
-    return found
+        labels.setdefault(ulid, []).append(Label("mark", mark))
+    return labels

@@ -16,7 +16,7 @@ PAGE_ROWS: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which page of which saves."""
+    """The requested page of saves."""
 
     store_id: int
     state: str
@@ -50,7 +50,7 @@ class SavesPage:
 
     rows: tuple[SaveRow, ...]
     count: int
-    """Of all pages together."""
+    """Saves on all pages."""
 
     @property
     def pages(self) -> int:
@@ -63,11 +63,11 @@ def read_saves(
 ) -> SavesPage:
     """A page of saves, with the metrics in `columns`. `labels`: ULID -> tags and pins."""
     abandoned = {save.id for run in lineage.abandoned for save in run}
-    its: list[Any] = [snapshots.c.ref == lineage.ref, snapshots.c.store_id == wanted.store_id]
+    conditions: list[Any] = [snapshots.c.ref == lineage.ref, snapshots.c.store_id == wanted.store_id]
     if wanted.state:
-        its.append(snapshots.c.state == wanted.state)
-    count = connection.execute(select(func.count()).select_from(snapshots).where(*its)).scalar_one()
-    order = select(snapshots.c.id).where(*its).order_by(snapshots.c.id.desc())
+        conditions.append(snapshots.c.state == wanted.state)
+    count = connection.execute(select(func.count()).select_from(snapshots).where(*conditions)).scalar_one()
+    order = select(snapshots.c.id).where(*conditions).order_by(snapshots.c.id.desc())
     ids = list(connection.execute(order.offset((wanted.number - 1) * PAGE_ROWS).limit(PAGE_ROWS)).scalars())
     values: dict[int, dict[str, float]] = {}
     asked_values = select(metrics.c.snapshot, metrics.c.name, metrics.c.value).where(
@@ -76,7 +76,7 @@ def read_saves(
     for at, metric, value in connection.execute(asked_values):
         values.setdefault(at, {})[metric] = math.nan if value is None else value
     rows = connection.execute(select(snapshots).where(snapshots.c.id.in_(ids)).order_by(snapshots.c.id.desc()))
-    found = tuple(
+    save_rows = tuple(
         SaveRow(
             row.ulid,
             row.root,
@@ -94,4 +94,4 @@ def read_saves(
         )
         for row in rows
     )
-    return SavesPage(found, count)
+    return SavesPage(save_rows, count)

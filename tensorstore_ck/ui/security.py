@@ -1,4 +1,4 @@
-"""Who may ask: every request needs a known host, a reading method, and the token's cookie.
+"""Access control: every request needs a known host, a reading method, and the token's cookie.
 
 The first request has the token in its path; its answer sets the cookie and redirects to a URL without the token.
 """
@@ -51,7 +51,7 @@ class Access:
     allow: frozenset[str] = frozenset()
     """What pages may change; see `actions`. Empty: nothing, so only reading methods are answered."""
     folder: str = ""
-    """A first part of all paths that nobody knows: a browser sends cookies of a path to any port of the host, and to no other path."""
+    """A secret first part of all paths: a browser sends the cookies of a path to every port of the host, but to no other path."""
 
     @classmethod
     def of(cls, base_url: str, port: int, allow: frozenset[str] = frozenset()) -> "Access":
@@ -88,7 +88,7 @@ class Access:
         return path
 
     def url(self, port: int) -> str:
-        """What a browser opens first, if this server listens on `port` of this machine."""
+        """The URL that a browser opens first, if this server listens on `port` of this machine."""
         origin = f"{'https' if self.is_https else 'http'}://{self.host}" if self.host else f"http://{LOOPBACK}:{port}"
         return f"{origin}{self.entrance}"
 
@@ -99,8 +99,8 @@ class Access:
 
     def allows_host(self, host: str) -> bool:
         """Whether the Host header is one of ours: a page of another site that resolves its name to this host is refused."""
-        found = _HOST.fullmatch(host)
-        return found is not None and (found[1].lower() in _LOOPBACK_NAMES or (self.host != "" and host.lower() == self.host))
+        match = _HOST.fullmatch(host)
+        return match is not None and (match[1].lower() in _LOOPBACK_NAMES or (self.host != "" and host.lower() == self.host))
 
     def is_token(self, text: str) -> bool:
         """Compares in constant time."""
@@ -108,7 +108,7 @@ class Access:
 
     @property
     def csrf(self) -> str:
-        """What each form has in it: it follows from the cookie's value, which pages of other sites do not know."""
+        """The token in each form. It is derived from the cookie's value, which pages of other sites do not know."""
         return hmac.digest(self.token.encode(), b"a form of tsck ui", "sha256").hex()
 
     def is_csrf(self, text: str) -> bool:
@@ -116,14 +116,14 @@ class Access:
         return hmac.compare_digest(text.encode(), self.csrf.encode())
 
     def is_own_form(self, request: Request) -> bool:
-        """Whether a page of this server sent a form, as browsers tell: other servers of the same host count as the same site."""
+        """Whether a page of this server sent the form, by its headers. Other servers of the same host count as the same site."""
         site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
         if site not in (None, "same-origin") or (site is None and origin is None):
             return False
         if origin is None:
             return True
         scheme, _, host = origin.lower().partition("://")
-        known = {(each, request.headers["host"].lower()) for each in ("http", "https")} if not self.is_https else set()
+        known = {(scheme, request.headers["host"].lower()) for scheme in ("http", "https")} if not self.is_https else set()
         return (scheme, host) in known | ({("https" if self.is_https else "http", self.host)} if self.host else set())
 
 
@@ -150,7 +150,7 @@ class Guard:
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _answer(self, request: Request) -> Response | None:
-        """The answer to a request that no page gets."""
+        """The answer to a request that does not reach a page; None for others."""
         hosts = request.headers.getlist("host")
         if len(hosts) != 1 or not self._access.allows_host(hosts[0]):
             return PlainTextResponse("This server answers under its own address only: open the URL that `tsck ui` printed.\n", 421)

@@ -23,7 +23,7 @@ MAX_METRICS: Final = 8
 MAX_ABANDONED: Final = 20
 """Abandoned runs that a chart draws: the newest."""
 MAX_NOTES: Final = 200
-"""Of each kind: the newest."""
+"""The most notes of a kind: the newest."""
 
 Json = dict[str, Any]
 
@@ -51,13 +51,13 @@ def _in_order(lineage: Lineage) -> list[Save]:
 
 def _values(connection: Connection, store_id: int, lineage: Lineage, wanted: Sequence[str]) -> dict[str, dict[int, float]]:
     """Metric -> id of a save -> value."""
-    found: dict[str, dict[int, float]] = {metric: {} for metric in wanted}
+    values: dict[str, dict[int, float]] = {metric: {} for metric in wanted}
     refs = sorted({lineage.ref, *(save.ref for save in lineage.line)})
     joined = select(metrics.c.name, metrics.c.snapshot, metrics.c.value).join(snapshots, snapshots.c.id == metrics.c.snapshot)
-    its = joined.where(snapshots.c.store_id == store_id, snapshots.c.ref.in_(refs), metrics.c.name.in_(wanted))
-    for name, at, value in connection.execute(its):
-        found[name][at] = math.nan if value is None else value
-    return found
+    query = joined.where(snapshots.c.store_id == store_id, snapshots.c.ref.in_(refs), metrics.c.name.in_(wanted))
+    for name, at, value in connection.execute(query):
+        values[name][at] = math.nan if value is None else value
+    return values
 
 
 def _chart(lineage: Lineage, values: Mapping[int, float], numbers: Mapping[int, int]) -> Json:
@@ -97,19 +97,23 @@ def _at(save: Save, numbers: Mapping[int, int]) -> int:
 
 
 def read_notes(connection: Connection, store_id: int, lineage: Lineage) -> list[Json]:
-    """What a chart shows on its axis; only of saves with a step."""
+    """The notes on a chart's axis, of saves with a step."""
     saves = _in_order(lineage)
     by_ulid = {save.ulid: save for save in saves}
-    found = [*_marked(saves), *_restarts(lineage), *_went_back(lineage)]
+    notes = [*_marked(saves), *_restarts(lineage), *_went_back(lineage)]
     for name, ulid in connection.execute(select(tags.c.name, tags.c.ulid).where(tags.c.store_id == store_id).order_by(tags.c.n)):
         if ulid in by_ulid:
-            found.append(_note("tag", by_ulid[ulid], f"tag {name}"))
-    its = select(pins.c.ulid, pins.c.owner, pins.c.reason).where(pins.c.store_id == store_id).order_by(pins.c.n)
-    for ulid, owner, reason in connection.execute(its):
+            notes.append(_note("tag", by_ulid[ulid], f"tag {name}"))
+    query = select(pins.c.ulid, pins.c.owner, pins.c.reason).where(pins.c.store_id == store_id).order_by(pins.c.n)
+    for ulid, owner, reason in connection.execute(query):
         if ulid in by_ulid:
-            found.append(_note("pin", by_ulid[ulid], f"pinned by {owner}{': ' if reason else ''}{reason}"))
-    kinds = dict.fromkeys(note["kind"] for note in found)
-    newest = [note for kind in kinds for note in [each for each in found if each["kind"] == kind and each["step"] is not None][-MAX_NOTES:]]
+            notes.append(_note("pin", by_ulid[ulid], f"pinned by {owner}{': ' if reason else ''}{reason}"))
+    kinds = dict.fromkeys(note["kind"] for note in notes)
+    newest = [
+        note
+        for kind in kinds
+        for note in [candidate for candidate in notes if candidate["kind"] == kind and candidate["step"] is not None][-MAX_NOTES:]
+    ]
     return sorted(newest, key=lambda note: note["step"])
 
 
@@ -122,7 +126,7 @@ def _marked(saves: Iterable[Save]) -> list[Json]:
 
 
 def _restarts(lineage: Lineage) -> list[Json]:
-    """Where another process went on; at the snapshot that it went on from."""
+    """Where another process continued: a note at the snapshot that it continued from."""
     return [
         _note("restart", lineage.parents.get(save.id) or save, f"{save.actor} went on, {time_text(save.time_ns)} UTC")
         for before, save in zip(lineage.own, lineage.own[1:], strict=False)
@@ -133,23 +137,23 @@ def _restarts(lineage: Lineage) -> list[Json]:
 def _went_back(lineage: Lineage) -> list[Json]:
     """Where the branch was reset, and where a save has no higher step than the branch had reached."""
     by_root = {save.root: save for save in _in_order(lineage)}
-    found: list[Json] = []
+    notes: list[Json] = []
     at: Save | None = None
     moves: list[Save | Move] = [*lineage.own, *lineage.moves]
-    for each in sorted(moves, key=lambda each: each.n):
-        if isinstance(each, Save):
-            if at is not None and at.step is not None and each.step is not None and each.step <= at.step:
-                found.append(
-                    _note("back", lineage.parents.get(each.id) or each, f"went back from step {at.step:,} to save step {each.step:,}")
+    for event in sorted(moves, key=lambda event: event.n):
+        if isinstance(event, Save):
+            if at is not None and at.step is not None and event.step is not None and event.step <= at.step:
+                notes.append(
+                    _note("back", lineage.parents.get(event.id) or event, f"went back from step {at.step:,} to save step {event.step:,}")
                 )
-            at = each
+            at = event
             continue
-        to = by_root.get(each.root)
+        to = by_root.get(event.root)
         if to is not None:
-            if each.op == "reset":
+            if event.op == "reset":
                 away = f" from step {at.step:,}" if at is not None and at.step is not None else ""
-                found.append(_note("back", to, f"reset{away} by {each.actor}, {time_text(each.time_ns)} UTC"))
+                notes.append(_note("back", to, f"reset{away} by {event.actor}, {time_text(event.time_ns)} UTC"))
             else:
-                found.append(_note("branch", to, f"branched from {to.ref}"))
+                notes.append(_note("branch", to, f"branched from {to.ref}"))
             at = to
-    return found
+    return notes

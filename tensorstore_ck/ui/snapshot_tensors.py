@@ -32,7 +32,7 @@ class Entries:
     tensors: tuple[tuple[str, TensorRow], ...]
     """With the names to show."""
     count: int
-    """Of the tensors in all of it."""
+    """The number of tensors in the group, or that match."""
     size_bytes: int
     next: int | None
     """Where the next entries begin."""
@@ -47,7 +47,7 @@ class Values:
     """Path and text."""
     first: int
     count: int
-    """That match."""
+    """The number of values that match."""
 
 
 def key_of(name: str) -> str:
@@ -62,9 +62,9 @@ def entries_of(tree: TensorGroup, path: str = "", text: str = "", first: int = 0
         NotFoundError: there is no such group.
     """
     if text:
-        found = matching(tree.tensors(), text)
-        shown: Sequence[tuple[str, TensorGroup | TensorRow]] = [(tensor.path, tensor) for tensor in found]
-        count, size_bytes = len(found), sum(tensor.size_bytes for tensor in found)
+        tensors = matching(tree.tensors(), text)
+        shown: Sequence[tuple[str, TensorGroup | TensorRow]] = [(tensor.path, tensor) for tensor in tensors]
+        count, size_bytes = len(tensors), sum(tensor.size_bytes for tensor in tensors)
     else:
         group = tree.find(path)
         if group is None:
@@ -97,7 +97,7 @@ def value_text(value: Any) -> str:
 
 
 def read_asked(pages: Pages, request: Request) -> tuple[StoreKey, CatalogSnapshot, Read, Contents | None]:
-    """The store and snapshot of a request, and the latter's contents."""
+    """The store, the snapshot and the contents that a request names."""
     store = pages.store_of(request)
     snapshot = find_snapshot(pages, store, asked(request.query_params, "at"))
     read = read_contents(pages, store, snapshot, patience_of(request))
@@ -151,8 +151,8 @@ def value_page(pages: Pages, request: Request) -> Response:
     *_, read, contents = read_asked(pages, request)
     if contents is None:
         return PlainTextResponse(f"{read.error or 'The tables of this snapshot are being read'}: load this page again.\n", 503)
-    for name, found in (("path", contents.details.values), ("metadata", contents.details.metadata)):
-        if request.query_params.get(name) in found:
-            value = found[request.query_params[name]]
+    for name, values in (("path", contents.details.values), ("metadata", contents.details.metadata)):
+        if request.query_params.get(name) in values:
+            value = values[request.query_params[name]]
             return PlainTextResponse(value if isinstance(value, str) else repr(value))
     raise NotFoundError("this snapshot has no such value", object_id=request.query_params.get("path", ""))

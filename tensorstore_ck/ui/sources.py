@@ -1,7 +1,7 @@
-"""The stores and their catalog. A store is opened read-only, and for actions once more; its log is read again before a page.
+"""The stores and their catalog. Opens a store read-only, and once more for actions; reads its log again before each page.
 
-Threads of their own read the logs, one a store: a page waits for them only as long as a person would, and says what is still being read.
-So neither a store that does not answer nor the first reading of a long log stops the pages of the others.
+One thread per store reads its log. A page waits a short time for them and shows what is still being read, so neither a store that does not
+answer nor the first read of a long log blocks the pages of other stores.
 """
 
 import os
@@ -29,7 +29,7 @@ PAGE_WAITS_SECONDS: Final = 2.0
 LOOKS: Final = 32
 """Reads of single snapshots whose results are kept."""
 ABANDONED_SECONDS: Final = 120.0
-"""Such a read ends when no page has asked for it for so long."""
+"""Such a read ends when no page has requested it for this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Source:
     reading: threading.Thread | None = None
     since: float = 0.0
     overdue: threading.Thread | None = None
-    """A reading for which a page has waited in vain."""
+    """A read that did not end while a page waited for it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held to begin a reading, not during one."""
 
@@ -86,7 +86,7 @@ class Sources:
             db: The catalog's URL.
             urls: The stores to read; none for a catalog that others sync.
             open_store: Opens a store.
-            is_private: The catalog is of these stores alone: it is made if it is missing, and what it has of other stores goes.
+            is_private: The catalog is for these stores alone: it is created if missing, and other stores are removed from it.
             wait_seconds: How long a page waits for a log to be read.
             open_writable: Opens a store to change it, when that is first asked for; None: nothing can be changed.
         """
@@ -117,13 +117,13 @@ class Sources:
             self._begin(source)
 
     def refresh(self, uuid: str | None = None) -> dict[str, Trouble]:
-        """Reads what is new in the logs, or in one store's; returns the URL and trouble of each store that was not read to its end."""
+        """Reads the new entries of all logs or of one store's. Returns URL -> trouble of each store whose log was not read to its end."""
         wanted = [source for source in self._sources if uuid is None or source.synced.uuid == uuid] or self._sources
         self._wait(wanted)  # a reading that began earlier may not see what was written since
         for source in wanted:
             self._begin(source)
         self._wait(wanted)
-        return {display_url(source.synced.url): found for source in wanted if (found := _trouble(source)) is not None}
+        return {display_url(source.synced.url): trouble for source in wanted if (trouble := _trouble(source)) is not None}
 
     def trouble(self, key: StoreKey) -> Trouble | None:
         """Why pages of a store may be old, as far as the last `refresh` knows."""
@@ -142,7 +142,7 @@ class Sources:
         return StoreKey(*row)
 
     def open(self, key: StoreKey) -> ReadOnlyStore:
-        """The open store, for what the catalog does not have.
+        """The open store, for data that the catalog lacks.
 
         Raises:
             StoreError: it cannot be opened.
@@ -183,9 +183,9 @@ class Sources:
     def close(self) -> None:
         """Ends the reads in the background, and closes the stores and the catalog; idempotent.
 
-        A store that does not answer is left to the end of the process.
+        A store that does not answer stays open until the process ends.
         """
-        is_idle = False not in [each.close(self._wait_seconds) for each in (self.background, self.looks)]
+        is_idle = False not in [reads.close(self._wait_seconds) for reads in (self.background, self.looks)]
         for source in self._sources:
             with source.lock:
                 reading = source.reading
@@ -200,9 +200,9 @@ class Sources:
             self._writable.clear()
         self.catalog.close()
 
-    def _wait(self, found: Sequence[_Source]) -> None:
+    def _wait(self, sources: Sequence[_Source]) -> None:
         """Waits for the readings in progress, as long as a page does."""
-        for source in found:
+        for source in sources:
             with source.lock:  # so that it was started
                 reading, since = source.reading, source.since
             if reading is not None:
@@ -232,10 +232,10 @@ class Sources:
         return opened
 
     def _forget_earlier(self, opened: ReadOnlyStore) -> None:
-        """Removes stores from the catalog that were at this place before."""
+        """Removes stores from the catalog that were at this URL before."""
         with self.catalog.reading() as connection:
-            its = stores.c.url == opened.url, stores.c.uuid != opened.engine.config.uuid
-            earlier = connection.execute(select(stores.c.uuid).where(*its)).scalars().all()
+            conditions = stores.c.url == opened.url, stores.c.uuid != opened.engine.config.uuid
+            earlier = connection.execute(select(stores.c.uuid).where(*conditions)).scalars().all()
         for uuid in earlier:
             self.catalog.forget_store(uuid)
 

@@ -17,15 +17,15 @@ from tensorstore_ck.ui.sources import StoreKey
 from tensorstore_ck.ui.what_if import try_rules
 
 KIND: Final = "usage"
-"""Of the background read."""
+"""The kind of the background read."""
 MAX_REFS: Final = 100
 POINTS: Final = 400
 """Of the chart of growth."""
 DAY_NS: Final = 86_400 * 10**9
 WIDTH: Final = 1000.0
-"""Of the bar, in its own units."""
+"""The bar's width, in its own units."""
 LEAST: Final = 3.0
-"""A state that has any bytes is this wide at least, so that it is seen."""
+"""The minimum width of a state that has bytes."""
 
 SHOWN: Final = {
     "live": ("Live", "A branch or a tag holds it, whatever else does."),
@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What saves put into a store, by their time."""
+    """Bytes that saves added to a store over time."""
 
     seconds: tuple[float, ...]
     """Since 1970, strictly ascending."""
@@ -99,36 +99,36 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def states_of(usage: Usage) -> tuple[State, ...]:
-    """The states, which together are all bytes of the store. A block counts once, for the first state that it is in."""
-    found = [(*SHOWN[state], size) for state, size in usage.by_state.items()]
-    shown = sum(size for _, _, size in found) or 1
-    widths = [max(WIDTH * size / shown, LEAST) if size else 0.0 for _, _, size in found]
+    """The states of all bytes of the store. A block counts once, for the first state that applies."""
+    states = [(*SHOWN[state], size) for state, size in usage.by_state.items()]
+    shown = sum(size for _, _, size in states) or 1
+    widths = [max(WIDTH * size / shown, LEAST) if size else 0.0 for _, _, size in states]
     scale = WIDTH / (sum(widths) or 1)
     lefts = accumulate((width * scale for width in widths), initial=0.0)
     return tuple(
-        State(name, size, meaning, left, width * scale) for (name, meaning, size), left, width in zip(found, lefts, widths, strict=False)
+        State(name, size, meaning, left, width * scale) for (name, meaning, size), left, width in zip(states, lefts, widths, strict=False)
     )
 
 
 def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = None) -> Growth:
-    """By the catalog: at most about `POINTS` points."""
+    """The growth by the catalog, in at most about `POINTS` points."""
     now_ns = time.time_ns() if now_ns is None else now_ns
-    its = snapshots.c.store_id == store.store_id
-    first, last = connection.execute(select(func.min(snapshots.c.time_ns), func.max(snapshots.c.time_ns)).where(its)).one()
+    of_store = snapshots.c.store_id == store.store_id
+    first, last = connection.execute(select(func.min(snapshots.c.time_ns), func.max(snapshots.c.time_ns)).where(of_store)).one()
     if first is None:
         return Growth((), (), ())
     width_ns = max((last - first) // POINTS, 10**6)
     bucket = (snapshots.c.time_ns - first) // width_ns
-    grouped = select(func.max(snapshots.c.time_ns), func.sum(snapshots.c.new_bytes * 1.0)).where(its).group_by(bucket).order_by(bucket)
+    grouped = select(func.max(snapshots.c.time_ns), func.sum(snapshots.c.new_bytes * 1.0)).where(of_store).group_by(bucket).order_by(bucket)
     times, sizes = zip(*connection.execute(grouped), strict=True)
     recent = [
-        (name, select(func.sum(snapshots.c.new_bytes * 1.0)).where(its, snapshots.c.time_ns > now_ns - days * DAY_NS))
+        (name, select(func.sum(snapshots.c.new_bytes * 1.0)).where(of_store, snapshots.c.time_ns > now_ns - days * DAY_NS))
         for name, days in (("Last day", 1), ("Last 7 days", 7), ("Last 30 days", 30))
     ]
     return Growth(
-        tuple(int(each) / 1e9 for each in times),
-        tuple(accumulate(int(each) for each in sizes)),
-        tuple((name, int(connection.execute(each).scalar() or 0)) for name, each in recent),
+        tuple(int(item) / 1e9 for item in times),
+        tuple(accumulate(int(item) for item in sizes)),
+        tuple((name, int(connection.execute(item).scalar() or 0)) for name, item in recent),
     )
 
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 BINS: Final = 40
 MAX_HISTOGRAMS: Final = 500
-"""Tensors of a group with more of them, or more bytes, have a histogram only one by one: it takes five times as long."""
+"""Larger groups have no histograms, which take five times as long; a single tensor always has one."""
 MAX_HISTOGRAM_BYTES: Final = 256 << 20
 STEP_BYTES: Final = 256 << 20
-"""Read between two looks at whether somebody still waits."""
+"""Bytes read between two checks whether a page still shows the read."""
 WIDTH: Final = 400
 HEIGHT: Final = 100
 LEAST: Final = 2.0
-"""A bin with any element is so high at least, so that it is seen."""
+"""The minimum height of a bin that has elements."""
 
 
 class Bar(NamedTuple):
@@ -53,22 +53,22 @@ class Found:
 
     @property
     def nan(self) -> int:
-        """Elements."""
-        return sum(each.nan or 0 for each in self.tensors)
+        """NaN elements."""
+        return sum(tensor.nan or 0 for tensor in self.tensors)
 
     @property
     def inf(self) -> int:
-        """Elements."""
-        return sum(each.inf or 0 for each in self.tensors)
+        """Infinite elements."""
+        return sum(tensor.inf or 0 for tensor in self.tensors)
 
 
 def page(pages: Pages, request: Request) -> Response:
-    """Of the tensor ``tensor``, or of the group ``group``."""
+    """The statistics of the tensor ``tensor``, or of the group ``group``."""
     store = pages.store_of(request)
     snapshot = find_snapshot(pages, store, asked(request.query_params, "at"))
     tensor, group, first = request.query_params.get("tensor"), request.query_params.get("group", ""), number_of(request, "first")
     read = read_statistics(pages, store, snapshot, tensor, group)
-    found = read.result if isinstance(read.result, Found) else None
+    statistics = read.result if isinstance(read.result, Found) else None
     query = {"at": snapshot.ulid, "tensor": tensor, "group": group or None}
     return pages.render(
         "snapshot_statistics.html",
@@ -78,8 +78,8 @@ def page(pages: Pages, request: Request) -> Response:
         name=tensor or group or "All tensors",
         key=key_of(tensor if tensor is not None else f"group {group}"),
         read=read,
-        found=found,
-        rows=found.tensors[first : first + MAX_SHOWN] if found is not None else (),
+        found=statistics,
+        rows=statistics.tensors[first : first + MAX_SHOWN] if statistics is not None else (),
         first=first,
         bars_of=bars_of,
         code=code_of_tensor(pages, store, snapshot.root, tensor) if tensor is not None else "",
@@ -103,18 +103,18 @@ def read_statistics(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, te
         with looks.alone(progress):
             progress("reading the tables", 0, 0)
             content = open_snapshot(pages.sources.open(store).engine, info_of(pages, store, snapshot))
-            tensors = {name: each for name, each in stored_tensors(content).items() if is_wanted(name)}
+            tensors = {name: stored for name, stored in stored_tensors(content).items() if is_wanted(name)}
             if not tensors:
                 raise NotFoundError(f"it has no tensor {tensor or group!r}; states of single ranks have no statistics", object_id=kind)
             total = sum(map(size_of, tensors.values()))
             bins = BINS if (len(tensors) <= MAX_HISTOGRAMS and total <= MAX_HISTOGRAM_BYTES) or tensor is not None else 0
-            found: list[TensorStatistics] = []
+            statistics: list[TensorStatistics] = []
             done = 0
-            for batch in batches(tensors.items(), lambda each: size_of(each[1]), STEP_BYTES):
+            for batch in batches(tensors.items(), lambda stored: size_of(stored[1]), STEP_BYTES):
                 progress(f"reading tensors: {human_bytes(done)} of {human_bytes(total)}", done, total)
-                found += statistics_of(dict(batch), bins)
-                done += sum(size_of(each) for _, each in batch)
-        return Found(tuple(sorted(found, key=lambda each: not (each.nan or each.inf))), bool(bins))
+                statistics += statistics_of(dict(batch), bins)
+                done += sum(size_of(stored) for _, stored in batch)
+        return Found(tuple(sorted(statistics, key=lambda stored: not (stored.nan or stored.inf))), bool(bins))
 
     read = looks.read(store.uuid, kind)
     if read.result is None:
@@ -123,7 +123,7 @@ def read_statistics(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, te
 
 
 def size_of(tensor: "StoredTensor") -> int:
-    """Bytes."""
+    """Bytes of a tensor's elements."""
     return tensor.count * tensor.form.dtype.itemsize
 
 

@@ -58,15 +58,15 @@ class TensorGroup:
                 stack.append(iter(entry.entries))
 
     def shown(self) -> "list[tuple[str, TensorGroup | TensorRow]]":
-        """The entries with their names; a group with one entry counts as one with that."""
-        found: list[tuple[str, TensorGroup | TensorRow]] = []
+        """The entries with their names. A group with a single entry is merged with it."""
+        shown: list[tuple[str, TensorGroup | TensorRow]] = []
         for entry in self.entries:
             name = entry.name
             while isinstance(entry, TensorGroup) and len(entry.entries) == 1:
                 (entry,) = entry.entries
                 name = f"{name}.{entry.name}"
-            found.append((name, entry))
-        return found
+            shown.append((name, entry))
+        return shown
 
     def find(self, path: str) -> "TensorGroup | None":
         """The group at a path; the whole tree at an empty one."""
@@ -103,22 +103,22 @@ def tensor_tree(details: SnapshotDetails, costs: Mapping[str, GroupCost]) -> Ten
 def codecs_text(cost: GroupCost) -> str:
     """``fast 80%, raw 20%``, by raw bytes."""
     total = sum(cost.codecs.values())
-    shares = sorted(cost.codecs.items(), key=lambda each: -each[1])
+    shares = sorted(cost.codecs.items(), key=lambda share: -share[1])
     return ", ".join(name if len(shares) == 1 else f"{name} {size / total:.0%}" for name, size in shares)
 
 
 def matching(tensors: Iterable[TensorRow], text: str) -> list[TensorRow]:
-    """Those whose names contain a text, in which ``*`` stands for any characters, and ``?`` for any one; capitals do not count."""
+    """The tensors whose names contain `text`, ignoring case; ``*`` stands for any characters, ``?`` for any one."""
     pieces = [re.compile(re.escape(piece).replace(r"\?", "."), re.IGNORECASE | re.DOTALL) for piece in text.split("*") if piece]
     return [tensor for tensor in tensors if _has_in_order(tensor.path, pieces)]
 
 
 def _has_in_order(name: str, pieces: Sequence[re.Pattern[str]]) -> bool:
-    """One after another, so that many stars take no longer than few: a pattern with ``.*`` for each would try all ways."""
+    """Searches the pieces one after another: a pattern with ``.*`` for each star would backtrack through all combinations."""
     at = 0
     for piece in pieces:
-        found = piece.search(name, at)
-        if found is None:
+        match = piece.search(name, at)
+        if match is None:
             return False
-        at = found.end()
+        at = match.end()
     return True

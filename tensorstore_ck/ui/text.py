@@ -26,7 +26,7 @@ def time_text(time_ns: int | None) -> str:
 def duration_text(duration_ns: int) -> str:
     """``12 s``, ``5 min``, ``3 h``, ``2 d``; of a time in the future, ``0 s``."""
     seconds = max(0, duration_ns) // 1_000_000_000
-    size, unit = next((each for each in _UNITS if seconds >= 2 * each[0]), _UNITS[-1])
+    size, unit = next((item for item in _UNITS if seconds >= 2 * item[0]), _UNITS[-1])
     return f"{seconds // size:,} {unit}"
 
 

@@ -1,4 +1,4 @@
-"""What a policy would do, by its dry run: which snapshots would go, and what that frees."""
+"""A dry run of a policy: the snapshots that it would expire, and the bytes that this frees."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Trial:
     error: str = ""
     report: RetentionReport | None = None
     command: str = ""
-    """Sets them as a policy."""
+    """The command that sets these rules as a policy."""
 
     @property
     def fields(self) -> list[tuple[str, str, str, str]]:
@@ -50,13 +50,13 @@ class Trial:
 
     @property
     def branches(self) -> tuple[BranchVerdicts, ...]:
-        """Those with the most snapshots that would go first."""
-        found = self.report.branches if self.report is not None else ()
-        return tuple(sorted(found, key=lambda branch: -sum(not each.stays for each in branch.snapshots)))
+        """The branches, those that would lose the most snapshots first."""
+        branches = self.report.branches if self.report is not None else ()
+        return tuple(sorted(branches, key=lambda branch: -sum(not snapshot.stays for snapshot in branch.snapshots)))
 
     def verdicts(self, *, stays: bool) -> list[tuple[str, SnapshotVerdict]]:
         """Branch and verdict of what stays or goes, the newest of each branch first."""
-        return [(branch.ref, each) for branch in self.branches for each in reversed(branch.snapshots) if each.stays is stays]
+        return [(branch.ref, verdict) for branch in self.branches for verdict in reversed(branch.snapshots) if verdict.stays is stays]
 
 
 def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:

@@ -279,9 +279,17 @@ def test_unfinished_upload_is_found_and_freed(backend: Backend) -> None:
     (upload,) = backend.list_uploads()
     assert upload.name.startswith("packs/0A/left")
     assert upload.modified_ns > 0  # moto gives every upload the same date
+    assert [list(backend.list_uploads(folders)) for folders in (["packs"], ["log"])] == [[upload], []]
     backend.abort_upload(upload.name)
     assert list(backend.list_uploads()) == []
     backend.abort_upload(upload.name)
+
+
+def test_folders_at_the_root(backend: Backend) -> None:
+    for name in ("log", "log-1/a/b", "logs/a", "packs/log/a"):
+        backend.put(name, b"x")
+    assert set(backend.folders("log")) == {"log-1", "logs"}
+    assert not backend.folders("parts")
 
 
 BAD_NAMES = ["", "/", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a/.tmp-1", ".hidden", "a\0b", "a\nb", "ä", "a b", "x" * 600]

@@ -195,6 +195,7 @@ def test_left_behind_temporaries_are_listed_apart_and_freed(backend: LocalBacken
     (root / ".tmp-TOP").write_bytes(b"torn")
     assert names(backend) == {"log/0/1"}
     assert {found.name for found in backend.list_uploads()} == {"log/0/.tmp-LEFT", ".tmp-TOP"}
+    assert {found.name for found in backend.list_uploads(["packs"])} == {".tmp-TOP"}
     for found in list(backend.list_uploads()):
         backend.abort_upload(found.name)
         backend.abort_upload(found.name)

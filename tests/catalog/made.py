@@ -29,7 +29,7 @@ def publish(store: Store, ref: str, step: int | None = None, metrics: Mapping[st
         parent,
         b"\x80",
         {name: float(value) for name, value in (metrics or {}).items()},
-        engine.clock(),
+        fields.get("made_ns", engine.clock()),
         [new_ulid()],
         new_ulid() * 2,
         *sizes,

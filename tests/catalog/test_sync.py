@@ -44,6 +44,13 @@ def require_whole(catalog: Catalog, store: Store, new_url: Callable[[], str]) ->
         assert dump(catalog, store) == dump(fresh, store)
 
 
+def test_a_snapshot_is_as_old_as_in_its_store(store: Store, new_url: Callable[[], str]) -> None:
+    publish(store, "runs/a", 1, made_ns=5)
+    with Catalog(new_url()) as catalog:
+        catalog.sync(store)
+        assert [found.time_ns for found in catalog.find()] == [found.time_ns for found in store.log()] == [5]
+
+
 @pytest.mark.race
 def test_many_readers_at_once_during_a_writer(store: Store, new_url: Callable[[], str]) -> None:
     url, done = new_url(), threading.Event()

@@ -49,6 +49,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "salvage": [["salvage", "--dry-run"]],
     "probe": [["probe"]],
     "accept-log": [["accept-log"]],
+    "adopt": [["adopt"]],
     "completion": [["completion", "bash"], ["completion", "zsh"]],
 }
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_done(history: Tsck, command: str, code: int, message: st
     assert result.err.startswith("tsck: ")
     assert message in result.err
     assert result.err.count("\n") == 1
-    assert code == 2 or result.err.endswith(f"/docs/troubleshooting.md#{KINDS[code]})\n")
+    assert code == 2 or result.err.endswith(f" (see: tsck help {KINDS[code]})\n")
 
     as_json = history(*args, "--json")
     assert as_json.code == code

@@ -12,6 +12,7 @@ import pytest
 
 import tensorstore_ck
 from tensorstore_ck import errors
+from tensorstore_ck.cli.command_groups import GROUPS
 from tensorstore_ck.common.extras import EXTRAS, missing_extra
 from tests import documents
 from tests.cli.conftest import Tsck
@@ -43,7 +44,8 @@ def test_the_page_of_exit_codes_has_all() -> None:
 
 
 def test_help_has_all_exit_codes(tsck: Tsck) -> None:
-    table = tsck("--help").out.partition("Exit codes")[2]
+    assert "`tsck help exit-codes`" in tsck("--help").out
+    table = tsck("help", "exit-codes").out
     rows = [(int(row[0]), row[1]) for row in re.findall(r"^ +(\d+)  (\w*) ", table, re.MULTILINE)]
     assert dict(rows) == expected_codes()
 
@@ -65,6 +67,24 @@ def test_what_is_no_command_leads_to_one(tsck: Tsck, arguments: tuple[str, ...],
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done
     assert all(f"`{command}" in done.err for command in leads_to), done.err
     assert tsck(*arguments, "--json").json["error"]["kind"] == "usage"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_of_a_group_describes_its_commands(tsck: Tsck, group: str) -> None:
+    described = re.findall(r"^  (\S+)  +\S", tsck("help", group).out, re.MULTILINE)
+    assert described == [*GROUPS[group][1]]
+    assert tsck("help", group).code == 0
+
+
+def test_help_of_a_kind_is_its_entry_without_links(tsck: Tsck) -> None:
+    for kind in errors.BY_KIND:
+        done = tsck("help", kind)
+        assert (done.code, done.err) == (0, ""), kind
+        assert done.out.startswith(f"{kind}\n\n`{errors.BY_KIND[kind].__name__}`, exit code {errors.BY_KIND[kind].exit_code}"), kind
+        assert "Cause. " in done.out, kind
+        assert "Next step. " in done.out, kind
+        assert "](" not in done.out, kind
+        assert all(len(line) <= 100 for line in done.out.splitlines()), kind
 
 
 def test_help_and_version_are_commands_too(tsck: Tsck) -> None:
@@ -148,6 +168,9 @@ def problem_of(command: str) -> str:
         words = words[1:] if words[0] == "--no-pager" else words[2:]
     if not words or not words[0].strip("X") or words[0] in ("--help", "--version"):
         return ""
+    if words[0] == "help":
+        topics = {*commands(), *GROUPS, "exit-codes", "GROUP", "COMMAND", "KIND", "TOPIC", "X"}
+        return "" if {*words[1:]} <= topics else f"no help for {words[1]}"
     known = commands().get(words[0])
     if known is None:
         return f"there is no command {words[0]}"

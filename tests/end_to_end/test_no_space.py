@@ -4,12 +4,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tests.end_to_end.walks.walk import Walk
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small tmpfs")
 
@@ -41,6 +43,55 @@ def test_no_space(small_disk: Path, tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
         store.put_snapshot(make_state(last + 1), ref="job", step=last + 1, expect=f"job@{last}")
         assert store.resolve("job").step == last + 1
+
+
+def fill_up(disk: Path) -> None:
+    """What others write there."""
+    with (disk / "others").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_saves_fill_a_disk_and_the_printed_commands_free_it(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Walk(tmp_path, monkeypatch) as walk:
+        with tsck.open(small_disk / "store", create=True, codec="raw") as store:
+            step, full = 0, None
+            while full is None:
+                before = {path for path in (small_disk / "store").rglob("*/*/*") if path.is_file()}
+                try:
+                    store.put_snapshot({"weights": torch.randn(1 << 19)}, ref="job", step=(step := step + 1))
+                except tsck.NoSpaceError as exc:
+                    full = exc
+            assert {path for path in (small_disk / "store").rglob("*/*/*") if path.is_file()} == before, "it deleted what it had written"
+            fill_up(small_disk)
+            with pytest.raises(tsck.NoSpaceError):
+                store.tag("new", at="job")
+            walk.follow(walk.read(full, "the error"), "forget")
+            usage = walk.type(f"tsck usage -s {store.url}")
+            walk.follow(usage, "forget -s")
+            walk.follow(usage, "gc")
+            store.put_snapshot({"weights": torch.randn(1 << 18)}, ref="job", step=step, expect=tsck.ANY)
+            assert store.fsck(read_data=True).ok
+        with pytest.raises(tsck.NoSpaceError):
+            tsck.open(small_disk / "store", min_free="99%")
+        with tsck.open(small_disk / "store") as store:
+            fill_up(small_disk)
+            assert len(list(store.log("job"))) == step - 1
+
+
+def test_a_full_disk_is_named(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By saves, and by what writes a model file: also if torch hides the error of the write behind one of its own."""
+    with Walk(tmp_path, monkeypatch) as walk, tsck.open("store", create=True) as store:
+        store.put_snapshot({"weights": torch.randn(1 << 23)}, ref="job", step=1)
+        for suffix in ("pt", "safetensors"):
+            said = walk.type(f"tsck get job {small_disk}/x.{suffix} -s store", code=tsck.NoSpaceError.exit_code)
+            assert f"the disk at {small_disk} has" in said.err
+        assert not list(small_disk.iterdir())
+    with tsck.open(small_disk / "store", create=True, min_free=0) as store:
+        store.put_snapshot({"weights": torch.ones(3)}, ref="job", step=1)
+        fill_up(small_disk)
+        with pytest.raises(tsck.NoSpaceError, match=f"the disk at {small_disk} has .* of 24.0 MiB free"):
+            store.put_snapshot({"weights": torch.ones(4)}, ref="job", step=2)
 
 
 def test_read_only(small_disk: Path, tmp_path: Path) -> None:

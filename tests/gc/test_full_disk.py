@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.reserve import NAMES, STEP_BYTES, fill_reserve
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import NoSpaceError
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import ANY, Store
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import AT_ONCE, each_call, leave_orphans, open_store, put_all, require_sound, sizes, state, stay_in_one_thread
 
@@ -82,6 +83,40 @@ def test_without_space_for_an_entry_nothing_has_changed() -> None:
     assert sizes(disk) == before
     disk.free_pages = 1
     store.undo("other")
+
+
+@pytest.mark.parametrize("left", [1, len(NAMES)])
+def test_the_reserve_is_space_for_what_frees_space_and_for_nothing_else(left: int) -> None:
+    """With little of it left, too; forgetting something needs it as well."""
+    disk, store = full_disk(10_000)
+    fill_reserve(disk)
+    assert [info.size_bytes for info in disk.list("gc/")] == [STEP_BYTES] * len(NAMES)
+    disk.delete(NAMES[left:])
+    disk.free_pages = 0
+    with pytest.raises(NoSpaceError):
+        store.tag("new", "job")
+    with pytest.raises(NoSpaceError):
+        store.put_snapshot(big(10), ref="job", expect=ANY)
+    assert len([*disk.list("gc/")]) == left
+    store.set_policy("other", keep_last=1)
+    assert len([*disk.list("gc/")]) == left - 1
+    report = store.gc(AT_ONCE)
+    assert (report.freed_bytes > 0, report.not_recorded) == (True, "")
+    require_sound(open_store(disk), {"job": KEPT})
+    disk.free_pages = 10_000
+    store.gc(AT_ONCE)
+    assert len([*disk.list("gc/")]) == len(NAMES), "gc makes it whole again"
+
+
+def test_a_reserve_that_a_crash_tore_is_made_again_and_leaves_space_for_an_entry() -> None:
+    disk = Disk()
+    disk.free_pages = 3 * STEP_BYTES // PAGE_BYTES
+    disk.put(NAMES[1], b"torn")
+    fill_reserve(disk)
+    assert {info.name: info.size_bytes for info in disk.list("")} == {NAMES[0]: STEP_BYTES, NAMES[1]: 4}
+    disk.free_pages = 6 * STEP_BYTES // PAGE_BYTES
+    fill_reserve(disk)
+    assert [info.size_bytes for info in disk.list("gc/")] == [STEP_BYTES] * len(NAMES)
 
 
 def test_what_an_earlier_run_swept_is_deleted_first(monkeypatch: pytest.MonkeyPatch) -> None:

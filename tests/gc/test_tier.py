@@ -13,6 +13,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, InvalidOptionError, InvalidUrlError, PlaceUnavailableError
 from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.maintenance.copy_store import copy
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import (
@@ -141,6 +142,29 @@ def test_they_go_on_with_age_and_come_back_when_needed() -> None:
     store.migrate_tiers()
     store.gc(AT_ONCE)
     assert places.packs().keys() == {"colder"}
+    require_sound(places.open(), states)
+
+
+def test_the_age_of_a_copied_snapshot_counts_from_when_it_was_made() -> None:
+    source, places = Places(), Places()
+    states = put_daily(source, source.open(), 4)
+    places.clock.now_ns = source.clock.now_ns
+    store = places.open()
+    copy(source.open(), store)
+    store.set_policy("run", move_after=("60h", COLD))
+    assert store.migrate_tiers().packs != ()
+    require_sound(places.open(), states)
+
+
+def test_a_snapshot_to_which_a_branch_goes_back_is_young() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 2)
+    store.tag("there", "run@0")
+    places.clock.advance(9 * DAY_SECONDS)
+    store.reset("run", "there")
+    store.set_policy("run", move_after=("2d", COLD))
+    assert len(store.migrate_tiers().packs) == 1  # day 1 alone: the branch is at day 0 again
     require_sound(places.open(), states)
 
 

@@ -1,5 +1,6 @@
 """A user's view of one store, which is built once."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -19,4 +20,8 @@ def saved_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def host(tmp_path: Path, saved_host: Path) -> Host:
     """Six saves to a branch; the files of the test's own host."""
     shutil.copytree(saved_host, tmp_path, dirs_exist_ok=True)
-    return Host(tmp_path)
+    copied = Host(tmp_path)
+    (file,) = copied.state.iterdir()
+    seen = json.loads(file.read_text())
+    file.write_text(json.dumps({**seen, "url": str(copied.store), "inode": copied.store.stat().st_ino}) + "\n")
+    return copied

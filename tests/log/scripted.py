@@ -1,7 +1,7 @@
 """A log to test with, and a backend around another one that plays tricks on `create` and counts calls."""
 
 import itertools
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
 from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
@@ -113,6 +113,10 @@ class Tricky(MemoryBackend):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self._call("list", prefix)
         return self.inner.list(prefix)
+
+    def folders(self, start: str) -> Collection[str]:
+        self._call("folders", start)
+        return self.inner.folders(start)
 
     def sync_folders(self, name: str) -> None:
         self._call("sync_folders", name)

@@ -1,21 +1,25 @@
 """The fold and the views of its table, against a model made of dicts and lists."""
 
+import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.log import Entry, Op, RefTable
 from tensorstore_ck.log.field_checks import MAX_METRICS
 from tests.effort import effort
-from tests.log.scripted import entries_of, folded, new_id, put_op
+from tests.log.scripted import entries_of, folded, new_id, open_log, put_op
 
 REFS = ["main", "runs/a", "run"]
 NUMBERS = range(2)
 TXNS = [bytes([number]) * 16 for number in range(4)]
+ARRIVED_NS = 1000
 STEPS = [None, 0, -1, 1 << 40]
 
 
@@ -196,3 +200,23 @@ def test_annotations_stop_at_the_limit_of_a_row() -> None:
     info = RefTable(folded(entries_of([[put], *([op] for op in annotate)]))).by_root(put.fields["root"])
     assert info is not None
     assert set(info.metrics) == {f"0.{number}" for number in range(MAX_METRICS)}
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        ({"made_ns": 5, "triggers": ["at_steps", "mine"], "epoch": 2.5}, (5, ["at_steps", "mine"], 2.5)),
+        *(({"made_ns": wrong}, (ARRIVED_NS, [], None)) for wrong in (None, ARRIVED_NS + 1, -1, True, 5.0, "5", (1 << 64) - 1)),
+        *(({"triggers": wrong}, (1, [], None)) for wrong in (None, "at_steps", [1], [""], ["a\nb"], ["x" * 65], ["x"] * 17, {"x": 1})),
+        *(({"epoch": wrong}, (1, [], None)) for wrong in (None, 2, True, -0.5, math.nan, math.inf, "2.5")),
+    ],
+)
+def test_an_entry_is_believed_an_origin_of_its_snapshot_that_can_be_true(said: dict[str, Any], believed: tuple[Any, ...]) -> None:
+    """Made later than it arrived, a snapshot would never be old; other builds and programs write entries, too."""
+    put = put_op("main", 1)
+    log = open_log(MemoryBackend(), clock=lambda: ARRIVED_NS)
+    log.append(lambda _view: [Op({**put.fields, **said})])
+    info = log.view().snapshot(put.fields["snapshot"])
+    assert info is not None
+    assert (info.time_ns, info.triggers, info.epoch) == believed
+    assert info.arrived_ns == ARRIVED_NS

@@ -101,7 +101,7 @@ def lose_the_connection(folder: str, how: str, title: str) -> tuple[Told, list[i
 
 
 @pytest.mark.parametrize(
-    ("how", "title"), [("put", "differs by nature"), ("put_async", "differs by nature"), ("put_async", "the ranks of each host")]
+    ("how", "title"), [("put", "a TrainingState hold"), ("put_async", "a TrainingState hold"), ("put_async", "the ranks of each host")]
 )
 def test_an_agreement_of_which_one_rank_does_not_learn(pool: Pool, tmp_path: Path, how: str, title: str) -> None:
     make_store(tmp_path)

@@ -17,10 +17,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"model": [LINEAR, LINEAR]}, "model= has an object twice"),
     "keys": ({"model": {1: LINEAR}}, "must have strings as keys"),
     "optimizer": ({"model": LINEAR, "optimizer": LINEAR}, "optimizer must be a torch optimizer"),
-    "no model": ({"optimizer": torch.optim.SGD(LINEAR.parameters())}, "optimizer= needs model="),
+    "no model": (
+        {"optimizer": torch.optim.SGD(LINEAR.parameters())},
+        r"parameters of no given model \(2 of 2\): pass all models that it trains in model=",
+    ),
     "another model's": (
         {"model": LINEAR, "optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
         r"parameters of no given model \(2 of 2\)",
+    ),
+    "of tensors": (
+        {"model": LINEAR, "optimizer": torch.optim.SGD([torch.zeros(2, requires_grad=True), *LINEAR.parameters()])},
+        r"parameters of no given model \(1 of 3\).*keep them in a torch.nn.ParameterDict",
     ),
     "scheduler": ({"scheduler": 1}, "scheduler must be something with state_dict and load_state_dict"),
     "loader": (
@@ -150,3 +157,11 @@ def test_a_gradient_of_no_parameter(store: tsck.Store) -> None:
     store.put_snapshot(state, ref="runs/job")
     with pytest.raises(tsck.MismatchError, match="a gradient of 'other'"):
         training.restore(store, "runs/job")
+
+
+def test_another_model_on_the_same_ref_is_told_to_take_another_one(store: tsck.Store) -> None:
+    TrainingState(model=nn.Linear(2, 2)).put(store, ref="runs/one", step=1)
+    with pytest.raises(
+        tsck.MismatchError, match=r"^'runs/one' holds another model or optimizer .* give this one a ref of its own \(.*model\.0\."
+    ):
+        built()[1].restore(store, "runs/one")

@@ -4,7 +4,7 @@ The log says which (`place`, FORMAT.md), once per pack and permanently. All othe
 own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
@@ -185,8 +185,8 @@ class ColdTierBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """At all locations; the markers are not objects of the store."""
         yield from self._own.list(prefix)
-        for url, backend in (self._cold_backends() if not prefix or prefix.startswith(PACKS) else {}).items():
-            for info in backend.list(prefix or PACKS):
+        for url, backend in (self._cold_backends() if prefix.startswith(PACKS) else {}).items():
+            for info in backend.list(prefix):
                 pack = parse_ulid(info.name[-26:])
                 if pack is not None:
                     self._known[pack] = url
@@ -200,10 +200,10 @@ class ColdTierBackend:
         for url, here in by_url.items():
             self.at(url).delete(here)
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         """At all locations."""
         for backend in (self._own, *self._cold_backends().values()):
-            for info in backend.list_uploads():
+            for info in backend.list_uploads(folders):
                 self._uploads[info.name] = backend
                 yield info
 

@@ -9,6 +9,7 @@ dedup.py             which blocks need not be written
 unchanged_blocks.py  blocks on devices that are in the store already, and need not be read
 delta_bases.py       which blocks may be encoded against others
 rank_parts.py        what each rank has written and checked; the record of all
+failed_save.py       deletes what a save has written that failed for space
 publish.py           the log entry that publishes
 quota_check.py       refuses a save whose branch has no quota left
 branch_conflict.py   the error for a branch that another process moved

@@ -42,7 +42,7 @@ def elements_of(dtype: str, item_bytes: int) -> Elements:
 def guess_elements(raw: memoryview) -> Elements:
     """The elements whose planes are estimated to be smallest."""
     fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
-    return min(fitting, key=lambda each: estimate_planes_bytes(raw, each)) if len(raw) else BYTES
+    return min(fitting, key=lambda elements: estimate_planes_bytes(raw, elements)) if len(raw) else BYTES
 
 
 def planes_or_raw(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
@@ -67,7 +67,7 @@ def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> l
         return None
     widths, heads = _group(bits)
     groups = split(words, widths, rotated=elements.is_float)
-    coded = [coder.encode(group, each) for group, each in zip(groups, heads, strict=True)]
+    coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
     if all(how == GroupCoding.RAW for how, _ in coded):
         return None
     header = [_HEADER.pack(elements.item_bytes, ROTATED if elements.is_float else 0, len(groups))]
@@ -116,7 +116,7 @@ def _group(bits: list[float]) -> tuple[list[int], list[float]]:
     heads: list[float] = []
     at = 0
     while at < len(bits):
-        run = next((number for number, each in enumerate(bits[at:]) if each <= NOISE_BITS), len(bits) - at)
+        run = next((number for number, entropy in enumerate(bits[at:]) if entropy <= NOISE_BITS), len(bits) - at)
         width = 1 if run < 2 or run == 3 else 1 << (min(run, 4).bit_length() - 1)
         widths.append(width)
         heads.append(bits[at])

@@ -59,36 +59,36 @@ def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
     spare, more = _spares(min(step, len(into)), into.dtype)
     for start in range(0, len(into), step):
         piece = into[start : start + step]
-        found, part = spare[: len(piece)], more[: len(piece)]
+        merged, part = spare[: len(piece)], more[: len(piece)]
         shift = bits
         for number, group in enumerate(groups):
             shift -= 8 * group.dtype.itemsize
-            here = part if number else found
+            here = part if number else merged
             np.copyto(here, group[start : start + len(piece)])
             low = here >> 1 if rotated and not shift else None  # rotates back
             np.left_shift(here, bits - 1 if low is not None else shift - rotated, out=here)
             if number:
-                np.bitwise_or(found, here, out=found)
+                np.bitwise_or(merged, here, out=merged)
             if low is not None:
-                np.bitwise_or(found, low, out=found)
-        np.copyto(piece, found)
+                np.bitwise_or(merged, low, out=merged)
+        np.copyto(piece, merged)
 
 
 def zigzag_differences(words: Words, base: Words, *, is_float: bool) -> Words:
     """Zigzag-coded differences modulo 2^bits; of floats, differences in their order as integers."""
     bits = 8 * words.dtype.itemsize
     signed = np.dtype(f"<i{words.dtype.itemsize}")
-    found = np.empty_like(words)
-    for piece, other, out in _pieces(words, base, found):
+    differences = np.empty_like(words)
+    for piece, other, out in _pieces(words, base, differences):
         difference = _ordered(piece, is_float=is_float) - _ordered(other, is_float=is_float)
         np.left_shift(difference, 1, out=out)
         np.bitwise_xor(out, (difference.view(signed) >> (bits - 1)).view(words.dtype), out=out)
-    return found
+    return differences
 
 
-def add_differences(base: Words, found: Words, into: Words, *, is_float: bool) -> None:
-    """The inverse of `zigzag_differences`: writes `base` plus the differences `found` to `into`."""
-    for other, zigzag, out in _pieces(base, found, into):
+def add_differences(base: Words, differences: Words, into: Words, *, is_float: bool) -> None:
+    """The inverse of `zigzag_differences`: writes `base` plus `differences` to `into`."""
+    for other, zigzag, out in _pieces(base, differences, into):
         difference = (zigzag >> 1) ^ (0 - (zigzag & 1))
         out[:] = _ordered(_ordered(other, is_float=is_float) + difference, is_float=is_float)
 
@@ -99,8 +99,8 @@ def _ordered(words: Words, *, is_float: bool) -> Words:
         return words
     bits = 8 * words.dtype.itemsize
     sign: Words = (words.view(f"<i{words.dtype.itemsize}") >> (bits - 1)).view(words.dtype)
-    found: Words = words ^ (sign & words.dtype.type((1 << (bits - 1)) - 1))
-    return found
+    ordered: Words = words ^ (sign & words.dtype.type((1 << (bits - 1)) - 1))
+    return ordered
 
 
 def _pieces(*arrays: Words) -> Any:

@@ -72,8 +72,8 @@ def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview
 
 
 def _is_nan(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return found
+    is_nan: npt.NDArray[np.bool_] = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return is_nan
 
 
 def _pieces(words: npt.NDArray[Any]) -> Iterable[npt.NDArray[Any]]:

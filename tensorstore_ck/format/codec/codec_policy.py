@@ -81,7 +81,7 @@ class CodecPolicy:
 
 
 def check_delta(delta: object) -> DeltaOption:
-    """Checks the option ``delta``: True or False (store differences to earlier snapshots), every how many one is in full, or None.
+    """Checks the option ``delta``: True or False (store differences to earlier snapshots), the number of snapshots per full one, or None.
 
     Raises:
         InvalidOptionError: it is none of these.

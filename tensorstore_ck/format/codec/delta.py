@@ -32,12 +32,12 @@ HEAD_BYTES: Final = _HEADER.size
 
 def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
     """The estimated size in bytes of a block as a difference to `base`."""
-    some, other = (sample(words_of(each, elements.item_bytes)) for each in (raw, base))
-    found = zigzag_differences(some, other, is_float=elements.is_float)
-    changed = np.count_nonzero(found) / max(1, len(found))
+    some, other = (sample(words_of(data, elements.item_bytes)) for data in (raw, base))
+    differences = zigzag_differences(some, other, is_float=elements.is_float)
+    changed = np.count_nonzero(differences) / max(1, len(differences))
     if changed <= SPARSE_TO:
         return len(raw) * changed * (1 + 1 / elements.item_bytes)
-    return estimate_planes_bytes(bytes_of(found), elements._replace(is_float=False)) * len(raw) / found.nbytes
+    return estimate_planes_bytes(bytes_of(differences), elements._replace(is_float=False)) * len(raw) / differences.nbytes
 
 
 def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
@@ -48,8 +48,8 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: E
     changed = np.flatnonzero(words != others)
     if len(changed) > SPARSE_TO * len(words):
         form = SORTED if elements.is_float else DENSE
-        found = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
-        return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(found), plain, coder)]
+        differences = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
+        return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(differences), plain, coder)]
     gaps = np.diff(changed, prepend=-1).astype("<u4")
     values = zigzag_differences(words[changed], others[changed], is_float=elements.is_float)
     first = planes_or_raw(bytes_of(gaps), Elements(4, False), coder)
@@ -89,12 +89,12 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
         raise _misfit(name)
     dtype, is_float = np.dtype(f"<u{item_bytes}"), order == FLOATS
     if form != SPARSE:
-        found = np.empty(whole // item_bytes, dtype)
-        decode_planes(rest, bytes_of(found), name)
+        differences = np.empty(whole // item_bytes, dtype)
+        decode_planes(rest, bytes_of(differences), name)
         if form == SORTED:
-            add_sorted(words_of(base, item_bytes), found, words_of(into, item_bytes))
+            add_sorted(words_of(base, item_bytes), differences, words_of(into, item_bytes))
         else:
-            add_differences(words_of(base, item_bytes), found, words_of(into, item_bytes), is_float=is_float)
+            add_differences(words_of(base, item_bytes), differences, words_of(into, item_bytes), is_float=is_float)
         return
     if not changed:
         into[:] = base

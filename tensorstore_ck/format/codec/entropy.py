@@ -97,9 +97,9 @@ def decompress(stored: memoryview, size: int, name: str) -> bytes:
     try:
         declared = zstandard.frame_content_size(stored)
         if declared == size:  # checked before memory is allocated for it
-            found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
-            if len(found) == size:
-                return found
+            raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+            if len(raw) == size:
+                return raw
     except zstandard.ZstdError as exc:
         raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
     raise CorruptObjectError(f"{name}: a block decompresses to {declared} bytes, not {size}", object_id=name)

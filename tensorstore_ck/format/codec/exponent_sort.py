@@ -22,24 +22,24 @@ else:
 def sorted_differences(words: Words, base: Words) -> Words:
     """Zigzag differences of floats, stably sorted by the exponent of the base."""
     if not HAS_KERNEL:
-        found: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
-        return found
+        differences: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
+        return differences
     into = np.empty_like(words)
     _kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
     return into
 
 
-def add_sorted(base: Words, found: Words, into: Words) -> None:
+def add_sorted(base: Words, differences: Words, into: Words) -> None:
     """The inverse of `sorted_differences`."""
     if HAS_KERNEL:
-        _kernel.add_differences(bytes_of(found), bytes_of(base), bytes_of(into), into.dtype.itemsize)
+        _kernel.add_differences(bytes_of(differences), bytes_of(base), bytes_of(into), into.dtype.itemsize)
         return
-    unsorted = np.empty_like(found)
-    unsorted[np.argsort(exponents(base), kind="stable")] = found
+    unsorted = np.empty_like(differences)
+    unsorted[np.argsort(exponents(base), kind="stable")] = differences
     add_differences(base, unsorted, into, is_float=True)
 
 
 def exponents(words: Words) -> Words:
     """The exponents: the top bytes of the words rotated left by one bit."""
-    found: Words = ((words << 1) >> (8 * words.dtype.itemsize - 8)).astype(np.uint8)
-    return found
+    top_bytes: Words = ((words << 1) >> (8 * words.dtype.itemsize - 8)).astype(np.uint8)
+    return top_bytes

@@ -6,6 +6,7 @@ without a check. Here a save is one snapshot of all ranks, published at once, an
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,22 +16,24 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 
-from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState, rng
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.parameter_names import ParameterNames
+from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 REFUSED: Final = {
@@ -48,7 +51,7 @@ class SnapshotMixin:
     _checkpointer: Checkpointer | None
     _saved: list[Any]
     """What the Checkpointer saves."""
-    _folders: PendingFolders
+    _named: NamedSaves
     _values: dict[str, Any]
     _interrupted: list[Any]
     """Loaders that were restored in the middle of a pass."""
@@ -62,9 +65,9 @@ class SnapshotMixin:
         if kind is not None:
             raise InvalidOptionError(f"the states of {kind} cannot be saved by tsck.accelerate", object_id="accelerator")
         validate_ref_name(ref)
-        self._store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._store = opened(store)
         self._ref, self._asynchronous, self._checkpointer = ref, asynchronous, None
-        self._folders = PendingFolders()
+        self._named = NamedSaves()
         self._saved, self._values, self._interrupted = [], {}, []
         for loader in native._dataloaders:
             data_order.note_order(loader)
@@ -82,8 +85,7 @@ class SnapshotMixin:
     @property
     def _group(self) -> "dist.ProcessGroup | None":
         """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
-        is_group = dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1 or self._is_deepspeed)
-        return dist.group.WORLD if is_group else None
+        return all_ranks(also_one=self._is_deepspeed)
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -164,14 +166,11 @@ class SnapshotMixin:
         with held_engine.partitioned(self._engine):
             saved = checkpointer.step(config.iteration)
         config.iteration += 1
-        self._folders.finish(self._store.url)
+        self._named.finish()
         if saved is None or folder is None:
             return None
         if native.is_main_process or (config.save_on_each_node and native.is_local_main_process):
-            address = f"{self._ref}@{config.iteration - 1}" if isinstance(saved, PendingSnapshot) else saved.root
-            write_pointer(folder, SnapshotPointer(self._store.url, address, checkpointer.run))
-            if isinstance(saved, PendingSnapshot):
-                self._folders.add(saved, folder)
+            self._named.name(saved, [folder], self._store.url, self._ref, run=checkpointer.run)
             if config.automatic_checkpoint_naming and config.total_limit is not None:
                 rotate(folder.parent, config.total_limit)
         return folder
@@ -205,17 +204,9 @@ class SnapshotMixin:
 
     def _new_checkpointer(self) -> Checkpointer:
         limit = self._native.project_configuration.total_limit
-        require_own_ref(self._store, self._ref, "load_state()")
-        return Checkpointer(
-            self._store,
-            self._training(),
-            ref=self._ref,
-            when=Always(),
-            keep=None if limit is None else {"keep_last": limit},
-            free_dropped=limit is not None,
-            asynchronous=self._asynchronous,
-            group=self._group,
-        )
+        keep = None if limit is None else {"keep_last": limit}
+        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
+        return new_checkpointer(self._store, self._training(), self._ref, argument="load_state()", **options)
 
     def _training(self) -> TrainingState:
         native, engine = self._native, self._engine
@@ -277,7 +268,7 @@ class SnapshotMixin:
             if checkpointer is not None:
                 checkpointer.close()
         finally:
-            self._folders.finish(self._store.url)
+            self._named.finish()
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -287,34 +278,30 @@ class SnapshotMixin:
         """Restores what `save_state` saved, on any number of processes.
 
         Args:
-            input_dir: A folder of `save_state`; an address in the store, such as ``runs/x@10``; None: the newest intact snapshot of the
-                ref; or, if it has none, what accelerate's Accelerator loads. A folder that accelerate wrote is loaded as it does.
+            input_dir: A folder of `save_state`; an address in the store, such as ``runs/x@10``, or a branch, of which the newest intact
+                snapshot is loaded; None: that of the ref; or, if it has none, what accelerate's Accelerator loads. A folder that accelerate
+                wrote is loaded as it does.
             load_kwargs: For a folder that accelerate wrote.
             load_model_func_kwargs: For a folder that accelerate wrote.
 
         Raises:
             NotFoundError: there is no such snapshot.
             MismatchError: it does not fit models, optimizers or registered objects.
-            DamageError: it is damaged; without `input_dir`: all are.
+            DamageError: it is damaged; of a branch: all are.
         """
         self._finish_saves()
         input_dir = None if input_dir is None else os.path.expanduser(input_dir)
-        skipped: list[str] = []
-        while True:
-            address = self._address_of(input_dir, skipped)
-            if address is None:
-                folder = self._newest_native_folder() if input_dir is None else Path(input_dir)
-                super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
-                if match := AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
-                    self._native.project_configuration.iteration = int(match[1]) + 1
-                return None
-            try:
-                return self._restore(address, input_dir)
-            except DamageError as exc:
-                if input_dir is not None:
-                    raise
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+        address = self._ref if input_dir is None else self._address_of(input_dir)
+        if address is not None:
+            missing = "" if input_dir is None else f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
+            advice = "pass an earlier step, or load_state({}) to accept it"
+            search = ResumeSearch(self._store, address, self._group, advice=advice, missing=missing)
+            if search.restore(lambda named: self._restore(named, input_dir)) is not None:
+                return
+        folder = self._newest_native_folder() if input_dir is None else Path(input_dir)
+        super().load_state(os.fspath(folder), load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
+        if match := AUTOMATIC.fullmatch(folder.name):  # accelerate forgets it, and the next save would get the name of an old one
+            self._native.project_configuration.iteration = int(match[1]) + 1
 
     def _newest_native_folder(self) -> Path:
         """The newest that accelerate wrote; itself it would take one that names a snapshot, or that a kill left empty."""
@@ -324,10 +311,8 @@ class SnapshotMixin:
                 return native[-1]
         raise NotFoundError(f"{self._ref!r} has no snapshot yet, so there is nothing to load", object_id=self._ref)
 
-    def _address_of(self, given: str | None, skipped: list[str]) -> str | None:
+    def _address_of(self, given: str) -> str | None:
         """The snapshot to load; None: accelerate loads a folder of its own."""
-        if given is None:
-            return newest_address(self._store, self._ref, skipped, self._group, "load_state")
         if not os.path.isdir(given):
             return given
         pointer = read_pointer(given)
@@ -342,23 +327,17 @@ class SnapshotMixin:
             for hook in hooks.values():
                 hook([] if self._is_deepspeed else [*self._native._models], given)  # as accelerate
 
-    def _restore(self, address: str, given: str | None) -> None:
+    def _restore(self, address: str, given: str | None) -> Snapshot | None:
         native = self._native
-        training = self._training()
-        unknown = f"{address!r} is neither a folder nor a snapshot in {self._store.url}"
-        try:
-            with held_engine.partitioned(self._engine):
-                found = training.restore(self._store, address, group=self._group)
-        except (InvalidNameError, NotFoundError) as exc:
-            raise NotFoundError(f"{unknown}: {exc}", object_id=address) from exc
-        if found is None:
-            raise NotFoundError(unknown, object_id=address)
+        with held_engine.partitioned(self._engine):
+            found = self._training().restore(self._store, address, group=self._group)
         with rng.preserved():  # the hooks may draw from the generators
             self._call_load_hooks(given)
         native.step = self._values[ACCELERATOR_STEP]
         native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[LOADERS], strict=False)]
         self._interrupted = [loader for loader, state in found_loaders if data_order.restore(loader, state)]
+        return found
 
 
 def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
@@ -378,17 +357,9 @@ def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathL
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: accelerate has another version than those that are supported.
     """
-    if isinstance(accelerator, SnapshotMixin):
-        raise InvalidOptionError("this Accelerator saves into a store already", object_id="accelerator")
-    if not isinstance(accelerator, accelerate.Accelerator):
-        raise InvalidOptionError(f"attach an accelerate.Accelerator, not {accelerator!r}", object_id="accelerator")
-    kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    try:
-        SnapshotMixin._use_store(accelerator, store, ref, asynchronous=asynchronous)
-    except BaseException:
-        accelerator.__class__ = kind
-        raise
+    begin = partial(SnapshotMixin._use_store, accelerator, store, ref, asynchronous=asynchronous)
+    expected = "an accelerate.Accelerator"
+    mix_in(accelerator, SnapshotMixin, accelerate.Accelerator, begin, title="Accelerator", expected=expected)
 
 
 def _one_or_all(objects: list[Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from tensorstore_ck.integrations import persistent_workers
+from tensorstore_ck.integrations.trainer import persistent_workers
 
 State = dict[str, Any]
 

@@ -1,6 +1,5 @@
 """The versions of DeepSpeed that are supported, and the names of its engine that are replaced or used."""
 
-import inspect
 from typing import Any, Final
 
 import deepspeed
@@ -8,14 +7,12 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_optimizer
 from tensorstore_ck.integrations.deepspeed.global_names import has_other_experts, partly_tied
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
-SUPPORTED: Final = ((0, 19), (0, 20))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "deepspeed>=0.19,<0.20"
-TESTED_PACKAGE: Final = "deepspeed==0.19.8"
+PACKAGE: Final = Package("DeepSpeed", "deepspeed", (0, 19), (0, 20), "deepspeed==0.19.8")
 REPLACED: Final = {
     "save_checkpoint": ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
     "load_checkpoint": (
@@ -37,20 +34,9 @@ def require_supported(engine: Any) -> None:
         MissingExtraError: its version is not supported, or a name that is used has changed.
         InvalidOptionError: something in the engine cannot be saved.
     """
-    lowest, above = SUPPORTED
-    numbers = tuple(int(part) for part in deepspeed.__version__.split(".")[:2])
-    if not lowest <= numbers < above:
-        raise MissingExtraError(
-            f"DeepSpeed {deepspeed.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="deepspeed"
-        )
-    changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
-    changed += [name for name in USED if not hasattr(engine, name)]
-    if changed:
-        raise MissingExtraError(
-            f"the engine of DeepSpeed {deepspeed.__version__} has another {changed[0]} than the one that is used here: run "
-            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
-            object_id=f"deepspeed.DeepSpeedEngine.{changed[0]}",
-        )
+    PACKAGE.require_version(deepspeed.__version__)
+    changed = [*changed_methods(DeepSpeedEngine, REPLACED), *missing_attributes(engine, USED)]
+    PACKAGE.require_unchanged(deepspeed.__version__, changed, owner="the engine of", module="deepspeed.DeepSpeedEngine")
     if problem := _problem(engine):
         raise InvalidOptionError(f"tsck.deepspeed cannot save an engine with {problem}", object_id="engine")
 
@@ -77,8 +63,3 @@ def _problem(engine: Any) -> str | None:
     if optimizer is not None and not isinstance(base_optimizer(optimizer), torch.optim.Optimizer):
         return f"a client optimizer of the class {type(base_optimizer(optimizer)).__qualname__}"
     return None
-
-
-def _parameters(name: str) -> tuple[str, ...] | None:
-    method = getattr(DeepSpeedEngine, name, None)
-    return None if method is None else tuple(inspect.signature(method).parameters)

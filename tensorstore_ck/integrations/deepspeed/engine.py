@@ -14,19 +14,22 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
-from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
-from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 
 class SnapshotMixin:
@@ -77,8 +80,8 @@ class SnapshotMixin:
 
         Args:
             load_dir: A folder of `save_checkpoint`; a checkpoint in it that DeepSpeed wrote is loaded as DeepSpeed does.
-            tag: The tag of a save; or an address in the store, such as ``runs/x@10``. None: the newest intact snapshot of the ref; or, if
-                it has none, what DeepSpeed loads.
+            tag: The tag of a save; or an address in the store, such as ``runs/x@10``, or a branch, of which the newest intact snapshot is
+                loaded. None: that of the ref; or, if it has none, what DeepSpeed loads.
             load_module_strict: Whether stored weights must be exactly the model's.
             load_optimizer_states: Restore masters, moments and options of the optimizer; else masters follow from the weights.
             load_lr_scheduler_states: Restore the schedule.
@@ -91,7 +94,7 @@ class SnapshotMixin:
         Raises:
             NotFoundError: there is no such snapshot.
             MismatchError: it does not fit.
-            DamageError: it is damaged; without `tag`: all are.
+            DamageError: it is damaged; of a branch: all are.
         """
         snapshots = self._snapshots
         snapshots.finish()
@@ -99,32 +102,29 @@ class SnapshotMixin:
         parts -= set() if load_optimizer_states else {"optimizer", "scaler"}
         parts -= set() if load_lr_scheduler_states else {"scheduler"}
         parts = {"model"} if load_module_only else parts
-        skipped: list[str] = []
-        while True:
-            address = snapshots.address_of(Path(load_dir), tag, skipped)
-            if address is None:
-                found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
-                    os.fspath(load_dir),
-                    tag,
-                    load_module_strict,
-                    load_optimizer_states,
-                    load_lr_scheduler_states,
-                    load_module_only,
-                    custom_load_fn,
-                )
-                return found
+        search = snapshots.search(Path(load_dir), tag)
+
+        def restore(address: str) -> tuple[str | None, Any]:
             if custom_load_fn is not None:
                 raise InvalidOptionError(
                     f"custom_load_fn= cannot load the snapshot {address}: read its weights with store.checkout(..., select=['model.*'])",
                     object_id="custom_load_fn",
                 )
-            try:
-                return snapshots.restore(Path(load_dir), address, parts, strict=load_module_strict)
-            except DamageError as exc:
-                if tag is not None:
-                    raise
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+            return snapshots.restore(Path(load_dir), address, parts, strict=load_module_strict)
+
+        restored = None if search is None else search.restore(restore)
+        if restored is not None:
+            return restored
+        found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
+            os.fspath(load_dir),
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        return found
 
     def destroy(self) -> None:
         """Waits for the saves, then see DeepSpeed.
@@ -146,12 +146,11 @@ class _Snapshots:
         self._values: dict[str, Any] = {CLIENT_STATE: {}}
         self._state, self._shared = training_of(engine, self._values)
         self._checkpointer: Checkpointer | None = None
-        self._folders = PendingFolders()
+        self._named = NamedSaves()
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """All ranks; also of a single one, whose parameters are partitioned, too."""
-        return dist.group.WORLD
+        return all_ranks(also_one=True)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -165,27 +164,17 @@ class _Snapshots:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
         if self._checkpointer is None:
-            require_own_ref(self._store, self._ref, "load_checkpoint()")
-            self._checkpointer = Checkpointer(self._store, self._state, ref=self._ref, when=Always(), group=self._group, **self._options)
+            options = {"argument": "load_checkpoint()", "group": self._group, **self._options}
+            self._checkpointer = new_checkpointer(self._store, self._state, self._ref, **options)
         self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
         with partitioned(self._engine):
             saved = self._checkpointer.step(step, metadata={NOTE: {"tag": tag}})
-        self._name_published()
-        if saved is None or engine.global_rank:
-            return saved is not None
-        latest = folder / LATEST if save_latest else None
-        if isinstance(saved, PendingSnapshot):
-            write_pointer(folder / tag, SnapshotPointer(self._store.url, f"{self._ref}@{step}", self._checkpointer.run))
-            self._folders.add(saved, folder / tag, latest)
-        else:
-            write_pointer(folder / tag, SnapshotPointer(self._store.url, saved.root))
-            if latest is not None:
-                replace_file(latest, tag)
-        return True
-
-    def _name_published(self) -> None:
-        self._folders.finish(self._store.url)
+        self._named.finish()
+        if saved is not None and not engine.global_rank:
+            latest = folder / LATEST if save_latest else None
+            self._named.name(saved, [folder / tag], self._store.url, self._ref, run=self._checkpointer.run, latest=latest)
+        return saved is not None
 
     def finish(self) -> None:
         """Waits for the saves.
@@ -198,14 +187,19 @@ class _Snapshots:
             if checkpointer is not None:
                 checkpointer.close()
         finally:
-            self._name_published()
+            self._named.finish()
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
-    def address_of(self, folder: Path, tag: str | None, skipped: list[str]) -> str | None:
-        """The snapshot to load, on all ranks the same; None: DeepSpeed loads a checkpoint of its own, or finds none."""
-        if tag is None:
-            return newest_address(self._store, self._ref, skipped, self._group, "tag")
+    def search(self, folder: Path, tag: str | None) -> ResumeSearch | None:
+        """For the snapshot to load; None: DeepSpeed loads a checkpoint of its own."""
+        address = self._ref if tag is None else self._address_of(folder, tag)
+        missing = "" if tag is None else f"{address!r} is neither the tag nor the address of a snapshot in {self._store.url}"
+        advice = "pass an earlier step, or tag={} to accept it"
+        return ResumeSearch(self._store, address, self._group, advice=advice, missing=missing) if address else None
+
+    def _address_of(self, folder: Path, tag: str) -> str:
+        """The snapshot with a tag, on all ranks the same; empty: DeepSpeed loads a checkpoint of its own."""
 
         def look() -> bytes:
             pointer = read_pointer(folder / tag)
@@ -216,7 +210,7 @@ class _Snapshots:
                 return b""
             return (self._tagged(tag) or tag).encode()
 
-        return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode() or None
+        return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode()
 
     def _exists(self, address: str) -> bool:
         """False: the save that the pointer names was killed before it was published."""
@@ -235,7 +229,7 @@ class _Snapshots:
         for back, snapshot in enumerate(history):
             note = self._store.metadata(snapshot.root).get(NOTE)
             if isinstance(note, dict) and note.get("tag") == tag:
-                return f"{self._ref}~{back}" if back else self._ref
+                return address_through_ref(self._store, snapshot, self._ref, back)
         return None
 
     def restore(self, folder: Path, address: str, parts: set[str], *, strict: bool) -> tuple[str, dict[str, Any]]:
@@ -244,14 +238,10 @@ class _Snapshots:
         try:
             with partitioned(self._engine):
                 found = self._state.restore(self._store, address, group=self._group, parts=parts)
-        except StoreError as exc:
-            if isinstance(exc, NotFoundError):
-                raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot: {exc}", object_id=address) from exc
-            raise
         finally:
             self._shared.strict = True
         if found is None:
-            raise NotFoundError(f"{address!r} is neither the tag nor the address of a snapshot in {self._store.url}", object_id=address)
+            raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(found.root)))
         return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 
@@ -282,13 +272,10 @@ def attach(
         InvalidNameError: `ref` is no valid name.
         MissingExtraError: DeepSpeed has another version than those that are supported.
     """
-    if isinstance(engine, SnapshotMixin):
-        raise InvalidOptionError("this engine saves into a store already", object_id="engine")
-    if not isinstance(engine, DeepSpeedEngine):
-        raise InvalidOptionError(f"attach the engine that deepspeed.initialize returns, not {engine!r:.200}", object_id="engine")
-    require_supported(engine)
-    validate_ref_name(ref)
-    opened = store if isinstance(store, Store) else open_store(store, create=True)
-    kind = type(engine)
-    engine.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    engine._snapshots = _Snapshots(engine, opened, ref, asynchronous=asynchronous, keep=keep, free_dropped=keep is not None)
+
+    def begin() -> None:
+        require_supported(engine)
+        validate_ref_name(ref)
+        engine._snapshots = _Snapshots(engine, opened(store), ref, asynchronous=asynchronous, keep=keep)
+
+    mix_in(engine, SnapshotMixin, DeepSpeedEngine, begin, title="engine", expected="the engine that deepspeed.initialize returns")

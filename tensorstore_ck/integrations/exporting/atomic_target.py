@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.free_space import mount_point
 from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
 
 _OURS: Final = re.compile(
@@ -78,13 +79,13 @@ def atomic_folder(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
     target.check(overwrite=overwrite)
     folder = os.path.join(target.parent, f".{os.path.basename(target.path)[:200]}.{secrets.token_hex(6)}.part")
     try:
-        with os_errors("write", target.path):
+        with os_errors("write", target.path, target.parent):
             os.mkdir(folder)
         yield folder
-        with os_errors("write", target.path):
+        with os_errors("write", target.path, target.parent):
             sync_path(folder)
         target.check(overwrite=overwrite)  # again: another export may have ended meanwhile
-        with os_errors("write", target.path):
+        with os_errors("write", target.path, target.parent):
             _publish(folder, target)
             sync_path(target.parent)
     finally:
@@ -114,12 +115,12 @@ def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
     Raises:
         NoSpaceError: it is too small.
     """
-    with os_errors("write", path):
+    with os_errors("write", path, folder):
         free = shutil.disk_usage(folder).free
     if needed_bytes + MARGIN_BYTES > free:
         raise NoSpaceError(
-            f"{path} needs {needed_bytes:,} bytes, and {free:,} are free there: free space, choose another disk, or export a part with "
-            "--include (select=)",
+            f"{path} needs {needed_bytes:,} bytes, and {free:,} are free on the disk at {mount_point(folder)}: free space there, choose "
+            "another disk, or export a part with --include (select=)",
             object_id=path,
         )
 

@@ -36,7 +36,8 @@ class OutputFile:
         """`shown`: its name in messages, since `path` is temporary."""
         self.path = path
         self._shown = shown
-        with os_errors("write", shown):
+        self._folder = os.path.dirname(path) or "."
+        with os_errors("write", shown, self._folder):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._pieces: list[_Piece] = []
         self._writing = threading.Lock()
@@ -54,14 +55,14 @@ class OutputFile:
             piece = view[start : start + PIECE_BYTES]
             digest = blake3(piece).digest()
             # The kernel lets one thread at a time write to a file; the others would spin, for a third of the system time.
-            with self._writing, os_errors("write", self._shown):
+            with self._writing, os_errors("write", self._shown, self._folder):
                 self._pieces.append(_Piece(offset + start, len(piece), digest))
                 write_at(self._fd, [piece], offset + start)
             start_write_back(self._fd, offset + start, len(piece))
 
     def unlink(self) -> None:
         """Removes its name; the file is deleted when it is closed."""
-        with os_errors("write", self._shown):
+        with os_errors("write", self._shown, self._folder):
             os.unlink(self.path)
 
     def mapped(self) -> mmap.mmap:
@@ -100,7 +101,7 @@ class OutputFile:
 
         def work(region: range | None) -> None:
             if region is None:
-                with os_errors("write", self._shown):
+                with os_errors("write", self._shown, self._folder):
                     os.fsync(self._fd)
             else:
                 self._compare(region)

@@ -5,7 +5,6 @@ trainer_values.py  what transformers loses at a resume: losses that are not logg
 weights.py         how a model takes its weights, and which of them adapters leave as they are
 small_files.py     configuration and tokenizer, in each snapshot
 imported_folder.py an imported snapshot as transformers' own folder
-light_folder.py    the folder `checkpoint-N`, which names a snapshot
 compatibility.py   versions of transformers, and the private methods that are replaced
 
 A Trainer saves into the store whenever it would have written a checkpoint folder, and its own arguments keep their meaning. The folder

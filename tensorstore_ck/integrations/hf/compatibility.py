@@ -1,17 +1,14 @@
 """The versions of transformers that are supported, and the private methods of its Trainer that are replaced."""
 
-import inspect
 from typing import Final
 
 import transformers
 from transformers.trainer import Trainer as NativeTrainer
 
-from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods
 
-SUPPORTED: Final = ((5, 3), (6, 0))
-"""From the first up to, but not including, the second. 5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""
-SUPPORTED_PACKAGE: Final = "transformers>=5.3,<6"
-TESTED_PACKAGE: Final = "transformers==5.23.0"
+PACKAGE: Final = Package("transformers", "transformers", (5, 3), (6, 0), "transformers==5.23.0")
+"""5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""
 REPLACED: Final = {
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
@@ -36,23 +33,8 @@ def require_supported() -> None:
     Raises:
         MissingExtraError: its version is not supported, or a replaced method has changed.
     """
-    lowest, above = SUPPORTED
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not lowest <= version < above:
-        raise MissingExtraError(
-            f"transformers {transformers.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="transformers"
-        )
-    changed = [name for name, parameters in REPLACED.items() if _parameters(name) != parameters]
+    PACKAGE.require_version(transformers.__version__)
     loop = getattr(NativeTrainer, "_inner_training_loop", None)
-    changed += [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]
-    if changed:
-        raise MissingExtraError(
-            f"the Trainer of transformers {transformers.__version__} has another {changed[0]} than the one that is replaced here: run "
-            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
-            object_id=f"transformers.Trainer.{changed[0]}",
-        )
-
-
-def _parameters(name: str) -> tuple[str, ...] | None:
-    method = getattr(NativeTrainer, name, None)
-    return None if method is None else tuple(inspect.signature(method).parameters)
+    lost = [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]
+    changed = [*changed_methods(NativeTrainer, REPLACED), *lost]
+    PACKAGE.require_unchanged(transformers.__version__, changed, owner="the Trainer of", module="transformers.Trainer")

@@ -5,8 +5,7 @@ folder, which transformers reads), weights and optimizer after both exist, and t
 """
 
 import os
-import warnings
-from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,23 +15,25 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
-from tensorstore_ck.errors import DamageError, InvalidNameError, InvalidOptionError, NotFoundError
-from tensorstore_ck.integrations import held_engine, persistent_workers
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
-from tensorstore_ck.integrations.hf.light_folder import is_native, write_folder
-from tensorstore_ck.integrations.light_folders import PendingFolders, read_pointer
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, newest_address, published_or_newest, require_own_ref
+from tensorstore_ck.integrations.trainer import persistent_workers
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
@@ -82,14 +83,14 @@ class SnapshotMixin:
         if getattr(getattr(self._native.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
             raise InvalidOptionError("FSDP version 1 is on, which cannot be saved: set fsdp_config={'version': 2}", object_id="fsdp")
         validate_ref_name(ref)
-        self._store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._store = opened(store)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
         self._values: dict[str, Any] = {}
         self._frozen_base = weights.FrozenBase() if frozen_base else None
         self._frozen: list[str] = []
         self._is_resuming = False
-        self._folders = PendingFolders()
+        self._named = NamedSaves()
 
     @property
     def _native(self) -> Any:
@@ -99,8 +100,7 @@ class SnapshotMixin:
     @property
     def _group(self) -> "dist.ProcessGroup | None":
         """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
-        is_group = dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1 or self._native.is_deepspeed_enabled)
-        return dist.group.WORLD if is_group else None
+        return all_ranks(also_one=self._native.is_deepspeed_enabled)
 
     @property
     def _engine(self) -> Any:
@@ -113,8 +113,9 @@ class SnapshotMixin:
         """As transformers' Trainer.
 
         Args:
-            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``; or a
-                folder, of this Trainer or of transformers. A folder whose save was never published means the newest, with a warning.
+            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``, or a
+                branch, of which it is the newest intact snapshot; or a folder, of this Trainer or of transformers. A folder whose save was
+                never published means the newest, with a warning.
             trial: See transformers.
             ignore_keys_for_eval: See transformers.
 
@@ -125,47 +126,48 @@ class SnapshotMixin:
             ConflictError: the ref has snapshots of another run, and `resume_from_checkpoint` is not given.
             StoreError: a save failed permanently; see `Checkpointer`.
         """
-        self._checkpointer, skipped = None, list[str]()
+        self._checkpointer = None
         self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
-        resume_from_checkpoint = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
+        given = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
+        search = self._search(given, self._ref_of(trial))
         output: TrainOutput | None = None
         while output is None:
-            address = self._address_of(resume_from_checkpoint, self._ref_of(trial), skipped)
+            address = None if search is None else search.next_address()
             self._is_resuming = address is not None
             try:
-                folder = self._folder_for(address, resume_from_checkpoint)
+                folder = self._native_folder(given) if address is None else self._light_folder(address, given)
                 output = super().train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
-            except DamageError as exc:
-                if resume_from_checkpoint is not True or address is None or not self._is_resuming:
+            except StoreError as exc:
+                if search is None or not self._is_resuming:
                     raise
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
+                search.note_failure(exc)
         self._finish_saves()
         remove_imported(self._native.args.output_dir)
         return output
 
-    def _address_of(self, given: str | bool | None, ref: str, skipped: Collection[str]) -> str | None:
-        """The snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
+    def _search(self, given: str | bool | None, ref: str) -> ResumeSearch | None:
+        """For the snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
         if given is None or given is False:
             require_own_ref(self._store, ref, "resume_from_checkpoint=True")
             return None
-        if given is True:
-            return newest_address(self._store, ref, skipped, self._group, "resume_from_checkpoint")
-        if not os.path.isdir(given):
-            return given
-        pointer = read_pointer(given)
-        return None if pointer is None else pointer.address_in(self._store, given)
-
-    def _folder_for(self, address: str | None, given: str | bool | None) -> str | bool | None:
-        """What transformers resumes from."""
-        return self._native_folder(given) if address is None else self._light_folder(address, given)
+        address, missing = (
+            (ref, "") if given is True else (str(given), f"Can't find a valid checkpoint at {given}: there is no such folder")
+        )
+        if given is not True and os.path.isdir(address):
+            pointer = read_pointer(address)
+            if pointer is None:
+                return None
+            address = pointer.address_in(self._store, address)
+        missing = missing and f"{missing}, and no such snapshot in {self._store.url}"
+        advice = "pass an earlier step, or resume_from_checkpoint={} to accept it"
+        return ResumeSearch(self._store, address, self._group, advice=advice, missing=missing)
 
     def _native_folder(self, given: str | bool | None) -> str | bool | None:
         """True: the newest whole folder that transformers wrote, not a light one, whose save may never have been published."""
         if given is not True:
             return given
         for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
-            if is_native(folder):
+            if read_pointer(folder) is None and (Path(folder) / TRAINER_STATE_NAME).exists():  # their last file
                 return str(folder)
         raise ValueError(
             f"No valid checkpoint found in output directory ({self._native.args.output_dir}), and {self._ref!r} has no snapshot"
@@ -175,23 +177,18 @@ class SnapshotMixin:
         """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
         args = self._native.args
         values = trainer_values.target()
-        try:
-            imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
-            if imported is not None:
-                self._is_resuming = False
-                return str(imported)
-            found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
-        except InvalidNameError:
-            found = None  # the path of a folder that does not exist
+        imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
+        if imported is not None:
+            self._is_resuming = False
+            return str(imported)
+        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
         if found is None:
-            raise NotFoundError(
-                f"Can't find a valid checkpoint at {address}: there is no such folder, and no such snapshot in {self._store.url}",
-                object_id=address,
-            )
+            raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         is_given = isinstance(given, str) and os.path.isdir(given)
         folder = Path(str(given)) if is_given else self._folder(found.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
-            write_folder(folder, SnapshotPointer(self._store.url, found.root), values[trainer_values.STATE])
+            write_pointer(folder, SnapshotPointer(self._store.url, found.root))
+            replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE])
         if self._group is not None:
             dist.barrier(self._group)
         return str(folder)
@@ -283,14 +280,13 @@ class SnapshotMixin:
         metrics = trainer_values.step_metrics(state, self._store, self._group)
         with held_engine.partitioned(self._engine):
             saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch)
-        self._folders.finish(self._store.url)
+        self._named.finish()
         if saved is None:
             return  # the Checkpointer warned, and will raise if it goes on
         if native.args.should_save:
-            address = f"{self._ref_of(trial)}@{state.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
-            write_folder(folder, SnapshotPointer(self._store.url, address, self._checkpointer.run), self._values[trainer_values.STATE])
-            if isinstance(saved, PendingSnapshot):
-                self._folders.add(saved, folder)
+            # The pointer first: a kill before the second file must not leave what looks like a folder of transformers
+            self._named.name(saved, [folder], self._store.url, self._ref_of(trial), run=self._checkpointer.run)
+            replace_file(folder / TRAINER_STATE_NAME, self._values[trainer_values.STATE])
         if native.args.push_to_hub:
             native.save_model(str(folder), _internal_call=True)
             native._push_from_checkpoint(str(folder))
@@ -311,16 +307,8 @@ class SnapshotMixin:
                 metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
                 keep["keep_best"] = (1, metric, "max" if args.greater_is_better else "min")
         training = self._training(self._values, small_files.capture(self._native, self._group))
-        return Checkpointer(
-            self._store,
-            training,
-            ref=ref,
-            when=Always(),
-            keep=keep,
-            free_dropped=keep is not None,
-            asynchronous=self._asynchronous,
-            group=self._group,
-        )
+        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
+        return new_checkpointer(self._store, training, ref, argument="resume_from_checkpoint=True", **options)
 
     def _training(self, values: dict[str, Any], extra: dict[str, Any] | None = None) -> TrainingState:
         native = self._native
@@ -352,7 +340,7 @@ class SnapshotMixin:
         """
         if self._checkpointer is not None:
             self._checkpointer.close()
-            self._folders.finish(self._store.url)
+            self._named.finish()
 
     def _folder(self, step: int | None, trial: Any = None) -> Path:
         return Path(self._native._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -386,14 +374,5 @@ def attach(
     Raises:
         InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
     """
-    if isinstance(trainer, SnapshotMixin):
-        raise InvalidOptionError("this Trainer saves into a store already", object_id="trainer")
-    if not isinstance(trainer, transformers.Trainer):
-        raise InvalidOptionError(f"attach a transformers.Trainer, not {trainer!r}", object_id="trainer")
-    kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (SnapshotMixin, kind), {})
-    try:
-        SnapshotMixin._use_store(trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
-    except BaseException:
-        trainer.__class__ = kind
-        raise
+    begin = partial(SnapshotMixin._use_store, trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base)
+    mix_in(trainer, SnapshotMixin, transformers.Trainer, begin, title="Trainer", expected="a transformers.Trainer")

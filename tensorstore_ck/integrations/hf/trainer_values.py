@@ -12,8 +12,8 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LOSS, TRAINER_STATE
-from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.store import Store
+from tensorstore_ck.training.rank_group import ask_first_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

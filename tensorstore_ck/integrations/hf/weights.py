@@ -8,7 +8,8 @@ from transformers import Trainer as NativeTrainer
 
 from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.store import Store
-from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState, model_state
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,7 +28,8 @@ class FrozenBase:
             FrozenChangedError: one is trained now, or an operation has changed it. Saves in the background read these parameters while the
                 training goes on, so a snapshot could have values of a later step.
         """
-        found = {f"model.{name}": parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        parameters = ParameterNames({"": model}).parameters
+        found = {f"{MODEL}{name}": parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         if not self._declared:
             self._declared = {name: (parameter, parameter._version) for name, parameter in found.items()}
         for name, (parameter, version) in self._declared.items():
@@ -49,4 +51,5 @@ def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessG
     if type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled:
         TrainingState(model=native.model).restore(store, address, group=group, parts=("model",))
     else:
-        native.model.load_state_dict(store.checkout(address, select=["model.*"])["model"])
+        stored = store.checkout(address, select=["model.*"], group=group)["model"]
+        native.model.load_state_dict(model_state.state_dict_of(native.model, stored))

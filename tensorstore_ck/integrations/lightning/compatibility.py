@@ -2,15 +2,14 @@
 
 import dataclasses
 import importlib
-import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
-SUPPORTED: Final = ((2, 6), (3, 0))
-"""From the first up to, but not including, the second. Earlier ones call `Strategy.load_checkpoint` with other arguments."""
-SUPPORTED_PACKAGE: Final = "lightning>=2.6,<3"
-TESTED_PACKAGE: Final = "lightning==2.6.6"
+PACKAGE: Final = Package("Lightning", "lightning", (2, 6), (3, 0), "lightning==2.6.6")
+"""Earlier ones call `Strategy.load_checkpoint` with other arguments."""
 STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Whose states can be saved; and their subclasses."""
 METHODS: Final = {
@@ -74,18 +73,14 @@ def require_supported(trainer: Any) -> None:
     """
     package = package_of(trainer)
     version = _require_version(package.removesuffix(".pytorch"))
-    changed = [name for name, parameters in METHODS.items() if _parameters(f"{package}.{name}") != parameters]
+    changed = [*_changed(package, METHODS)]
     result = importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")
     for name, fields in FIELDS.items():
         found = getattr(result, name, None)
         if not dataclasses.is_dataclass(found) or tuple(each.name for each in dataclasses.fields(found)) != fields:
             changed.append(name)
-    for path, names in ATTRIBUTES.items():
-        found = trainer
-        for part in path.split("."):
-            found = getattr(found, part, None)
-        changed += [f"{path}.{name}" for name in names if not hasattr(found, name)]
-    _require_unchanged(changed, version)
+    changed += missing_attributes(trainer, (f"{path}.{name}" for path, names in ATTRIBUTES.items() for name in names))
+    PACKAGE.require_unchanged(version, changed)
     _require_strategy(trainer.strategy)
 
 
@@ -95,25 +90,22 @@ def require_supported_fabric(fabric: Any) -> None:
     if package not in ("lightning.fabric", "lightning_fabric"):
         raise InvalidOptionError(f"{type(fabric).__qualname__} is not a Fabric", object_id="fabric")
     version = _require_version(package.removesuffix(".fabric"))
-    _require_unchanged([name for name, parameters in FABRIC_METHODS.items() if _parameters(f"{package}.{name}") != parameters], version)
+    PACKAGE.require_unchanged(version, _changed(package, FABRIC_METHODS))
     _require_strategy(fabric.strategy)
 
 
 def _require_version(package: str) -> str:
     version: str = importlib.import_module(package).__version__
-    lowest, above = SUPPORTED
-    if not lowest <= tuple(int(part) for part in version.split(".")[:2]) < above:
-        raise MissingExtraError(f"Lightning {version} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="lightning")
+    PACKAGE.require_version(version)
     return version
 
 
-def _require_unchanged(changed: list[str], version: str) -> None:
-    if changed:
-        raise MissingExtraError(
-            f"Lightning {version} has another {changed[0]} than the one that is used here: run `pip install '{TESTED_PACKAGE}'`, with "
-            "which this was tested",
-            object_id=changed[0],
-        )
+def _changed(package: str, methods: Mapping[str, tuple[str, ...]]) -> Iterable[str]:
+    """`methods`: module, class and method -> parameters."""
+    for name, parameters in methods.items():
+        module, owner, method = f"{package}.{name}".rsplit(".", 2)
+        if [*changed_methods(importlib.import_module(module), {f"{owner}.{method}": parameters})]:
+            yield name
 
 
 def _require_strategy(strategy: object) -> None:
@@ -130,9 +122,3 @@ def is_sharded(strategy: object) -> bool:
 
 def _is_in(kind: type, package: str) -> bool:
     return kind.__module__.startswith(f"{package}.")
-
-
-def _parameters(name: str) -> tuple[str, ...] | None:
-    module, owner, method = name.rsplit(".", 2)
-    found = getattr(getattr(importlib.import_module(module), owner, None), method, None)
-    return None if found is None else tuple(inspect.signature(found).parameters)

@@ -12,18 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
-from tensorstore_ck.integrations.lightning.lightning_state import numbered
+from tensorstore_ck.integrations.lightning.lightning_state import numbered, require_whole
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
-from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import is_stateful
 from tensorstore_ck.training.stored_training import StoredTraining, read_training
 
@@ -59,7 +60,7 @@ def attach(
     strategy = fabric.strategy
     if isinstance(getattr(strategy.save_checkpoint, "__self__", None), FabricSnapshots):
         raise InvalidOptionError("this Fabric saves into a store already", object_id="fabric")
-    snapshots = FabricSnapshots(strategy, store if isinstance(store, Store) else open_store(store, create=True), ref, step, keep)
+    snapshots = FabricSnapshots(strategy, opened(store), ref, step, keep)
     strategy.save_checkpoint, strategy.load_checkpoint = snapshots.save_checkpoint, snapshots.load_checkpoint
 
 
@@ -76,7 +77,7 @@ class FabricSnapshots:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+        return all_ranks()
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -92,6 +93,7 @@ class FabricSnapshots:
         Raises:
             InvalidOptionError: it has options that a store cannot honour, or the state is no dict.
             ConflictError: the ref has snapshots of another run, none of which was loaded.
+            UnsupportedValueError: an optimizer of the state cannot be saved.
             StoreError: the save failed permanently; see `Checkpointer`.
         """
         if filter is not None or storage_options is not None:
@@ -100,6 +102,7 @@ class FabricSnapshots:
         objects = _objects(state)
         if self._checkpointer is None or any(objects[kind].items() != self._saved[kind].items() for kind in OBJECTS):
             require_own_ref(self._store, self._ref, "the newest checkpoint to fabric.load")
+            require_whole(objects["optimizer"].values())
             training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None, rank_values=self._values)
             self._checkpointer = Checkpointer(
                 self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=self._group
@@ -123,7 +126,8 @@ class FabricSnapshots:
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> State:
-        """See Fabric; restores the generators, too. `path` may be an address in the store, such as ``runs/x@10``.
+        """See Fabric; restores the generators, too. `path` may be an address in the store, such as ``runs/x@10``, or a branch, of which it
+        is the newest intact snapshot.
 
         Raises:
             NotFoundError: there is neither a file nor a snapshot.
@@ -136,11 +140,18 @@ class FabricSnapshots:
         if state is not None:
             _require_dict(state, "load")
         address = str(path) if pointer is None else pointer.address_in(self._store, str(path))
+        search = ResumeSearch(
+            self._store,
+            address,
+            self._group,
+            advice="load an earlier step, or {} to accept it",
+            missing=f"{address!r} is no file, and no snapshot of {self._store.url}",
+        )
+        return search.restore(lambda named: self._load_from(named, state, strict=strict)) or {}
+
+    def _load_from(self, address: str, state: Any, *, strict: bool) -> State:
         sharded = is_sharded(self._strategy)
-        try:
-            stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)
-        except NotFoundError as exc:
-            raise NotFoundError(f"{address!r} is no file, and no snapshot of {self._store.url}: {exc}", object_id=address) from exc
+        stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)
         self._checkpointer, self._count = None, stored.snapshot.step or 0  # the next save may go back to an earlier step
         if not state:
             return _checkpoint(stored)
@@ -171,7 +182,7 @@ def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None =
             continue
         stored = checkpoint.pop(name)
         if isinstance(each, nn.Module):
-            _module(each).load_state_dict(stored, strict=strict)
+            _module(each).load_state_dict(model_state.state_dict_of(_module(each), stored), strict=strict)
         elif is_stateful(each):
             each.load_state_dict(stored)
         else:

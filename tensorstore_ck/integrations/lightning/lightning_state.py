@@ -4,17 +4,19 @@ Weights and optimizers are stored by parameter name, as by every adapter, so tha
 dumps is each rank's own, and so is what it loses: positions of loaders and logged values. Generators are part of every `TrainingState`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
 from tensorstore_ck.state.check import inspect_state
-from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState, model_state
+from tensorstore_ck.training.own_optimizer import is_partitioned
 from tensorstore_ck.training.stored_training import StoredTraining
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ State = dict[str, Any]
 OWN: Final = "lightning"
 """Key of a rank's own values."""
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
-WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class TrainerValues:
@@ -86,15 +87,29 @@ def checkpoint_of(stored: StoredTraining, module: nn.Module | None) -> State:
     checkpoint: State = dict(values["checkpoint"])
     if module is not None and WEIGHTS not in checkpoint:
         weights = {**stored.shared.get("model", {}), **stored.buffers}
-        names = {_unwrapped(name): name for name in module.state_dict()}
-        checkpoint[WEIGHTS] = {names.get(name, name): each for name, each in weights.items()}
+        checkpoint[WEIGHTS] = model_state.state_dict_of(module, weights)
     if not values["weights_only"]:
         checkpoint[OPTIMIZERS] = [numbered(each) for each in _in_order(stored.shared.get("optimizer", {}))]
     return checkpoint
 
 
 def _optimizers(trainer: Any) -> list[Any] | None:
+    require_whole(trainer.strategy.optimizers)
     return list(trainer.strategy.optimizers) or None
+
+
+def require_whole(optimizers: Iterable[Optimizer]) -> None:
+    """Rejects optimizers that cannot load what the ranks saved.
+
+    Raises:
+        UnsupportedValueError: each rank has some of the states; Lightning loads all of them from one dict.
+    """
+    if any(map(is_partitioned, optimizers)):
+        raise UnsupportedValueError(
+            "Lightning cannot resume a ZeroRedundancyOptimizer from a snapshot: use another optimizer, or FSDPStrategy or "
+            "ModelParallelStrategy, which shard the states of any",
+            object_id="optimizer",
+        )
 
 
 def _in_order(states: Mapping[str, State]) -> list[State]:
@@ -109,13 +124,7 @@ def numbered(state: State) -> State:
         for name in group["params"]:
             numbers.setdefault(name, len(numbers))
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    return {"state": {numbers.get(name, name): each for name, each in state.get("state", {}).items()}, "param_groups": groups}
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return {**state, "state": {numbers.get(name, name): each for name, each in state.get("state", {}).items()}, "param_groups": groups}
 
 
 def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:

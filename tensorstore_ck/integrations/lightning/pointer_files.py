@@ -2,17 +2,19 @@
 
 import os
 from pathlib import Path
+from typing import Final
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tensorstore_ck.errors import InputError
-from tensorstore_ck.integrations.trainer_pointers import MAX_BYTES, SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.named_saves import PointerFiles
+from tensorstore_ck.integrations.trainer.pointers import MAX_BYTES, SnapshotPointer, replace_file
 
 
-def write_pointer(path: str, pointer: SnapshotPointer) -> None:
+def write_pointer(path: str | os.PathLike[str], pointer: SnapshotPointer) -> None:
     """Writes or replaces a pointer, or what Lightning left there."""
-    files, place = url_to_fs(path)
+    files, place = url_to_fs(str(path))
     if isinstance(files, LocalFileSystem):
         target = Path(place)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +42,11 @@ def read_pointer(path: str | os.PathLike[str]) -> SnapshotPointer | None:
     return SnapshotPointer.decode(begin, str(path)) if begin.startswith(b"{") else None
 
 
-def remove_pointer(path: str) -> None:
+def remove_pointer(path: str | os.PathLike[str]) -> None:
     """Removes a pointer if it is there."""
-    files, place = url_to_fs(path)
+    files, place = url_to_fs(str(path))
     if files.exists(place):
         files.rm(place)
+
+
+FILES: Final = PointerFiles(read_pointer, write_pointer, remove_pointer)

@@ -21,13 +21,13 @@ from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.moments import FilesNamedFirst, epoch_of, newest_metrics
-from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, remove_pointer, write_pointer
-from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume, world_group
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, require_own_ref
+from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
+from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume
+from tensorstore_ck.integrations.trainer.arguments import all_ranks
+from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
-from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 
@@ -79,7 +79,7 @@ class SnapshotMixin:
         self._asked: list[str] = []
         self._waits = self._postponed = self._is_naming = False
         self._step_seen = -1
-        self._unfinished: list[tuple[PendingSnapshot, list[str]]] = []
+        self._named = NamedSaves(FILES)
         self._resume = SnapshotResume(self._opened, ref)
 
     @property
@@ -93,7 +93,7 @@ class SnapshotMixin:
 
     def __getstate__(self) -> dict[str, Any]:
         """For a Strategy that starts processes, and for a module that is pickled with its Trainer."""
-        return {**vars(self), "_checkpointer": None, "_unfinished": []}
+        return {**vars(self), "_checkpointer": None, "_named": NamedSaves(FILES)}
 
     # --- start and resume ---------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class SnapshotMixin:
         when = Always() if self._when is None else FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
         keep = self._policy()
         options: dict[str, Any] = {"keep": keep, "free_dropped": keep is not None, "asynchronous": self._asynchronous}
-        self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=world_group(), **options)
+        self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=all_ranks(), **options)
         if self._resume.loaded is not None:
             self._checkpointer.note_resumed(self._resume.loaded)
 
@@ -245,36 +245,15 @@ class SnapshotMixin:
         saved = self._checkpointer.step(trainer.global_step, metrics, epoch=epoch_of(trainer), last=last)
         paths = list(self._asked)
         self._asked.clear()
-        self._finish_pointers(trainer)
+        self._named.finish()
         if self._checkpointer.preempted:
             trainer.should_stop = True
         if saved is None or not paths:
             return  # the Checkpointer warned, and will raise if it goes on
         if trainer.is_global_zero:
-            address = f"{self._ref}@{trainer.global_step}" if isinstance(saved, PendingSnapshot) else saved.root
-            for path in paths:
-                write_pointer(path, SnapshotPointer(self._store.url, address, self._checkpointer.run))
-            if isinstance(saved, PendingSnapshot):
-                self._unfinished.append((saved, paths))
+            self._named.name(saved, paths, self._store.url, self._ref, run=self._checkpointer.run)
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
-
-    def _finish_pointers(self, trainer: Any) -> None:
-        """Writes the root into pointers whose saves have ended; deletes those whose saves failed."""
-        left = []
-        for pending, paths in self._unfinished:
-            if not pending.done():
-                left.append((pending, paths))
-                continue
-            for path in paths:
-                found = read_pointer(path)
-                if found is None or found.address != f"{self._ref}@{pending.step}":
-                    continue  # ModelCheckpoint has removed or replaced it
-                try:
-                    write_pointer(path, SnapshotPointer(self._store.url, pending.wait().root))
-                except StoreError:
-                    remove_pointer(path)  # the Checkpointer has warned
-        self._unfinished = left
 
     # --- end ----------------------------------------------------------------------------------------------------------
 
@@ -292,8 +271,8 @@ class SnapshotMixin:
             self._step(trainer, last=True)
         if self._checkpointer is not None:
             self._checkpointer.close()
-            self._finish_pointers(trainer)
-        group = world_group()
+            self._named.finish()
+        group = all_ranks()
         if group is not None:
             dist.barrier(group)  # all ranks see the pointers
 
@@ -311,7 +290,7 @@ class SnapshotMixin:
                 self._checkpointer.wait()
             except StoreError as exc:
                 warnings.warn(f"a save failed: {exc}", stacklevel=2)
-            self._finish_pointers(trainer)
+            self._named.finish()
 
 
 class SnapshotCheckpoint(SnapshotMixin, ModelCheckpoint):  # type: ignore[misc]

@@ -3,37 +3,29 @@
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch.distributed as dist
-
-from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
 from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stored_training import StoredTraining, read_training
 
 State = dict[str, Any]
 FITTING: Final = "fit"
 RESUMES: Final = "_tsck_resumes"
 """Attribute of a Strategy."""
-
-
-def world_group() -> "dist.ProcessGroup | None":
-    """All ranks; None for one process."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 class _Loaded(NamedTuple):
@@ -59,7 +51,7 @@ class OpenedStore:
     def get(self) -> Store:
         """The open store."""
         if self._store is None:
-            self._store = self._given if isinstance(self._given, Store) else open_store(self._given, create=True)
+            self._store = opened(self._given)
         return self._store
 
 
@@ -121,25 +113,35 @@ class SnapshotResume:
         if pointer is not None and pointer.store != self._store.url and any(pointer.store == each._store.url for each in others):
             return load_natively()
         if is_newest:
-            stored = self._read_newest(trainer)
+            found = self._load_from(trainer, self._ref)
             self._newest_pointers.discard(path)
             shutil.rmtree(Path(path).parent, ignore_errors=True)
-        elif pointer is not None:
-            stored = self._read(trainer, pointer.address_in(self._store, path))
-        elif os.path.exists(path) or "://" in path:
+            return found
+        if pointer is not None:
+            return self._load_from(trainer, pointer.address_in(self._store, path))
+        if os.path.exists(path) or "://" in path:
             return load_natively()
-        else:
-            try:
-                stored = self._read(trainer, path)
-            except NotFoundError:
-                if any(each._store.url != self._store.url for each in others):
-                    return load_natively()  # the next callback's store may have it
-                raise
-        return self._checkpoint(trainer, stored)
+        try:
+            return self._load_from(trainer, path)
+        except NotFoundError:
+            if any(each._store.url != self._store.url for each in others):
+                return load_natively()  # the next callback's store may have it
+            raise
+
+    def _load_from(self, trainer: Any, address: str) -> State:
+        """Of a branch: of its newest intact snapshot, on all ranks the same."""
+        search = ResumeSearch(
+            self._store,
+            address,
+            all_ranks(),
+            advice="pass an earlier step, or ckpt_path={} to accept it",
+            missing=f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}",
+        )
+        return search.restore(lambda named: self._checkpoint(trainer, self._read(trainer, named))) or {}
 
     def _checkpoint(self, trainer: Any, stored: StoredTraining) -> State:
         fits = trainer.state.fn == FITTING
-        group = world_group()
+        group = all_ranks()
         if fits:
             values: State = stored.rank_values[OWN]
             self._loaded = _Loaded(stored.snapshot, values, stored.ranks == (1 if group is None else group.size()))
@@ -153,29 +155,12 @@ class SnapshotResume:
 
     def _read(self, trainer: Any, address: str) -> StoredTraining:
         parts: tuple[str, ...] = ("model", "optimizer") if trainer.state.fn == FITTING else ("model",)
-        try:
-            found = read_training(self._store, address, group=world_group(), parts=() if is_sharded(trainer.strategy) else parts)
-        except NotFoundError as exc:
-            missing = f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}"
-            raise NotFoundError(f"{missing}: {exc}", object_id=address) from exc
+        found = read_training(self._store, address, group=all_ranks(), parts=() if is_sharded(trainer.strategy) else parts)
         if OWN not in found.rank_values:
             raise InvalidOptionError(
                 f"{address!r} was not saved by tensorstore_ck.lightning: restore it with TrainingState.restore", object_id=address
             )
         return found
-
-    def _read_newest(self, trainer: Any) -> StoredTraining:
-        """The newest snapshot that is intact, on all ranks the same."""
-        skipped: list[str] = []
-        while True:
-            address = newest_address(self._store, self._ref, skipped, world_group(), "ckpt_path")
-            if address is None:
-                raise NotFoundError(f"the snapshots of {self._ref!r} were deleted meanwhile", object_id=self._ref)
-            try:
-                return self._read(trainer, address)
-            except DamageError as exc:
-                warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                skipped.append(address)
 
     # --- the loop goes on ---------------------------------------------------------------------------------------------
 
@@ -194,7 +179,7 @@ class SnapshotResume:
             _continue_epoch(loop)
         if loaded.is_same_size:
             TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
-        TrainingState().restore(self._store, loaded.snapshot.root, group=world_group(), parts=("generators",))
+        TrainingState().restore(self._store, loaded.snapshot.root, group=all_ranks(), parts=("generators",))
 
 
 def _end_epoch(loop: Any) -> None:

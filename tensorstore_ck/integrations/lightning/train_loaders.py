@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from tensorstore_ck.integrations import persistent_workers
+from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.training import rng
 
 LOADERS: Final = "_tsck_train_loaders"

@@ -1,6 +1,5 @@
 """The names of Megatron-core that are used in all versions, and the bases of the strategies, which differ."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -8,8 +7,8 @@ import megatron.core
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from tensorstore_ck.errors import MissingExtraError
-from tensorstore_ck.integrations.megatron.version import has_registry, require_supported_version
+from tensorstore_ck.integrations.megatron.version import PACKAGE, has_registry, require_supported_version
+from tensorstore_ck.integrations.trainer.versions import changed_functions
 
 if has_registry():
     from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy as SaveBase
@@ -20,7 +19,6 @@ else:
 
     LoadBase = object
 
-TESTED_PACKAGES: Final = "megatron-core==0.16.1 or megatron-core==0.19.2"
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (
         ShardedTensor,
@@ -53,13 +51,7 @@ def require_supported(used: Iterable[tuple[Callable[..., Any], tuple[str, ...]]]
         MissingExtraError: its version is not supported, or a name that is used has changed.
     """
     require_supported_version()
-    changed = [each.__qualname__ for each, parameters in (*USED, *used) if tuple(inspect.signature(each).parameters) != parameters]
-    if changed:
-        raise MissingExtraError(
-            f"Megatron-core {megatron.core.__version__} has another {changed[0]} than the one that is used here: install "
-            f"{TESTED_PACKAGES}, with which this was tested",
-            object_id=f"megatron.core.{changed[0]}",
-        )
+    PACKAGE.require_unchanged(megatron.core.__version__, changed_functions((*USED, *used)), module="megatron.core")
 
 
 __all__ = ["LoadBase", "SaveBase", "request_class", "require_supported"]

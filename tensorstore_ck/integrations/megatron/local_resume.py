@@ -6,8 +6,8 @@ from typing import Any
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.integrations.light_folders import read_pointer
 from tensorstore_ck.integrations.megatron.snapshot_folder import latest_folder, other_backend
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
 from tensorstore_ck.store import Store
 
 

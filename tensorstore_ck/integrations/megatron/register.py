@@ -10,9 +10,9 @@ from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 from tensorstore_ck.integrations.megatron.snapshot_folder import write_folder
 from tensorstore_ck.integrations.megatron.version import has_registry
+from tensorstore_ck.integrations.trainer.arguments import opened
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 
 if has_registry():
     from tensorstore_ck.integrations.megatron import registered_strategies as _versions
@@ -37,14 +37,15 @@ class Strategies(NamedTuple):
 
         Args:
             parent: The folder of checkpoint folders.
-            address: The snapshot; None: the newest intact one of the ref.
+            address: The snapshot; None: the newest one of the ref that is not marked. Nothing of it is read here, and a load of the folder
+                takes this snapshot and no other one: if it is damaged, pass an earlier one.
 
         Returns:
             The folder; None: the ref has no snapshots.
 
         Raises:
             NotFoundError: there is no such snapshot.
-            CorruptObjectError: none of the ref's snapshots can be restored.
+            CorruptObjectError: all of the ref's snapshots are marked.
             ConflictError: the folder has a checkpoint that another strategy wrote.
         """
         return write_folder(self.store, self.ref, Path(parent), address)
@@ -81,7 +82,7 @@ def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
     require_supported(_versions.USED)
     validate_ref_name(ref)
     register_safe_types()
-    opened = store if isinstance(store, Store) else open_store(store, create=True)
-    save, load = SaveStrategy(opened, ref), LoadStrategy(opened)
+    used = opened(store)
+    save, load = SaveStrategy(used, ref), LoadStrategy(used)
     _versions.route_to_store(save, load)
-    return Strategies(save, load, opened, ref)
+    return Strategies(save, load, used, ref)

@@ -1,12 +1,9 @@
-"""The types that Megatron's ``core/safe_globals.py`` lists, as types that the store can hold."""
+"""The types that Megatron's ``core/safe_globals.py`` lists and the standard library lacks, as types that the store can hold."""
 
-from argparse import Namespace
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from io import BytesIO
-from pathlib import PosixPath
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
@@ -19,10 +16,7 @@ def register_safe_types() -> None:
     """Lets the states of this process hold them. May be called again."""
     for each in (listed for listed in SAFE_GLOBALS if isinstance(listed, type) and issubclass(listed, Enum)):
         register_type(each, f"megatron.{each.__name__}", lambda member: member.name, partial(type(each).__getitem__, each))
-    register_type(Namespace, "argparse.Namespace", _attributes, lambda state: Namespace(**state))
-    register_type(SimpleNamespace, "types.SimpleNamespace", _attributes, lambda state: SimpleNamespace(**state))
     register_type(OptimizerConfig, "megatron.OptimizerConfig", _attributes, _with_attributes(OptimizerConfig))
-    register_type(PosixPath, "pathlib.PosixPath", str, PosixPath)
     register_type(BytesIO, "io.BytesIO", BytesIO.getvalue, BytesIO)
 
 

@@ -27,12 +27,12 @@ from tensorstore_ck.integrations.megatron.sharded_state import state_of
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, name_snapshot
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
-from tensorstore_ck.integrations.trainer_resume import ask_first_rank
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import Store
+from tensorstore_ck.training.rank_group import ask_first_rank
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 

@@ -5,15 +5,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.integrations.light_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer, replace_file
-from tensorstore_ck.integrations.trainer_resume import ask_first_rank, newest_address
+from tensorstore_ck.integrations.trainer.arguments import all_ranks
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, replace_file
 from tensorstore_ck.store import Store
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 BACKEND: Final = "tsck"
 """In the ``metadata.json`` of a folder."""
@@ -90,8 +91,12 @@ def _folder_of(parent: Path, iteration: int) -> Path:
 
 def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> Path | None:
     """See `Strategies.write_folder`; on all ranks."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    chosen = newest_address(store, ref, (), group, "address") if address is None else address
+    group = all_ranks(also_one=True)
+    chosen = (
+        ResumeSearch(store, ref, group, advice="pass an earlier one as address, or {} to accept it").next_address()
+        if address is None
+        else address
+    )
     if chosen is None:
         return None
 

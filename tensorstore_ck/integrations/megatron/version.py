@@ -4,11 +4,10 @@ from typing import Final
 
 import megatron.core
 
-from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.integrations.trainer.versions import Package, numbers_of
 
-SUPPORTED: Final = ((0, 16), (0, 20))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "megatron-core>=0.16,<0.20"
+PACKAGE: Final = Package("Megatron-core", "megatron-core", (0, 16), (0, 20), "megatron-core==0.19.2")
+"""Tested with 0.16.1, too."""
 
 
 def has_registry() -> bool:
@@ -27,13 +26,8 @@ def require_supported_version() -> None:
     Raises:
         MissingExtraError: the installed version is not supported.
     """
-    lowest, above = SUPPORTED
-    if not lowest <= _installed() < above:
-        raise MissingExtraError(
-            f"Megatron-core {megatron.core.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`",
-            object_id="megatron-core",
-        )
+    PACKAGE.require_version(megatron.core.__version__)
 
 
 def _installed() -> tuple[int, ...]:
-    return tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
+    return numbers_of(megatron.core.__version__)

@@ -1,6 +1,5 @@
 """The versions of NVRx that are supported, and the names that are overridden or used."""
 
-import inspect
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, Final
@@ -9,12 +8,9 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import ExchangePlan, GroupWrapper
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import ReplicationStrategy
 
-from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.integrations.trainer.versions import Package, changed_functions
 
-SUPPORTED: Final = ((0, 4), (0, 8))
-"""From the first up to, but not including, the second."""
-SUPPORTED_PACKAGE: Final = "nvidia-resiliency-ext>=0.4,<0.8"
-TESTED_PACKAGE: Final = "nvidia-resiliency-ext>=0.4.1,<=0.7.0"
+PACKAGE: Final = Package("NVRx", "nvidia-resiliency-ext", (0, 4), (0, 8), "nvidia-resiliency-ext>=0.4.1,<=0.7.0")
 ABSTRACT: Final = frozenset({"_cleanup", "_cleanup_failed_save", "_load", "_my_ckpt_ids", "_save"})
 """What a manager must define."""
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
@@ -38,18 +34,8 @@ def require_supported() -> None:
         MissingExtraError: its version is not supported, or a name that is used has changed.
     """
     installed = version("nvidia-resiliency-ext")
-    lowest, above = SUPPORTED
-    if not lowest <= tuple(int(part) for part in installed.split(".")[:2]) < above:
-        raise MissingExtraError(
-            f"NVRx {installed} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`",
-            object_id="nvidia-resiliency-ext",
-        )
-    changed = [used.__qualname__ for used, parameters in USED if tuple(inspect.signature(used).parameters) != parameters]
+    PACKAGE.require_version(installed)
+    changed = [*changed_functions(USED)]
     if BaseCheckpointManager.__abstractmethods__ != ABSTRACT:
         changed.append(BaseCheckpointManager.__qualname__)
-    if changed:
-        raise MissingExtraError(
-            f"NVRx {installed} has another {changed[0]} than the one that is used here: run "
-            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
-            object_id=changed[0],
-        )
+    PACKAGE.require_unchanged(installed, changed)

@@ -5,11 +5,10 @@ from typing import Any, Final
 import ray
 
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
+from tensorstore_ck.integrations.trainer.versions import Package
 
-SUPPORTED: Final = ((2, 56), (3, 0))
-"""From the first up to, but not including, the second. Earlier ones cannot list checkpoints without a wait (`timeout_s`)."""
-SUPPORTED_PACKAGE: Final = "ray[train]>=2.56,<3"
-TESTED_PACKAGE: Final = "ray[train]==2.60.0"
+PACKAGE: Final = Package("Ray", "ray[train]", (2, 56), (3, 0), "ray[train]==2.60.0")
+"""Earlier ones cannot list checkpoints without a wait (`timeout_s`)."""
 
 
 def num_to_keep() -> int | None:
@@ -19,10 +18,7 @@ def num_to_keep() -> int | None:
         MissingExtraError: Ray's version is not supported, or a private name is not what it was.
         InvalidOptionError: this process is no worker of Ray Train.
     """
-    lowest, above = SUPPORTED
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if not lowest <= version < above:
-        raise MissingExtraError(f"Ray {ray.__version__} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="ray")
+    PACKAGE.require_version(ray.__version__)
     try:
         from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415 - a private name
     except ImportError as exc:
@@ -58,7 +54,7 @@ def reported_checkpoints() -> list[Any]:
 
 def _changed(name: str | None) -> MissingExtraError:
     return MissingExtraError(
-        f"Ray {ray.__version__} has no {name}, or Ray Train version 1 is switched on: run `pip install '{TESTED_PACKAGE}'`, with which "
+        f"Ray {ray.__version__} has no {name}, or Ray Train version 1 is switched on: run `pip install '{PACKAGE.tested}'`, with which "
         "this was tested",
         object_id=f"ray.{name}",
     )

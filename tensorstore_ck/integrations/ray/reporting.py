@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 import ray.train
 import torch.distributed as dist
 
-from tensorstore_ck.errors import DamageError, InputError, InvalidOptionError, NotFoundError, StoreError
-from tensorstore_ck.integrations.light_folders import POINTER, read_pointer, write_pointer
+from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import num_to_keep
 from tensorstore_ck.integrations.ray.kept_checkpoints import follow_ray, pin_reported
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank
+from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, address_through_ref
+from tensorstore_ck.integrations.trainer.saves import Always
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_search import DAMAGES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,7 +115,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
         MismatchError: it does not fit.
         DamageError: none of the existing snapshots can be restored.
     """
-    group = _require_worker(store)
+    group, skipped = _require_worker(store), ""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
@@ -125,8 +127,8 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
             )
         try:
             return _restore_named(pointer.address, state, store, ref, group)
-        except (DamageError, NotFoundError) as exc:
-            warnings.warn(f"the snapshot {pointer.address[:16]} that Ray's checkpoint names was skipped: {exc}", stacklevel=2)
+        except (*DAMAGES, NotFoundError) as exc:
+            skipped = f"the snapshot {pointer.address[:16]} that Ray's checkpoint names was skipped: {exc}"
     found = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()
     if found is None and checkpoint is not None:
         raise NotFoundError(
@@ -134,6 +136,8 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
             "it was reported from",
             object_id=ref,
         )
+    if found is not None and skipped:
+        warnings.warn(f"{skipped}; resuming from {found.ref}@{found.step} instead", stacklevel=2)
     return found
 
 
@@ -142,9 +146,9 @@ def _restore_named(root: str, state: object, store: Store, ref: str, group: "Pro
         if ref not in store.branches():
             return root.encode()
         found = store.resolve(root)
-        address = f"{ref}@{found.step}"  # through the ref, so that the next save may follow it
-        if store.resolve(address).root != found.root:
-            raise NotFoundError(f"{address} is another snapshot by now", object_id=root)
+        address = address_through_ref(store, found, ref)  # so that the next save may follow it
+        if address == found.root:
+            raise NotFoundError(f"{ref} has another snapshot of step {found.step} by now", object_id=root)
         return address.encode()
 
     address = ask_first_rank(store, group, f"the address of {root}", name).decode()

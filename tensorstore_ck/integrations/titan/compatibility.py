@@ -2,15 +2,12 @@
 
 import dataclasses
 import importlib
-import inspect
-from typing import Any, Final
+from typing import Final
 
-from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods
 
-SUPPORTED: Final = ((0, 3), (0, 4))
-"""From the first up to, but not including, the second. Earlier ones have no interface for checkpoint managers."""
-SUPPORTED_PACKAGE: Final = "torchtitan>=0.3,<0.4"
-TESTED_PACKAGE: Final = "torchtitan==0.3.0"
+PACKAGE: Final = Package("torchtitan", "torchtitan", (0, 3), (0, 4), "torchtitan==0.3.0")
+"""Earlier ones have no interface for checkpoint managers."""
 METHODS: Final = {
     "_save": ("self", "curr_step", "last_step"),
     "_load": ("self", "step"),
@@ -39,21 +36,7 @@ def require_supported() -> None:
         MissingExtraError: its version is not supported, or a name that is used has changed.
     """
     version = importlib.import_module("torchtitan").__version__
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    lowest, above = SUPPORTED
-    if not lowest <= numbers < above:
-        raise MissingExtraError(f"torchtitan {version} is not supported: run `pip install '{SUPPORTED_PACKAGE}'`", object_id="torchtitan")
+    PACKAGE.require_version(version)
     manager = importlib.import_module("torchtitan.components.checkpointer").CheckpointManager
-    changed = [name for name, parameters in METHODS.items() if _parameters(manager, name) != parameters]
-    changed += sorted(OPTIONS ^ {field.name for field in dataclasses.fields(manager.Config)})
-    if changed:
-        raise MissingExtraError(
-            f"the CheckpointManager of torchtitan {version} has another {changed[0]} than the one that is used here: run "
-            f"`pip install '{TESTED_PACKAGE}'`, with which this was tested",
-            object_id=f"torchtitan.CheckpointManager.{changed[0]}",
-        )
-
-
-def _parameters(manager: Any, name: str) -> tuple[str, ...] | None:
-    method = getattr(manager, name, None)
-    return None if method is None else tuple(inspect.signature(method).parameters)
+    changed = [*changed_methods(manager, METHODS), *sorted(OPTIONS ^ {field.name for field in dataclasses.fields(manager.Config)})]
+    PACKAGE.require_unchanged(version, changed, owner="the CheckpointManager of", module="torchtitan.CheckpointManager")

@@ -6,9 +6,7 @@ save is one snapshot of all ranks, with their generators, and `keep_latest_k` is
 
 import copy
 import json
-import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -20,15 +18,17 @@ from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, TRA
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
-from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.titan.weights import weights_of
-from tensorstore_ck.integrations.trainer_resume import Always, ask_first_rank, newest_address, require_own_ref
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.futures import future_of
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.training_state import PARTS
 
 IN_STORE: Final = "tsck://"
@@ -118,15 +118,15 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             raise InvalidOptionError("nothing can be saved in comm.mode fake_backend: turn checkpoint.enable off", object_id="comm.mode")
         self._parts, self._ref, self._keep = model_parts, config.ref, config.keep
         validate_ref_name(config.ref)
-        self._store = open_store(config.store, create=True)
+        self._store = opened(config.store)
 
     def __del__(self) -> None:
         """Nothing: `close` waits for other ranks, which a finalizer must not."""
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """All ranks; also of a single one, whose parameters are DTensors, too."""
-        return dist.group.WORLD if dist.is_initialized() else None
+        """Also of a single rank, whose parameters are DTensors, too."""
+        return all_ranks(also_one=True)
 
     def _training(self, *, restores: bool = False) -> TrainingState:
         """What is saved. `restores`: for a restore, without what is excluded."""
@@ -161,7 +161,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             if self._checkpointer is None:
                 self._checkpointer = self._new_checkpointer(self._training(), asynchronous=self.async_mode != AsyncMode.DISABLED)
             saved = self._checkpointer.step(curr_step)
-            self.save_future = _future(saved) if isinstance(saved, PendingSnapshot) else None
+            self.save_future = future_of(saved) if isinstance(saved, PendingSnapshot) else None
             if last_step:
                 self._finish_saves()
             return saved is not None
@@ -176,20 +176,11 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             return checkpointer.step(step, metadata={_NOTE: _WEIGHTS_ONLY}) is not None
 
     def _new_checkpointer(self, state: TrainingState, *, asynchronous: bool) -> Checkpointer:
-        require_own_ref(self._store, self._ref, "checkpoint.load_step, or leave it out,")
         keep = self._keep
         if keep is None and self.keep_latest_k > 0:
             keep = {"keep_last": self.keep_latest_k}
-        return Checkpointer(
-            self._store,
-            state,
-            ref=self._ref,
-            when=Always(),
-            keep=keep,
-            free_dropped=keep is not None,
-            asynchronous=asynchronous,
-            group=self._group,
-        )
+        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": asynchronous}
+        return new_checkpointer(self._store, state, self._ref, argument="checkpoint.load_step, or leave it out,", **options)
 
     def _finish_saves(self) -> None:
         self.save_future = None
@@ -217,42 +208,44 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
     def _load(self, step: int = -1) -> bool:
         with structured_logger.log_trace_span("checkpoint_load"):
             self._finish_saves()
-            skipped: list[str] = []
-            ended: list[str] = []
-            while (address := self._next_address(step, skipped, ended)) is not None:
-                try:
-                    saved_step, is_weights_only = self._describe(address)
-                    if not is_weights_only or saved_step == 0:
-                        self._restore(address, weights_only=saved_step == 0)
-                        if ended:
-                            warnings.warn(f"{ended[0]}. The training goes on from step {saved_step}", stacklevel=2)
-                        return True
-                except DamageError as exc:
-                    if step != -1:
-                        raise
-                    warnings.warn(f"{address} was skipped: {exc}", stacklevel=2)
-                else:
-                    here = f"{self._ref}@{saved_step}"
-                    ended.append(
-                        f"a run has ended with {here}, which has only its weights (checkpoint.last_save_model_only): to train on from "
-                        f'them, pass checkpoint.initial_load_path="{IN_STORE}{here}" and another checkpoint.ref'
-                    )
-                    if step != -1:
-                        raise MismatchError(ended[0], object_id=address)
-                skipped.append(address)
-            return self._load_initial(step)
+            address = self._ref if step == -1 else f"{self._ref}@{step}"
+            exists = step == -1 or self._ask(f"whether {self._ref!r} exists", lambda: self._ref in self._store.branches())
+            loads_snapshot = exists and self._load_snapshot(address, named=step != -1)
+            return loads_snapshot or self._load_initial(step)
 
-    def _next_address(self, step: int, skipped: list[str], ended: list[str]) -> str | None:
-        """The snapshot to try next, on all ranks the same; None: the ref has none yet."""
-        if step != -1:
-            exists = self._ask(f"whether {self._ref!r} exists", lambda: self._ref in self._store.branches())
-            return f"{self._ref}@{step}" if exists else None
+    def _load_snapshot(self, address: str, *, named: bool) -> bool:
+        """False: the ref has no snapshots yet."""
+        advice = "set checkpoint.load_step to an earlier step, or to that of {} to accept it"
+        search = ResumeSearch(self._store, address, self._group, advice=advice)
+        ended = ""
+        while (found := self._next_address(search, ended)) is not None:
+            try:
+                saved_step, is_weights_only = self._describe(found)
+                if not is_weights_only or saved_step == 0:
+                    self._restore(found, weights_only=saved_step == 0)
+                    return True
+            except StoreError as exc:
+                search.note_failure(exc)
+                continue
+            here = f"{self._ref}@{saved_step}"
+            reason = (
+                f"a run has ended with {here}, which has only its weights (checkpoint.last_save_model_only): to train on from "
+                f'them, pass checkpoint.initial_load_path="{IN_STORE}{here}" and another checkpoint.ref'
+            )
+            if named:
+                raise MismatchError(reason, object_id=address)
+            ended = ended or reason
+            search.skip(reason)
+        return False
+
+    @staticmethod
+    def _next_address(search: ResumeSearch, ended: str) -> str | None:
         try:
-            return newest_address(self._store, self._ref, skipped, self._group, "checkpoint.load_step")
+            return search.next_address()
         except CorruptObjectError as exc:
             if not ended:
                 raise
-            raise MismatchError(ended[0], object_id=self._ref) from exc
+            raise MismatchError(ended, object_id=exc.object_id) from exc
 
     def _describe(self, address: str) -> tuple[int | None, bool]:
         """Step of a snapshot, and whether it has nothing but weights."""
@@ -292,17 +285,3 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             return loaded
         self._restore(path.removeprefix(IN_STORE), weights_only=self.initial_load_model_only)
         return True
-
-
-def _future(pending: PendingSnapshot) -> Future[Snapshot]:
-    """What torchtitan declares a save in the background to be."""
-    future: Future[Snapshot] = Future()
-
-    def settle(ended: PendingSnapshot) -> None:
-        if ended.snapshot is not None:
-            future.set_result(ended.snapshot)
-        else:
-            future.set_exception(ended.error)
-
-    pending.published.on_settled(settle)
-    return future

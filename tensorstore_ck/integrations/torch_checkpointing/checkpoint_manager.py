@@ -14,12 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-import torch.distributed as dist
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
-from tensorstore_ck.integrations.trainer_resume import newest_address
+from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.futures import future_of
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
@@ -28,8 +29,9 @@ from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.state import LoadReport, LoadWarning
 from tensorstore_ck.store import Store
-from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_search import ResumeSearch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,7 +93,7 @@ class CheckpointManager:
         policy = None if keep is None else Policy.of_rules(keep)
         validate_ref_name(ref)
         self._owns_store = not isinstance(store, Store)
-        self._store: Store = store if isinstance(store, Store) else open_store(store, create=True)
+        self._store = opened(store)
         self._ref, self._timeout_seconds = ref, timeout_seconds
         self._pending: PendingSnapshot | None = None
         self._closed = False
@@ -109,7 +111,7 @@ class CheckpointManager:
     @property
     def _group(self) -> "ProcessGroup | None":
         """Also of one rank, which may have DTensors."""
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return all_ranks(also_one=True)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class CheckpointManager:
             return None
         self._pending = self._store.put_snapshot_async(state, **options)
         self._note_save()
-        return _future_of(self._pending)
+        return future_of(self._pending)
 
     def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "ProcessGroup | None") -> tuple[Any, Any, int | None]:
         """What all ranks have in common, and this rank's own; a failure here is raised on all ranks. With the step."""
@@ -212,28 +214,73 @@ class CheckpointManager:
             DamageError: it is damaged.
             ClosedManagerError: after `close`.
         """
-        self._require_open("load")
-        self._finish_pending()
         if metadata_format is not None:
             raise InvalidOptionError("metadata_format= is for files: `tsck import` makes snapshots of them", object_id="metadata_format")
+        into = self._begin_load(into, map_location)
+        checkpoint_id, title = require_id(checkpoint_id), f"the load of checkpoint {checkpoint_id!r}"
+        find = partial(self._address_of, checkpoint_id)
+        address = ask_first_rank(self._store, self._group, title, lambda: find().encode(), timeout_seconds=self._timeout_seconds).decode()
+        return self._restore(address, checkpoint_id, into, map_location, strict=strict)
+
+    def load_newest(
+        self, into: Mapping[str, Any] | None = None, *, map_location: Any = None, strict: bool = False
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """Loads the newest checkpoint that is neither marked nor damaged, as `load` does; a warning names each one that is skipped.
+
+        torch_checkpointing has no such method: its users look for folders.
+
+        Args:
+            into: See `load`.
+            map_location: See `load`.
+            strict: See `load`.
+
+        Returns:
+            The checkpoint's id, on all ranks the same, and the loaded items; None: there is none yet.
+
+        Raises:
+            SnapshotMarkedBadError: replicas had drifted apart, so that the user must choose.
+            DamageError: none of the existing checkpoints can be loaded.
+            StoreError: see `load`.
+        """
+        items = self._begin_load(into, map_location)
+
+        def load(address: str) -> tuple[str, Mapping[str, Any]]:
+            checkpoint_id = self._id_at(address)
+            return checkpoint_id, self._restore(address, checkpoint_id, items, map_location, strict=strict)
+
+        return self._search().restore(load)
+
+    def newest_id(self) -> str | None:
+        """The id of the newest checkpoint that is not marked as damaged or bad, on all ranks the same; None: there is none yet.
+
+        Reads nothing of it: use `load_newest` to skip a checkpoint whose damage is not known yet.
+        """
+        self._require_open("look")
+        address = self._search().next_address()
+        return None if address is None else self._id_at(address)
+
+    def _search(self) -> ResumeSearch:
+        advice = "pass {} or the id of an earlier checkpoint to load()"
+        return ResumeSearch(self._store, self._ref, self._group, advice=advice, timeout_seconds=self._timeout_seconds)
+
+    def _id_at(self, address: str) -> str:
+        root = self._store.resolve(address).root
+        return str(self._note(root).get("id", root))
+
+    def _begin_load(self, into: Mapping[str, Any] | None, map_location: object) -> Mapping[str, Any]:
+        """What to load into, once the previous save has ended."""
+        self._require_open("load")
+        self._finish_pending()
         if not (map_location is None or isinstance(map_location, str | torch.device)):
             raise InvalidOptionError(f"map_location= must be a device, not {map_location!r}", object_id="map_location")
-        if into is None:
-            into = dict.fromkeys(self._specs.items)
-            if not into:
-                raise UnfitItemsError("load requires into=, or items in the Config, to know which items to read", object_id="into")
-        checkpoint_id = require_id(checkpoint_id)
-        group = self._group
-        if group is None:
-            address = self._address_of(checkpoint_id)
-        else:
-            title = f"the load of checkpoint {checkpoint_id!r}"
-            find = partial(self._address_of, checkpoint_id)
-            address = self._store.session.groups.broadcast(
-                group, title, lambda: find().encode(), timeout_seconds=self._timeout_seconds
-            ).decode()
+        items = dict.fromkeys(self._specs.items) if into is None else into
+        if into is None and not items:
+            raise UnfitItemsError("load requires into=, or items in the Config, to know which items to read", object_id="into")
+        return items
+
+    def _restore(self, address: str, checkpoint_id: str, into: Mapping[str, Any], map_location: Any, *, strict: bool) -> Mapping[str, Any]:
         read = partial(self._read, checkpoint_id, into, strict, "cpu" if map_location is None else map_location)
-        found: Mapping[str, Any] = self._store.restoring(address, read, group=group, timeout_seconds=self._timeout_seconds)[0]
+        found: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
         return found
 
     def _address_of(self, checkpoint_id: str) -> str:
@@ -243,9 +290,7 @@ class CheckpointManager:
         try:
             for back, snapshot in enumerate(self._store.log(self._ref)):
                 if snapshot.step in steps and self._note(snapshot.root).get("id") == checkpoint_id:
-                    at_step = f"{self._ref}@{snapshot.step}" if snapshot.step is not None else self._ref
-                    through = (self._ref, at_step, f"{self._ref}~{back}")
-                    return next((each for each in through if self._is_at(each, snapshot)), snapshot.root)
+                    return address_through_ref(self._store, snapshot, self._ref, back)
         except NotFoundError:
             pass  # nothing was saved yet
         try:
@@ -256,12 +301,6 @@ class CheckpointManager:
                 "lists the snapshots",
                 object_id=checkpoint_id,
             ) from exc
-
-    def _is_at(self, address: str, snapshot: Snapshot) -> bool:
-        try:
-            return self._store.resolve(address).root == snapshot.root
-        except NotFoundError:
-            return False
 
     def _note(self, root: str) -> dict[str, Any]:
         note = self._store.metadata(root).get(NOTE)
@@ -303,18 +342,6 @@ class CheckpointManager:
             )
         return own
 
-    def newest_id(self) -> str | None:
-        """The id of the newest checkpoint that is not marked as damaged or bad, on all ranks the same; None: there is none yet.
-
-        torch_checkpointing has no such method: its users look for folders.
-        """
-        self._require_open("look")
-        address = newest_address(self._store, self._ref, (), self._group, "load")
-        if address is None:
-            return None
-        root = self._store.resolve(address).root
-        return str(self._note(root).get("id", root))
-
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
@@ -350,20 +377,6 @@ class CheckpointManager:
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise ClosedManagerError(f"cannot {what} with a closed CheckpointManager: create another one", object_id="CheckpointManager")
-
-
-def _future_of(pending: PendingSnapshot) -> "Future[Snapshot]":
-    future: Future[Snapshot] = Future()
-    future.set_running_or_notify_cancel()
-
-    def settle(ended: PendingSnapshot) -> None:
-        if ended.snapshot is not None:
-            future.set_result(ended.snapshot)
-        else:
-            future.set_exception(ended.error or StoreError("the save ended without a snapshot"))
-
-    pending.published.on_settled(settle)
-    return future
 
 
 def _is_below(name: str, key: str) -> bool:

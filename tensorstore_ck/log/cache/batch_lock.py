@@ -1,6 +1,6 @@
 """The lock that a batch holds against other processes, with a counter that shows waiting processes the holder's progress.
 
-A record lock, since a forked child would inherit flock's. The lock file contains two numbers of 8 bytes, little-endian: a count
+It is a record lock: a forked child would inherit a lock of flock. The lock file contains two numbers of 8 bytes, little-endian: a count
 that grows while a batch works, and the process id of the last holder. They are only hints.
 """
 
@@ -30,7 +30,7 @@ class BatchLock:
 
     @contextmanager
     def held(self, *, wait: bool) -> Iterator[None]:
-        """Holds it.
+        """Holds the lock.
 
         Raises:
             TableBusyError: another process holds it, and `wait` is false, or the holder is stopped or makes no progress.

@@ -1,7 +1,7 @@
 """A table on disk, and one in memory that replaces it when it fails: the cache never blocks a save.
 
 Readers and the fold of the log see one table that always answers. When the table on disk fails, or a stopped process holds its lock,
-a table in memory is filled from the log and used instead: until the lock is free, or, after a failure, as long as this handle is open.
+a table in memory is filled from the log and used instead. It is used until the lock is free; after a failure, until this handle is closed.
 """
 
 import logging

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import lmdb
 
+from tensorstore_ck.log.cache.allocated_file import allocate
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_rows import get_row, protect, read_page
 from tensorstore_ck.log.cache.lmdb_view import LmdbView
@@ -33,6 +34,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
+_MAX_READERS: Final = 1024
+_LOCK_BYTES: Final = (_MAX_READERS + 16) * 64
+"""Of lock.mdb: as many readers, and their head."""
 _CHECK_TRIES: Final = 3
 _CHECK_AGAIN_SECONDS: Final = 0.002
 _META: Final = struct.Struct("<16xII112xQ")
@@ -101,8 +105,9 @@ class Environment:
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """A batch that excludes those of all threads and processes. Not in the main thread, except by `shielded`: Ctrl-C at its end
-        could leave the locks held.
+        """A batch that excludes all other batches of any thread and process.
+
+        The main thread uses it only through `shielded`: Ctrl-C at its end could leave the locks held.
         """
         self._require_usable()  # in a child, a thread that it does not have may hold the locks
         with self._write_lock:
@@ -230,9 +235,10 @@ class Environment:
         return TableDamagedError(self._failure, object_id=str(self.folder))
 
     def _open(self) -> Any:
+        allocate(self.folder / "lock.mdb", _LOCK_BYTES)  # LMDB writes it through a map, and the other one by system calls
         # With sync or metasync off a power failure leaves LMDB damaged, or back in time.
         opened = lmdb.open(
-            str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=1024, mode=0o600
+            str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=_MAX_READERS, mode=0o600
         )
         try:
             opened.reader_check()  # killed readers keep their slots, and the pages that they read
@@ -261,8 +267,8 @@ class Environment:
                 return
 
     def _check_metas(self) -> None:
-        found = os.fstat(self._data_file)
-        if (found.st_mtime_ns, found.st_size) == self._intact:
+        status = os.fstat(self._data_file)
+        if (status.st_mtime_ns, status.st_size) == self._intact:
             return
         metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
         size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
@@ -272,7 +278,7 @@ class Environment:
             magic, version, last_page = _META.unpack(meta)
             if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > size_bytes:
                 raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
-        self._intact = found.st_mtime_ns, found.st_size
+        self._intact = status.st_mtime_ns, status.st_size
 
     def _close_data_file(self) -> None:
         if self._data_file >= 0:

@@ -1,4 +1,4 @@
-"""Rows in LMDB, each with a checksum, as LMDB has none: one by its key, or a page of them."""
+"""Rows in LMDB, read by key or in pages. Each has a checksum, since LMDB has none."""
 
 from typing import Any, Final
 from zlib import crc32
@@ -34,17 +34,17 @@ def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[I
     items: list[Item] = []
     with txn.cursor() as cursor:
         if not reverse:
-            found = cursor.set_range(low)
+            has_row = cursor.set_range(low)
         elif high is not None and cursor.set_range(high):
-            found = cursor.prev()
+            has_row = cursor.prev()
         else:
-            found = cursor.last()
-        while found and len(items) < PAGE_ITEMS:
+            has_row = cursor.last()
+        while has_row and len(items) < PAGE_ITEMS:
             key, stored = cursor.item()
             if key < low if reverse else (high is not None and key >= high):
                 break
             items.append((key, _unprotect(key, stored)))
-            found = cursor.prev() if reverse else cursor.next()
+            has_row = cursor.prev() if reverse else cursor.next()
     return items
 
 

@@ -1,7 +1,7 @@
 """A handle on an LMDB environment, which several handles of one process share.
 
-The registry below is the package's only global state, since LMDB environments are per process and path. A forked child inherits it but
-must not use its environments: there an inherited table raises `TableDamagedError`.
+The registry below is global, since LMDB environments are per process and path. A forked child inherits it but must not use its
+environments: in the child, an inherited table raises `TableDamagedError`.
 """
 
 import os

@@ -50,7 +50,7 @@ class LmdbView:
         return scan_pages(self._page, prefix, start, reverse)
 
     def copy_into_memory(self) -> None:
-        """Ends the transaction; the rows stay. If they cannot be read, each later read raises what a closed transaction raises."""
+        """Ends the transaction; the rows stay. If the rows cannot be read, each later read raises the error of a closed transaction."""
         with self._lock:
             if self._copied is not None:
                 return

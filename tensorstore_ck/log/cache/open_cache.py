@@ -30,7 +30,7 @@ _UNUSED_SECONDS: Final = 30 * 24 * 3600
 def open_table(cache_dir: Path | None, key: str) -> Table:
     """The host's table for `key`, which is safe in a file name: in `cache_dir` or the user's cache directory, else local tmp, else memory.
 
-    Never fails: without a cache on disk everything is slower, and a `CacheWarning` says so.
+    Never fails. Without a cache on disk everything is slower; a `CacheWarning` reports it.
     """
     name = host_key(key)
     user_cache = platformdirs.user_cache_path("tensorstore_ck", appauthor=False) if cache_dir is None else cache_dir

@@ -12,7 +12,7 @@ NS: Final = 1_000_000_000
 OWN_LOCATION: Final = AgeStage(0.0, "")
 """The store's own location."""
 UNCHANGED: Final = AgeStage(0.0, "as it is")
-"""Without a rule: packs in the store are needed there, and moved packs stay where they are."""
+"""The target without an age rule: a pack in the store stays there, and a moved pack stays where it is."""
 
 
 class AgeTarget(NamedTuple):
@@ -31,41 +31,41 @@ class AgeTarget(NamedTuple):
 def age_targets(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
     """The target of each snapshot that has a holder other than an undo window; empty if no policy has rules of ageing.
 
-    A snapshot's age counts from when it was made, or when its branch was last reset to it; of several branches the youngest age counts.
-    Without any branch it counts from when it was made, by the rules of the branch it was saved to.
-    A pinned snapshot is in use: it belongs at the store's own location.
+    A snapshot's age counts from when it was made, or from the last reset of its branch to it; with several branches the youngest age
+    counts. For a snapshot on no branch, the rules of the branch that it was saved to apply. A pinned snapshot is in use: its target is the
+    store's own location.
 
     Raises:
         InvalidOptionError: a newer build made one of the policies.
     """
-    found: dict[Ulid, AgeTarget] = {}
+    targets: dict[Ulid, AgeTarget] = {}
 
     def add(ulid: Ulid, policies: Iterable[Policy], since_ns: int) -> None:
         target = _age_target(policies, (now_ns - since_ns) / NS)
-        found[ulid] = target.with_other(found[ulid]) if ulid in found else target
+        targets[ulid] = target.with_other(targets[ulid]) if ulid in targets else target
 
-    is_said = False
+    has_age_rules = False
     for branch in view.branches():
         own = policies_of(view, branch).values()
-        is_said |= any(policy.ages for policy in own)
+        has_age_rules |= any(policy.ages for policy in own)
         for move in view.moves(branch):
             info = view.snapshot(move.ulid)
             add(move.ulid, own, info.time_ns if info is not None and move.op == "put" else move.time_ns)
     pinned = {pin.ulid for pin in view.pins()}
     tagged = {row.ulid for tag in view.tags() if (row := view.tag_row(tag)) is not None}
-    for ulid in (pinned | tagged) - found.keys():
+    for ulid in (pinned | tagged) - targets.keys():
         info = view.snapshot(ulid)
         if info is not None:
             own = policies_of(view, info.ref).values()
-            is_said |= any(policy.ages for policy in own)
+            has_age_rules |= any(policy.ages for policy in own)
             add(ulid, own, info.time_ns)
-    for ulid in pinned & found.keys():
-        found[ulid] = AgeTarget(OWN_LOCATION, found[ulid].small)
-    return found if is_said or view.locations() else {}
+    for ulid in pinned & targets.keys():
+        targets[ulid] = AgeTarget(OWN_LOCATION, targets[ulid].small)
+    return targets if has_age_rules or view.locations() else {}
 
 
 def _age_target(policies: Iterable[Policy], age_seconds: float) -> AgeTarget:
-    """By the policies of one branch: the last stage that it is old enough for."""
+    """The target by the policies of one branch: the last stage whose age is reached."""
     own = list(policies)
     passed = [stage for policy in own for stage in policy.move_after if age_seconds >= stage.after_seconds]
     young = OWN_LOCATION if any(policy.move_after for policy in own) else UNCHANGED

@@ -13,9 +13,9 @@ from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choo
 from tensorstore_ck.log.retention.policy import Policy
 
 LONG: Final = 256
-"""With up to this many snapshots in a branch, policies are applied at each save."""
+"""Policies are applied at each save to a branch of up to this many snapshots."""
 LONG_EVERY: Final = 64
-"""With more, at one save in this many."""
+"""With more snapshots, policies are applied at one save in this many."""
 
 
 def policies_of(view: RefTable, ref: str) -> dict[str, Policy]:
@@ -24,14 +24,14 @@ def policies_of(view: RefTable, ref: str) -> dict[str, Policy]:
     Raises:
         InvalidOptionError: a newer build made one of them, with rules that this one does not know.
     """
-    found = {}
+    policies = {}
     for glob, row in view.policies().items():
         if fnmatchcase(ref, glob):
             try:
-                found[glob] = Policy.decode(row.rules)
+                policies[glob] = Policy.decode(row.rules)
             except InvalidOptionError as exc:
                 raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
-    return found
+    return policies
 
 
 def verdicts(
@@ -59,7 +59,7 @@ def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> 
 
 
 def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
-    """The operation that expires the planned snapshots, without those that are gone or got a holder since."""
+    """The operation that expires the planned snapshots. Leaves out snapshots that are gone or got a holder since."""
     if not going or view.branch(ref) is None:
         return []
     left = [ulid for ulid, why in reasons_despite_policy(candidates(view, ref)).items() if ulid in going and not why]
@@ -67,11 +67,11 @@ def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
 
 
 class UnmatchedRuleWarning(UserWarning):
-    """A retention rule goes by a metric, a trigger or an epoch that no snapshot of a branch has: it expires nothing there."""
+    """A retention rule uses a metric, a trigger or an epoch that no snapshot of a branch has. It expires nothing there."""
 
 
 def unmatched_rules(ref: str, policies: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> list[str]:
-    """What is wrong with the rules of a branch that match nothing in its history, and what to do."""
+    """A message for each rule that matches nothing in a branch's history: the problem and the advice."""
     return [
         f"the policy for {glob!r} matches nothing in {ref!r}, so nothing goes that it could keep: {rule}. Correct the rule "
         "(`tsck policy set`), or pass what it names to the saves"
@@ -93,10 +93,10 @@ def expire_at_put(view: RefTable, put: Op, now_ns: int) -> list[Op]:
         return []
     if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
-    found = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotInfo.of_op(put.fields, 0, now_ns))
-    for problem in unmatched_rules(ref, policies, [verdict.info for verdict in found]):
+    judged = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotInfo.of_op(put.fields, 0, now_ns))
+    for problem in unmatched_rules(ref, policies, [verdict.info for verdict in judged]):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=2)
-    going = [verdict.info.ulid for verdict in found if not verdict.stays]
+    going = [verdict.info.ulid for verdict in judged if not verdict.stays]
     return [Op.expire(ref, going)] if going else []
 
 
@@ -109,11 +109,11 @@ def _is_due(view: RefTable, ref: str) -> bool:
 
 def _holders(view: RefTable) -> dict[Ulid, list[str]]:
     """Holders of snapshots other than branches."""
-    found: defaultdict[Ulid, list[str]] = defaultdict(list)
+    holders: defaultdict[Ulid, list[str]] = defaultdict(list)
     for tag in view.tags():
         row = view.tag_row(tag)
         if row is not None:
-            found[row.ulid].append(f"tag {tag}")
+            holders[row.ulid].append(f"tag {tag}")
     for pin in view.pins():
-        found[pin.ulid].append(f"pinned by {pin.owner}")
-    return found
+        holders[pin.ulid].append(f"pinned by {pin.owner}")
+    return holders

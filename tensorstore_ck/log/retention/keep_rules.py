@@ -38,38 +38,39 @@ def choose(
 
     Args:
         history: Oldest first, each snapshot once; the last one is the branch's head.
-        policies: All that apply to this branch: what any of them keeps stays. Everything stays without a rule that keeps something.
+        policies: The policies of this branch. A snapshot stays if any policy keeps it. Without a rule that keeps something, every snapshot
+        stays.
         now_ns: The time.
-        added_bytes: Called with the snapshots that certainly stay and then with those that rules keep, the newest first: how many bytes
-            each uses that none before it does. None: limits of bytes are ignored.
+        added_bytes: Returns the bytes that a snapshot adds to those it was called with before. Called with the snapshots that certainly
+        stay, then with those that rules keep, newest first. None: byte limits are ignored.
     """
     policies = [policy for policy in policies if policy.keeps]
     if not history or not policies:
-        return [Verdict(each.info, stays=True, why=("no policy",)) for each in history]
+        return [Verdict(candidate.info, stays=True, why=("no policy",)) for candidate in history]
     reasons = reasons_despite_policy(history)
     certain = {ulid for ulid, why in reasons.items() if why}
     gone: dict[Ulid, str] = {}
     for policy in policies:
         kept = _kept(history, policy, now_ns)
         for ulid, limit in _beyond(
-            [each.info for each in reversed(history)], policy, kept.keys(), certain, now_ns=now_ns, added_bytes=added_bytes
+            [candidate.info for candidate in reversed(history)], policy, kept.keys(), certain, now_ns=now_ns, added_bytes=added_bytes
         ):
             if ulid not in certain:
                 del kept[ulid]
                 gone[ulid] = limit
         for ulid, why in kept.items():
-            reasons[ulid] += [each for each in why if each not in reasons[ulid]]
+            reasons[ulid] += [reason for reason in why if reason not in reasons[ulid]]
     return [
-        Verdict(each.info, stays=bool(why), why=tuple(why) or (gone.get(each.info.ulid, "no rule keeps it"),))
-        for each in history
-        for why in [reasons[each.info.ulid]]
+        Verdict(candidate.info, stays=bool(why), why=tuple(why) or (gone.get(candidate.info.ulid, "no rule keeps it"),))
+        for candidate in history
+        for why in [reasons[candidate.info.ulid]]
     ]
 
 
 def reasons_despite_policy(history: Sequence[KeepCandidate]) -> dict[Ulid, list[str]]:
     """Why each snapshot of a branch stays despite any policy."""
-    reasons = {each.info.ulid: list(each.held_by) for each in history}
-    sound = [each.info for each in history[:-1] if not each.info.mark]
+    reasons = {candidate.info.ulid: list(candidate.held_by) for candidate in history}
+    sound = [candidate.info for candidate in history[:-1] if not candidate.info.mark]
     for info, why in [(history[-1].info, NEWEST), *((info, FALLBACK) for info in sound[-1:])]:
         reasons[info.ulid].append(why)
     return reasons
@@ -77,13 +78,13 @@ def reasons_despite_policy(history: Sequence[KeepCandidate]) -> dict[Ulid, list[
 
 def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict[Ulid, list[str]]:
     """What the rules of a policy keep, before its limits."""
-    found: dict[Ulid, list[str]] = {}
+    reasons: dict[Ulid, list[str]] = {}
 
     def keep(infos: Iterable[SnapshotInfo], why: str) -> None:
         for info in infos:
-            found.setdefault(info.ulid, []).append(why)
+            reasons.setdefault(info.ulid, []).append(why)
 
-    everything = [each.info for each in history]
+    everything = [candidate.info for candidate in history]
     sound = [info for info in everything if not info.mark]
     if policy.keep_last:
         keep(sound[-policy.keep_last :], "keep_last")
@@ -107,38 +108,38 @@ def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict
         keep(sound[:1], "keep_first")
     if policy.keep_younger:
         keep([info for info in everything if _age_seconds(info, now_ns) < policy.keep_younger], "keep_younger")
-    return found
+    return reasons
 
 
 class Unmatched(NamedTuple):
-    """A rule that goes by what no snapshot of a branch has: mistyped, or not reported yet. It keeps everything that it could keep."""
+    """A rule about a metric, epoch or trigger that no snapshot of a branch has: mistyped, or not reported yet. Keeps all it could keep."""
 
     rule: str
     there: tuple[str, ...]
     """What the snapshots have instead."""
 
     def __str__(self) -> str:
-        found = ", ".join(map(repr, self.there[:MAX_NAMED])) + (", ..." if len(self.there) > MAX_NAMED else "")
-        return f"{self.rule}: no snapshot has it; they have {found or 'none'}"
+        names = ", ".join(map(repr, self.there[:MAX_NAMED])) + (", ..." if len(self.there) > MAX_NAMED else "")
+        return f"{self.rule}: no snapshot has it; they have {names or 'none'}"
 
 
 def unmatched(history: Sequence[SnapshotInfo], policy: Policy) -> list[Unmatched]:
-    """The rules of a policy that go by a metric, an epoch or a trigger of the user's own that no snapshot of the history has."""
+    """The rules of a policy that use a metric, an epoch or a user's trigger that no snapshot of the history has."""
     metrics = tuple(sorted({name for info in history for name in info.metrics}))
     triggers = tuple(sorted({name for info in history for name in info.triggers}))
-    found = [Unmatched(f"keep_best {best.metric}", metrics) for best in policy.keep_best if best.metric not in metrics]
+    rules = [Unmatched(f"keep_best {best.metric}", metrics) for best in policy.keep_best if best.metric not in metrics]
     if policy.keep_epochs and all(info.epoch is None for info in history):
-        found.append(Unmatched("keep_epochs", ()))
+        rules.append(Unmatched("keep_epochs", ()))
     # a trigger of the package may still fire
-    return found + [Unmatched(f"keep_triggers {name}", triggers) for name in policy.keep_triggers if name not in (*triggers, *TRIGGERS)]
+    return rules + [Unmatched(f"keep_triggers {name}", triggers) for name in policy.keep_triggers if name not in (*triggers, *TRIGGERS)]
 
 
 def _firsts(infos: Iterable[SnapshotInfo], period: Callable[[SnapshotInfo], Hashable]) -> Iterable[SnapshotInfo]:
     """The first snapshot of each period."""
-    found: dict[Hashable, SnapshotInfo] = {}
+    firsts: dict[Hashable, SnapshotInfo] = {}
     for info in infos:
-        found.setdefault(period(info), info)
-    return found.values()
+        firsts.setdefault(period(info), info)
+    return firsts.values()
 
 
 def _best(sound: Sequence[SnapshotInfo], best: Best) -> list[SnapshotInfo]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
 from tensorstore_ck.backend.cold.locations import check_location
-from tensorstore_ck.common.units import human_bytes, parse_bytes, parse_seconds
+from tensorstore_ck.common.units import parse_bytes, parse_seconds, typed_bytes
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import MAX_TRIGGERS, are_triggers
 
@@ -15,7 +15,7 @@ MAX_STEPS: Final = 1000
 MAX_METRICS: Final = 16
 MAX_STAGES: Final = 8
 MILESTONES: Final = ("at_steps", "at_fraction")
-"""Triggers for moments of a training that somebody asked for."""
+"""Triggers at moments of a training that the user named."""
 TRIGGERS: Final = (
     *(*MILESTONES, "every_steps", "every_epochs", "every_seconds", "auto"),
     *("first", "last", "on_improvement", "on_metric", "on_preemption"),
@@ -78,7 +78,7 @@ class Policy:
     @property
     def keeps(self) -> bool:
         """Whether it has rules that keep snapshots; else it has only rules of ageing, and everything stays."""
-        return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("keep_") and not each.default)
+        return any(getattr(self, rule.name) for rule in fields(self) if rule.name.startswith("keep_") and not rule.default)
 
     @property
     def ages(self) -> bool:
@@ -128,8 +128,8 @@ class Policy:
 
     def encode(self) -> dict[str, Any]:
         """The rules that are set, as lists, numbers and texts, for the log."""
-        said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
-        return {name: _listed(value) for name, value in said.items()}
+        set_rules = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        return {name: _listed(value) for name, value in set_rules.items()}
 
     def __str__(self) -> str:
         """As `tsck policy` shows it."""
@@ -137,7 +137,7 @@ class Policy:
 
 
 def _listed(value: Any) -> Any:
-    return [_listed(each) for each in value] if isinstance(value, tuple) else value
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _count(value: object, name: str) -> int:
@@ -164,30 +164,30 @@ def _steps(value: object, name: str) -> tuple[int, ...]:
 
 
 def _bests(value: object, name: str) -> tuple[Best, ...]:
-    several = value if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple) for each in value) else [value]
+    several = value if isinstance(value, list | tuple) and value and all(isinstance(best, list | tuple) for best in value) else [value]
     if len(several) > MAX_METRICS:
         raise InvalidOptionError(f"{name} may name at most {MAX_METRICS} metrics", object_id=name)
-    found = []
-    for each in several:
-        if not (isinstance(each, list | tuple) and len(each) == 3 and isinstance(each[1], str) and each[1] and each[2] in DIRECTIONS):
-            raise InvalidOptionError(f'{name} must be like (3, "val_loss", "min"), not {each!r}', object_id=name)
-        found.append(Best(_count(each[0], name), each[1], each[2]))
-    for one in found:
-        if any(one.metric == other.metric and one != other for other in found):
+    bests = []
+    for best in several:
+        if not (isinstance(best, list | tuple) and len(best) == 3 and isinstance(best[1], str) and best[1] and best[2] in DIRECTIONS):
+            raise InvalidOptionError(f'{name} must be like (3, "val_loss", "min"), not {best!r}', object_id=name)
+        bests.append(Best(_count(best[0], name), best[1], best[2]))
+    for one in bests:
+        if any(one.metric == other.metric and one != other for other in bests):
             raise InvalidOptionError(f"{name} has two different rules for {one.metric!r}", object_id=name)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(bests))
 
 
 def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
-    several = value if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple) for each in value) else [value]
-    found = []
-    for each in several:
-        if not (isinstance(each, list | tuple) and len(each) == 2):
-            raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {each!r}', object_id=name)
-        found.append(AgeStage(_seconds(each[0], name), check_location(each[1])))
-    if len(found) > MAX_STAGES or len({stage.after_seconds for stage in found}) < len(found):
+    several = value if isinstance(value, list | tuple) and value and all(isinstance(stage, list | tuple) for stage in value) else [value]
+    stages = []
+    for stage in several:
+        if not (isinstance(stage, list | tuple) and len(stage) == 2):
+            raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {stage!r}', object_id=name)
+        stages.append(AgeStage(_seconds(stage[0], name), check_location(stage[1])))
+    if len(stages) > MAX_STAGES or len({stage.after_seconds for stage in stages}) < len(stages):
         raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)
-    return tuple(sorted(found))
+    return tuple(sorted(stages))
 
 
 def _names(value: object, name: str) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ def _shown(name: str, value: Any) -> str:
     if name == "keep_best":
         return "; ".join(f"{count} by {direction} {metric}" for count, metric, direction in value)
     if name == "max_bytes":
-        return human_bytes(value)
+        return typed_bytes(value)
     if name == "move_after":
         return "; ".join(f"{_length(seconds)} to {url}" for seconds, url in value)
     if isinstance(value, float):

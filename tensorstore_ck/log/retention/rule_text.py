@@ -7,7 +7,7 @@ _WHOLE: Final = re.compile(r"\s*-?[0-9]{1,18}\s*")
 
 
 def parse_rule(name: str, text: str) -> object:
-    """A value for `Store.set_policy`; text that does not parse is passed on, and refused there."""
+    """The value for `Store.set_policy`. Returns text that does not parse unchanged; `set_policy` rejects it."""
     if name in ("keep_last", "keep_every", "keep_epochs"):
         return _number(text)
     if name == "keep_steps":
@@ -17,9 +17,9 @@ def parse_rule(name: str, text: str) -> object:
     if name == "keep_milestones":
         return {"yes": None, "true": None, "no": False, "false": False}.get(text.lower(), text)
     if name == "keep_best":
-        return [_best(each) for each in text.split(",")]
+        return [_best(item) for item in text.split(",")]
     if name == "move_after":
-        return [tuple(each.split(":", 1)) for each in text.split(",")]
+        return [tuple(item.split(":", 1)) for item in text.split(",")]
     if name == "keep_first":
         return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
     return text

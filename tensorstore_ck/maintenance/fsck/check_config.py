@@ -15,7 +15,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
-from tensorstore_ck.log import EntryReader, logs_in
+from tensorstore_ck.log import EntryReader, holds_snapshots, logs_in
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 from tensorstore_ck.maintenance.fsck.repairable import repair_command
 
@@ -74,7 +74,7 @@ def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: boo
     except FormatVersionError:
         is_newer = True
     logs = logs_in(backend)
-    if not logs and next(iter(backend.list("snapshots/")), None) is None:
+    if not holds_snapshots(backend):
         raise NotAStoreError(f"there is no store at {backend.url}", object_id=backend.url)
     exclusive = probe_create(backend) if is_writable else True
     config = replace(new_config(exclusive_create=exclusive), log=logs[-1] if logs else "log")

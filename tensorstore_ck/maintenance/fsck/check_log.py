@@ -289,8 +289,11 @@ def host_head(log: Log) -> Head | None:
         return None
 
 
-def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader) -> LogProblem | None:
-    """The problem if this host's cache, or this user, has seen the entry `head`, and the log has lost it."""
+def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader, elsewhere: str = "") -> LogProblem | None:
+    """The problem if this host's cache, or this user, has seen the entry `head`, and the log has lost it.
+
+    `elsewhere`: which other store has that entry; then it is no damage.
+    """
     if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):
         return None
     if head.n < check.last:
@@ -301,6 +304,10 @@ def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader) -> Log
         if there is None or there.hash == head.hash:  # a gap before later entries is reported anyway
             return None
     name = chain.name(head.n)
+    if elsewhere:
+        message = f"this store's log is another one from here on than that of the store {elsewhere}: one is a copy of the other's files; "
+        message += "if both are used, give this one an identity of its own with `tsck adopt`, else accept its log with `tsck accept-log`"
+        return LogProblem("log_changed", name, message, is_error=False)
     message = (
         f"this host read log entry {name} earlier, and it is gone now: if the store was restored from a copy, accept that with "
         "`tsck accept-log`; if not, entries were destroyed or replaced, and `tsck salvage` makes a new log with every complete snapshot"

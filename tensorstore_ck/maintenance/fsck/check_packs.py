@@ -109,6 +109,9 @@ class Packs:
             except StoreError as exc:
                 require_reachable(self._backend, exc)
                 self._single[key] = False
+                if kind_of(exc) == UNREADABLE:
+                    with self._lock:
+                        self.problems[pack] = PackProblem(UNREADABLE, str(exc))
         return self._single[key]
 
     def _count(self, footer: Footer | PackProblem) -> None:

@@ -223,8 +223,8 @@ def _extent_problems(
                 kind, message = (kind, message) if wrong.any() else (bad.kind, bad.message)
                 wrong |= np.isin(extents["entry"], np.fromiter(bad.entries, np.int64))
         else:
-            kind, message = footer
-            wrong = _unreachable(packs, pack, extents, ids[rows], read_data=read_data and kind != "missing_object")
+            wrong = _unreachable(packs, pack, extents, ids[rows], read_data=read_data and footer.kind != "missing_object")
+            kind, message = packs.problems.get(pack, footer)  # a block that cannot be read makes the pack unreadable, not damaged
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True

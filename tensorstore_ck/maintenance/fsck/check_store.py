@@ -30,14 +30,15 @@ from tensorstore_ck.format.record import Record, decode_record
 from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.sealed import unseal
 from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_head, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_markers import check_markers
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
@@ -199,11 +200,9 @@ class Fsck:
         if head is None and not log.problems:  # a later first sync would clear the cache with this check's notes
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
-        more = (
-            []
-            if log.is_unreadable
-            else [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
-        )
+        chain, elsewhere, more = self.engine.log.chain, self.engine.log.seen_elsewhere, list[LogProblem | None]()
+        if not log.is_unreadable:
+            more = [*(host_saw_more(log, saw, chain, elsewhere) for saw in {head, seen}), cache_problem(log, self.engine.log)]
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
@@ -215,8 +214,8 @@ class Fsck:
     def _list(self) -> None:
         config = self.engine.config
         in_force = (f"{config.log}/", checkpoint_folder(config.log))
-        for name, size_bytes, modified_ns in self._backend.list(""):
-            if name == CONFIG_NAME or name.startswith(in_force):
+        for name, size_bytes, modified_ns in store_objects(self._backend):
+            if name.startswith((*in_force, WRITERS)):
                 continue
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
             kind = _KIND_OF.get(folder)
@@ -224,7 +223,7 @@ class Fsck:
                 self.listed[kind][ulid] = ListedObject(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
                 self._other_logs.append(name)
-            elif folder not in {"gc", "probe", "writers"}:
+            else:
                 self._found.add("foreign_object", name, "it is not an object of a store: delete it if nobody knows it", severity="notice")
 
     def _check_snapshots(self) -> int:

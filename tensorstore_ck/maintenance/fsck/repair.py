@@ -6,13 +6,13 @@ all data of the snapshot was read and is sound.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, DamageError, SnapshotExpiredError
+from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, UnreadableError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, record_name
@@ -27,6 +27,7 @@ from tensorstore_ck.maintenance.fsck.check_store import Fsck
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
 from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
+from tensorstore_ck.maintenance.fsck.noted_reads import ReadErrors
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
 from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
@@ -82,6 +83,7 @@ def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Eng
     Raises:
         UnsafeBackendError: the backend does not support several writers.
         BackendUnavailableError: a backend does not answer. Damage is never raised.
+        UnreadableError: an object became unreadable while it ran, or one of `other` is. Nothing is marked.
         InvalidOptionError: an invalid rate limit.
     """
     engine.require_writable()
@@ -96,9 +98,10 @@ def _unreadable(report: FsckReport) -> list[Finding]:
 
 class _Repair:
     def __init__(self, engine: Engine, options: FsckOptions, other: Engine | None) -> None:
-        self._engine = engine
+        self._read_errors = ReadErrors()
+        self._engine = replace(engine, backend=self._read_errors.noting(engine.backend))
         self._options = options
-        self._other_engine = other
+        self._other_engine = None if other is None else replace(other, backend=self._read_errors.noting(other.backend))
         self._other: OtherStore | None = None
         self._repaired: dict[str, str] = {}
         self._bad: dict[Ulid, BadBlocks] = {}
@@ -125,6 +128,7 @@ class _Repair:
             if not self._repair_objects(fsck) and not self._repair_packs(fsck):
                 break
             fsck, after = self._look_again()
+        self._read_errors.require_none()
         marked, unmarked = self._mark(fsck)
         if unmarked:
             after = self._look_again()[1]
@@ -134,7 +138,7 @@ class _Repair:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
         report = fsck.run()
         if found := _unreadable(report):
-            raise BackendUnavailableError(f"the repair stops: {found[0].object}: {found[0].message}", object_id=found[0].object)
+            raise UnreadableError(f"the repair stops: {found[0].object}: {found[0].message}", object_id=found[0].object)
         self._bad = fsck.packs.bad
         return fsck, report
 

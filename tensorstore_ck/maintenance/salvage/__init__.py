@@ -1,4 +1,6 @@
-"""Makes a new log from what is left when log entries or store.json were destroyed. Offline: no other process may write meanwhile.
+"""Makes a new log from what is left when log entries or store.json were destroyed; or gives a copy of a store an identity.
+
+Offline: no other process may write meanwhile.
 
 salvage.py           finds intact snapshots, and the place in history of those without a log entry
 lost_relocations.py  relocations whose log entry is lost
@@ -7,6 +9,6 @@ report.py            SalvageReport
 """
 
 from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport
-from tensorstore_ck.maintenance.salvage.salvage import salvage
+from tensorstore_ck.maintenance.salvage.salvage import adopt, salvage
 
-__all__ = ["SalvageReport", "Salvaged", "salvage"]
+__all__ = ["SalvageReport", "Salvaged", "adopt", "salvage"]

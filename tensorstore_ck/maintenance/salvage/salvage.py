@@ -21,13 +21,21 @@ from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, p
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.opening import make_engine
-from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
+from tensorstore_ck.errors import (
+    BrokenLogError,
+    CorruptObjectError,
+    DamageError,
+    FormatVersionError,
+    InvalidOptionError,
+    NotAStoreError,
+    StoreError,
+)
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, SnapshotInfo, logs_in, validate_ref_name
+from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, SnapshotInfo, holds_snapshots, logs_in, validate_ref_name
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
@@ -58,6 +66,19 @@ def salvage(
         FormatVersionError: a newer build wrote to this store: salvage with that build.
     """
     return _Salvage(backend, clock, new_id, open_place or LocationOpener(backend.url)).run(dry_run=dry_run)
+
+
+def adopt(backend: Backend, *, clock: Clock = time.time_ns, new_id: IdSource = new_ulid) -> SalvageReport:
+    """Gives a copy of a store's files an identity of its own: a new UUID, and a new log of all its snapshots under a new prefix.
+
+    Offline, as `salvage`. Nothing is deleted, and the store whose files were copied is not touched.
+
+    Raises:
+        NotAStoreError: there is no store.
+        CorruptObjectError: the log or a snapshot is damaged: repair it first.
+        InvalidOptionError: packs lie at a location outside the store, which belongs to the other one.
+    """
+    return _Salvage(backend, clock, new_id, LocationOpener(backend.url)).adopt()
 
 
 class _Stray(NamedTuple):
@@ -131,6 +152,33 @@ class _Salvage:
         note = "no surviving entry holds it: `tsck undo` brings it back, until gc frees it"
         return self._report(config.log, filled.view, held, [*recovered, *(salvaged(info, note) for info in doubtful)])
 
+    def adopt(self) -> SalvageReport:
+        config, _ = self._read_config(dry_run=True)
+        log = self._check_log(config, uuid.UUID(config.uuid).bytes, {})
+        self._problems += [problem.message for problem in log.problems if problem.is_error]
+        packs = Packs(self._backend, list_kind(self._backend, "pack"))
+        if locations := sorted(set(log.view.locations().values())):
+            raise InvalidOptionError(
+                f"packs of {self._backend.url} lie at {locations[0]}, which belongs to the store that moved them: make an independent copy "
+                "of that store with `tsck copy` instead",
+                object_id=locations[0],
+            )
+        known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
+        engine = read_only_engine(make_engine(self._backend, config, MemoryTable(), clock=self._clock, new_id=self._new_id), log)
+        intact = self._check_snapshots(engine, packs, known)
+        if found := [*self._problems, *(lost.note for lost in self._lost.values())]:
+            raise CorruptObjectError(
+                f"{self._backend.url} is damaged ({found[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
+            )
+        held = [info for info in log.view.snapshots() if info.ulid in intact]
+        needed = {moved for info in held for moved in intact[info.ulid].moved}
+        in_use = [relocation for moved, relocation in relocations_in_force(log.view).items() if moved in needed]
+        kept = KeptHistory(held, [], in_use, {}, are_entries_lost=False)
+        config = replace(config, uuid=str(uuid.uuid4()), log=f"log-{ulid_text(self._new_id()).lower()}")
+        self._write(config, rebuild_log(log.table, kept, self._put, self._clock()))
+        self._backend.replace(CONFIG_NAME, config.encode())
+        return self._report(config.log, log.view, held, [])
+
     # --- surviving objects --------------------------------------------------------------------------------------------
 
     def _read_config(self, *, dry_run: bool) -> tuple[StoreConfig, bytes | None]:
@@ -149,7 +197,7 @@ class _Salvage:
                 config = replace(config, log=logs_in(self._backend)[-1])
             return config, uuid.UUID(config.uuid).bytes
         logs = logs_in(self._backend)
-        if not logs and next(iter(self._backend.list("snapshots/")), None) is None:
+        if not holds_snapshots(self._backend):
             raise NotAStoreError(f"there is no store at {self._backend.url}", object_id=self._backend.url)
         config = replace(new_config(exclusive_create=dry_run or probe_create(self._backend)), log=logs[-1] if logs else "log")
         seen = confirmed(self._backend, data, config)

@@ -4,6 +4,9 @@ No collectives, no pickle, and no wait without an end. A process group is anythi
 
 group.py               one rank's place in a process group, and the thread that talks to its store
 round.py               one round of all ranks: propose, compare, execute, commit
+participant.py         what a rank does in a round
+round_ledger.py        which rounds are open, and which keys can be deleted
+late_ranks.py          logs which ranks are missing
 channel.py             small records in the key-value store
 liveness.py            heartbeats: which ranks are alive
 failure_reason.py      why a round failed, as ranks report it to each other
@@ -29,8 +32,9 @@ host_shared_reads.py   ranks of one host read each block once
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.group import Group, StoreThread, open_group
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS
+from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import mismatches, named_ranks
-from tensorstore_ck.session.group.round import GRACE_SECONDS, Participant, Round
+from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
 
 __all__ = [
     "DEAD_AFTER_SECONDS",

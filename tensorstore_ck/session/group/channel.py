@@ -6,13 +6,13 @@ if it exists, since a store's `get` waits for it, up to half an hour; so a key m
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
+from tensorstore_ck.session.group.late_ranks import ASK_SECONDS, LATE_SECONDS
 from tensorstore_ck.session.group.liveness import UNBORN, LivenessWatch
 from tensorstore_ck.session.group.rank_messages import unheard
 
@@ -174,8 +174,12 @@ class Channel:
         found = self._first_of([key], deadline)
         return None if found is None else found[1]
 
-    def wait(self, keys: Sequence[str], deadline: float, *, writer: int | None = None) -> tuple[str, Body]:
+    def wait(
+        self, keys: Sequence[str], deadline: float, *, writer: int | None = None, on_late: Callable[[], object] | None = None
+    ) -> tuple[str, Body]:
         """The first of `keys` that exists, with its record; polls at least once, even after the deadline.
+
+        `on_late` is called once, if none has come within `ASK_SECONDS`.
 
         Raises:
             SilentError: none came, and the rank `writer` is silent.
@@ -190,10 +194,15 @@ class Channel:
                 return found
             if silent:
                 raise SilentError(unheard(silent, self.watch.limit))
+            if on_late is not None and self.clock() - started >= ASK_SECONDS:
+                on_late()
+                on_late = None
             if not self._pause(started, deadline):
                 raise LateError(f"no answer within {self.clock() - started:.0f} s")
 
-    def collect(self, keys: Mapping[str, int], deadline: float, *, alarm: str) -> CollectedRecords:
+    def collect(
+        self, keys: Mapping[str, int], deadline: float, *, alarm: str, on_late: Callable[[Sequence[int]], object] | None = None
+    ) -> CollectedRecords:
         """The raw values of `keys`: all of them, or those that exist at the deadline, or as soon as `alarm` exists or a rank is given up.
 
         Keys are read in batches, in order, the next batch when one is complete: a poll costs one small request for any number of ranks,
@@ -203,6 +212,7 @@ class Channel:
             keys: Which rank writes each.
             deadline: When to stop waiting.
             alarm: A key that ends the wait.
+            on_late: Called once, with the ranks that have not written their key within `LATE_SECONDS`.
 
         Raises:
             ChannelError: the store cannot be used.
@@ -228,6 +238,10 @@ class Channel:
             if len(values) == len(names):
                 return CollectedRecords(dict(zip(keys, values, strict=True)), None, ())
             rest = dict(list(keys.items())[len(values) :])
+            if on_late is not None and self.clock() - started >= LATE_SECONDS:
+                come = self._there(list(rest), deadline)
+                on_late([rank for key, rank in rest.items() if key not in come])
+                on_late = None
             silent = self._silent_without(rest, deadline)
             if silent or alarm_value is not None or not self._pause(started, deadline):
                 break
@@ -322,40 +336,6 @@ class Channel:
             return self._run(action, max(deadline - self.clock(), CALL_SECONDS))
         except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             raise ChannelError(f"the process group's store cannot be used: {exc}") from exc
-
-
-class RoundLedger:
-    """Which rounds of this rank are open, and which keys it wrote in those that ended. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._open: set[int] = set()
-        self._ended: dict[int, Channel] = {}
-
-    def begin(self) -> int:
-        """The number of the next round, from 1."""
-        with self._lock:
-            self._count += 1
-            self._open.add(self._count)
-            return self._count
-
-    def end(self, n: int, channel: Channel | None) -> None:
-        """Round `n` is over for this rank, which reads none of its keys any more."""
-        with self._lock:
-            self._open.discard(n)
-            if channel is not None:
-                self._ended[n] = channel
-
-    def oldest(self) -> int:
-        """The lowest open round."""
-        with self._lock:
-            return min(self._open, default=self._count + 1)
-
-    def take_before(self, n: int) -> list[Channel]:
-        """The channels of rounds before `n` that ended; each is returned once."""
-        with self._lock:
-            return [self._ended.pop(ended) for ended in sorted(self._ended) if ended < n]
 
 
 def encode_record(record: Mapping[str, Any], name: str) -> bytes:

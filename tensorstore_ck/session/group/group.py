@@ -18,11 +18,13 @@ from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.format.sealed import take, take_count
-from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, RoundLedger, StoreRunner
+from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
+from tensorstore_ck.session.group.late_ranks import ASK_SECONDS, Wait
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
+from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -174,7 +176,8 @@ class Group:
         n = self._ledger.begin()
         try:
             self.renew()
-            agreed = self._agree(self._clock() + timeout + grace)
+            waits = Wait(title, self.rank, self.ranks, timeout, self.in_job)
+            agreed = self._agree(self._clock() + timeout + grace, lambda: waits.report([0], ASK_SECONDS))
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)
             own, zero = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
@@ -196,6 +199,7 @@ class Group:
             grace=grace,
             misfit=self._misfit,
             in_job=self.in_job,
+            reports_late=self._first is None,  # the uploads of a second group's rounds end when they end
         )
 
     @property
@@ -212,18 +216,18 @@ class Group:
     def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None, watch: LivenessWatch | None = None) -> Channel:
         return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
 
-    def _agree(self, deadline: float) -> _Agreed:
+    def _agree(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         """What rank 0 sent to this group; starts the heartbeat of this rank.
 
         A process group that was destroyed and created again has the same keys in the same store, so each rank counts its groups there.
         """
         with self._lock:
             if self._agreed is None:
-                self._agreed = self._draw(deadline)
+                self._agreed = self._draw(deadline, on_late)
                 self._beat(f"{self._agreed.counters}{self.rank}", beat_seconds(self._agreed.dead_after))
             return self._agreed
 
-    def _draw(self, deadline: float) -> _Agreed:
+    def _draw(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         channel = self._channel("")
         mine = False
         while not mine:  # with the same token after an error: it may have been counted
@@ -237,7 +241,7 @@ class Group:
             channel.set_unborn(self.ranks, agreed.counters, deadline)
             channel.put(key, {"nonce": nonce, "ranks": self.ranks, "dead_after": self._dead_after}, deadline)
             return agreed
-        record = channel.wait([key], deadline)[1]
+        record = channel.wait([key], deadline, on_late=on_late)[1]
         try:
             nonce, ranks, dead_after = Ulid(take(record, "nonce", bytes)), take_count(record, "ranks"), take(record, "dead_after", float)
         except TypeError as exc:

@@ -6,6 +6,7 @@
     <name>/<rank>    what some ranks report to rank 0 during that work; <name> is rank 0's answer: see `Round.ask`, `Round.answer`
     result/<rank>    what a rank did; rank 0 waits for all of them and commits, which decides the outcome
     failed           a rank failed: rank 0 stops waiting
+    late             rank 0 has logged for whom it waits
     outcome          what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
 
 The log decides, through `Participant.resolve`: a rank that gives up appends "abort" to the log unless it says "put" already. The channel
@@ -16,7 +17,7 @@ that all ranks raise the same one. Knows no torch, no formats and no backend.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import (
@@ -31,32 +32,15 @@ from tensorstore_ck.errors import (
     UndecidedError,
 )
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, RoundLedger, SilentError, decode_record, encode_record
+from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
+from tensorstore_ck.session.group.late_ranks import ASK_SECONDS, LATE_SECONDS, Wait
+from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
+from tensorstore_ck.session.group.round_ledger import RoundLedger
 
-GRACE_SECONDS: Final = 10.0
-"""How long after the deadline the other ranks leave it to rank 0 to end the round."""
-ADMIT, GO, OUTCOME, FAILED = "admit", "go", "outcome", "failed"
-
-
-class Participant(NamedTuple):
-    """What the caller does in a round. Records are small maps of msgpack types; an error in any of these ends the round."""
-
-    propose: Callable[[], Body]
-    """What this rank is about to do."""
-    execute: Callable[[Body], Body]
-    """Does this rank's part, durably; gets the record of `compare`, returns the result."""
-    resolve: Callable[[str], Body | None] | None
-    """Appends "abort" to the log, with a reason for people, unless it says "put" already; the outcome's record if put, None if aborted.
-    None for rounds that leave nothing in the log."""
-    compare: Callable[[list[Body]], Body | str]
-    """On rank 0, with the proposals of all ranks in order: the answer to all; or, as text, why their states do not fit together. All ranks
-    raise an input error that it raises."""
-    commit: Callable[[list[Body]], Body]
-    """On rank 0, with the results of all ranks, in order: appends the save to the log; returns the outcome's record."""
-    begins_rounds: bool = False
-    """`execute` begins rounds: a rank that sees answer and outcome at once executes too, to count rounds as the others do."""
+GRACE_SECONDS: Final = 10.0  # after the deadline, in which the other ranks leave it to rank 0 to end the round
+ADMIT, GO, OUTCOME, FAILED, LATE = "admit", "go", "outcome", "failed", "late"
 
 
 class Round:
@@ -77,10 +61,12 @@ class Round:
         grace: float,
         misfit: str = "",
         in_job: Sequence[int] | None = None,
+        reports_late: bool = True,
     ) -> None:
         """`title` is for messages, like "the save to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
 
         `misfit`: why this rank does not belong to the group: it reports that, and takes no outcome as its own. `in_job`: see `named_ranks`.
+        `reports_late`: whether this rank logs that it waits for others to come.
         """
         self.n = n
         """Its number in the group, from 1."""
@@ -91,6 +77,7 @@ class Round:
         self._title, self._object_id = title, object_id
         self._timeout, self._grace = timeout, grace
         self._misfit, self._in_job = misfit, in_job
+        self._waits = Wait(title, rank, ranks, timeout, in_job) if reports_late else None
         self._deadline = channel.clock() + timeout
         self._stage = "proposal"
         self._is_counted = False
@@ -109,7 +96,7 @@ class Round:
                 return decided
             if self._misfit:
                 raise LateError(self._misfit)
-            key, reported = self._channel.wait([OUTCOME, ADMIT], self._patience(), writer=0)
+            key, reported = self._channel.wait([OUTCOME, ADMIT], self._patience(), writer=0, on_late=self._report_silent_leader)
             if key == ADMIT:
                 return reported
             reason = FailureReason.of_outcome(reported) or FailureReason(f"{self._named(0)} could not begin it")
@@ -225,7 +212,8 @@ class Round:
             RankRefusedError: names the ranks that failed, sent nothing by the deadline, or are silent.
         """
         keys = {f"{stage}/{rank}": rank for rank in ranks}
-        found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
+        on_late = self._report_missing if stage == "proposal" else None  # after that they work, each as long as it takes
+        found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED, on_late=on_late)
         said: dict[int, Body] = {}
         errors: dict[int, FailureReason] = {}
         missing = []
@@ -265,7 +253,8 @@ class Round:
             if self._misfit:
                 raise RankRefusedError(FailureReason(self._misfit))
             self._put(f"proposal/{self._rank}", {"record": participant.propose(), "oldest": self._ledger.oldest()})
-            key, answer = self._channel.wait([GO, OUTCOME] if participant.begins_rounds else [OUTCOME, GO], self._patience(), writer=0)
+            awaited = [GO, OUTCOME] if participant.begins_rounds else [OUTCOME, GO]
+            key, answer = self._channel.wait(awaited, self._patience(), writer=0, on_late=self._report_silent_leader)
             if key == GO:
                 result = {"record": participant.execute(self._enter(answer))}
                 self._is_counted = True
@@ -367,6 +356,17 @@ class Round:
         """Deletes what this rank wrote in rounds that all ranks have ended."""
         for channel in self._ledger.take_before(oldest):
             channel.delete(channel.written, self._deadline)
+
+    def _report_missing(self, missing: Sequence[int]) -> None:
+        """On rank 0: logs which ranks have not come, for all ranks."""
+        if self._waits is not None:
+            self._put(LATE, {})
+            self._waits.report(missing, LATE_SECONDS)
+
+    def _report_silent_leader(self) -> None:
+        """On the others: logs that rank 0 has not come, unless it has logged for whom it waits."""
+        if self._waits is not None and self._channel.try_get(LATE, self._deadline) is None:
+            self._waits.report([0], ASK_SECONDS)
 
     def _error(self, reason: FailureReason) -> StoreError:
         return reason.error(self._title, self._object_id)

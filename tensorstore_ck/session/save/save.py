@@ -18,6 +18,7 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -158,7 +159,8 @@ class Save:
         with context.explains_full_disk():
             if tier is not None:
                 return self._stage(tier, status)
-            info = self._write_and_commit(StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone), status)
+            with deleted_if_full(self._engine) as engine:
+                info = self._write_and_commit(StoreDestination(engine, self.rank, is_alone=self._ranks.is_alone), status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info

@@ -20,7 +20,7 @@ from tensorstore_ck.state.rank_shares import ChainedSource
 MIN_SOURCE_BYTES: Final = 256 << 10
 """Smaller tensors are read: a launch for each would take longer."""
 GATHER_BYTES: Final = 64 << 20
-"""How much of tensors that are not dense is gathered on the device at a time."""
+"""Bytes of non-dense tensors that are gathered on the device at a time."""
 _ALIGN: Final = 16
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,16 +45,16 @@ class _Gathered(NamedTuple):
 
 
 class DeviceBlocks:
-    """See `engine.interfaces.DeviceBlocks`. Keeps nothing: ids are computed at each call, so none is of memory that was reused."""
+    """See `engine.interfaces.DeviceBlocks`. Caches nothing: each call computes ids, so no id is of memory that was reused since."""
 
     def __init__(self, hasher: Callable[[torch.device], BlockHasher | None] = hasher_of) -> None:
         self._hasher_of = hasher
 
     def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> list[Digest | None]:
         """See `engine.interfaces.DeviceBlocks`."""
-        found: list[Digest | None] = [None] * len(ranges)
+        digests: list[Digest | None] = [None] * len(ranges)
         on_devices: dict[torch.device, list[_Run]] = {}
-        for number, several in groupby(enumerate(ranges), key=lambda each: each[1].tensor):
+        for number, several in groupby(enumerate(ranges), key=lambda item: item[1].tensor):
             for run in _runs(sources[number], [(position, block.start, block.stop) for position, block in several]):
                 on_devices.setdefault(run.tensor.device, []).append(run)
         for device, runs in on_devices.items():
@@ -70,8 +70,8 @@ class DeviceBlocks:
             for positions, ids in hashed:
                 data = ids.tobytes()
                 for number, position in enumerate(positions):
-                    found[position] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
-        return found
+                    digests[position] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+        return digests
 
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
@@ -91,7 +91,7 @@ def device_blocks() -> DeviceBlocks | None:
 
 
 def _runs(source: ByteSource, blocks: Sequence[tuple[int, int, int]]) -> Iterator[_Run]:
-    """Blocks, given by position, start and stop, of the tensors that a source consists of."""
+    """The runs of blocks in the tensors of a source; `blocks` has (position, start, stop)."""
     if isinstance(source, ChainedSource):
         at = 0
         for part in source.sources:
@@ -123,18 +123,18 @@ def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[
         if not _is_dense(run.tensor)
         for position, start, size in zip(run.positions, run.starts.tolist(), run.sizes.tolist(), strict=True)
     ]
-    for several in batches(strided, lambda each: each.stop - each.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):
-        yield [each.position for each in several], _hash_gathered(hasher, several)
+    for several in batches(strided, lambda block: block.stop - block.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):
+        yield [block.position for block in several], _hash_gathered(hasher, several)
 
 
 def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> Ids:
-    sizes = np.array([each.stop - each.start for each in blocks], np.int64)
+    sizes = np.array([block.stop - block.start for block in blocks], np.int64)
     starts = np.concatenate(([0], np.cumsum(-(-sizes // _ALIGN) * _ALIGN)))
     memory = torch.empty(int(starts[-1]), dtype=torch.uint8, device=blocks[0].tensor.device)
-    for each, at in zip(blocks, starts.tolist(), strict=False):
-        item_bytes, position = each.tensor.itemsize, at
-        for index, count in pieces(tuple(each.tensor.shape), each.start // item_bytes, each.stop // item_bytes):
-            elements = each.tensor[index].resolve_conj().resolve_neg()
+    for block, at in zip(blocks, starts.tolist(), strict=False):
+        item_bytes, position = block.tensor.itemsize, at
+        for index, count in pieces(tuple(block.tensor.shape), block.start // item_bytes, block.stop // item_bytes):
+            elements = block.tensor[index].resolve_conj().resolve_neg()
             until = position + count * item_bytes
             memory[position:until].view(elements.dtype).view(elements.shape).copy_(elements)
             position = until

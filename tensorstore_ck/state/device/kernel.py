@@ -1,7 +1,7 @@
 """`BlockHasher`: the ids of blocks in a device's memory, by the kernel in `block_ids.cu`, which torch's NVRTC compiles for the device.
 
-Nothing that it returns is taken on trust: ids are poisoned before a launch, each launch is checked, and blocks with known ids are hashed
-once per process. If that fails, the host hashes.
+Its results are not trusted: ids are poisoned before a launch, each launch is checked, and each process first hashes blocks with known ids.
+If a check fails, the host hashes.
 """
 
 import warnings
@@ -16,11 +16,11 @@ import torch
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
 
 GROUP_BYTES: Final = 128 << 10
-"""What one CTA of the kernel hashes."""
+"""Bytes that one CTA of the kernel hashes."""
 THREADS: Final = 128
 _POISON: Final = 0xFF
 _KNOWN_SIZES: Final = (1, 64, 1023, 1024, 1025, 5000, GROUP_BYTES, GROUP_BYTES + 1, 3 * GROUP_BYTES + 77)
-"""Of the blocks with known ids: partial steps, chunks and groups."""
+"""Sizes of the blocks with known ids: partial steps, chunks and groups."""
 _KNOWN_OFFSETS: Final = (0, 1, 4)
 _KNOWN_ALIGN: Final = 16
 
@@ -85,10 +85,10 @@ class CudaHasher:
             launch = {"block": (THREADS, 1, 1), "stream": stream}
             self._hash_groups(grid=(groups, 1, 1), args=[*table, nodes], **launch)
             self._merge_groups(grid=(blocks, 1, 1), args=[table[2], nodes, spare, ids], **launch)
-        found: Ids = ids.cpu().numpy()  # waits: the errors of the launches are raised here
-        if (found == _POISON).all(axis=1).any():
+        on_host: Ids = ids.cpu().numpy()  # waits: the errors of the launches are raised here
+        if (on_host == _POISON).all(axis=1).any():
             raise RuntimeError(f"the kernel that hashes blocks did not write all ids on {self._device}")
-        return found
+        return on_host
 
 
 def require_known_ids(hasher: BlockHasher, device: torch.device) -> None:
@@ -106,8 +106,8 @@ def require_known_ids(hasher: BlockHasher, device: torch.device) -> None:
     data = (np.arange(at, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8).tobytes()
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     starts, sizes = np.array(ranges, np.int64).T
-    found = hasher.hash(starts + memory.data_ptr(), sizes)
-    for (start, size), digest in zip(ranges, found, strict=True):
+    digests = hasher.hash(starts + memory.data_ptr(), sizes)
+    for (start, size), digest in zip(ranges, digests, strict=True):
         if digest.tobytes() != block_id(data[start : start + size]):
             raise RuntimeError(f"the kernel that hashes blocks returned a wrong id for {size} bytes at {start} on {device}")
 

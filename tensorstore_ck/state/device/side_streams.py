@@ -14,12 +14,12 @@ import torch
 from tensorstore_ck.format.block_assignment import row_boxes
 
 PIECE_BYTES: Final = 32 << 20
-"""How much of a tensor that is not dense is gathered at a time."""
+"""Bytes of a non-dense tensor that are gathered at a time."""
 
 
-def is_on_device(found: torch.Tensor | npt.NDArray[Any]) -> TypeGuard[torch.Tensor]:
+def is_on_device(tensor: torch.Tensor | npt.NDArray[Any]) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor on a CUDA device."""
-    return not isinstance(found, np.ndarray) and found.is_cuda
+    return not isinstance(tensor, np.ndarray) and tensor.is_cuda
 
 
 class DeviceCopy(NamedTuple):
@@ -45,7 +45,7 @@ class DeviceCopies(Protocol):
 
 
 class SideStreams:
-    """`DeviceCopies` of CUDA, with one stream per device, which is kept since torch caches memory by stream."""
+    """`DeviceCopies` of CUDA. Keeps one stream per device, since torch caches memory by stream."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -78,7 +78,7 @@ class SideStreams:
 
 
 def _pieces(copy: DeviceCopy) -> Iterator[DeviceCopy]:
-    """The whole of a dense tensor; another one in pieces, since each becomes dense on the device first."""
+    """A dense tensor in one piece; any other in several, since each piece is made dense on the device first."""
     tensor, target = copy
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         yield copy

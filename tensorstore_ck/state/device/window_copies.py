@@ -1,7 +1,6 @@
 """Copies from and to CUDA devices, on one stream a direction. Each copy is complete when its function returns.
 
-The streams are not those that the caller computes on, so `follow` orders them after the work that the caller has queued. What is
-read goes through pinned windows.
+The caller computes on other streams, so `follow` orders these after the work that the caller has queued. Reads go through pinned windows.
 """
 
 import threading
@@ -14,7 +13,7 @@ import torch
 from tensorstore_ck.state.device.windows import WINDOW_BYTES, Windows, view_of
 
 SMALL_BYTES: Final = 64 << 10
-"""Less than this is copied without a window: many small tensors would take them all."""
+"""Smaller copies use no window: many small tensors would use all windows."""
 
 
 class PieceCopy(NamedTuple):
@@ -37,7 +36,7 @@ class WindowCopies:
 
     @property
     def out_stream(self) -> torch.cuda.Stream:
-        """The stream of what reads tensors."""
+        """The stream that reads tensors."""
         return self._out
 
     def follow(self) -> None:
@@ -52,13 +51,13 @@ class WindowCopies:
         """The bytes of the pieces, one after another; a window, if they fit into one."""
         size_bytes = sum(piece.size_bytes for piece in pieces)
         window = self._windows.take() if SMALL_BYTES <= size_bytes <= WINDOW_BYTES else None
-        found = memoryview(bytearray(size_bytes)) if window is None else view_of(window, size_bytes)
+        fetched = memoryview(bytearray(size_bytes)) if window is None else view_of(window, size_bytes)
         if size_bytes:
-            self._fetch_into(pieces, torch.frombuffer(found, dtype=torch.uint8))
-        return found
+            self._fetch_into(pieces, torch.frombuffer(fetched, dtype=torch.uint8))
+        return fetched
 
     def fill(self, target: torch.Tensor, elements: torch.Tensor) -> None:
-        """Copies elements from the host to a tensor of as many on the device, which converts them. Without a window: that was slower."""
+        """Copies elements from the host to a device tensor of the same size; the device converts them. A window would be slower."""
         with torch.cuda.stream(self._in):
             target.copy_(elements.view(target.shape))
             if target.dtype != elements.dtype or not target.is_contiguous():

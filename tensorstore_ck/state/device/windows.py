@@ -34,10 +34,10 @@ class Windows:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._slabs = 0
-        self._free: deque[Window] = deque()  # without a lock: windows also come back from within the garbage collector
+        self._free: deque[Window] = deque()  # no lock: the garbage collector also returns windows
 
     def take(self) -> Window | None:
-        """A window, in use until nothing refers to it any more, nor to a view of its memory; None if all are. Never waits."""
+        """A window, which stays in use while it or a view of its memory is referenced; None if all are in use. Never waits."""
         window = self._pop()
         if window is None:
             with self._lock:

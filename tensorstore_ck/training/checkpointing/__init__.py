@@ -5,8 +5,6 @@ step_flag.py           announces to all ranks, ahead of time, the step from whic
 unsaved_time.py        how long a run has been without a snapshot, and when that is too long
 pending_saves.py       saves in progress, and the end of the training when they keep failing
 dropped_snapshots.py   frees what the policy of the job's branch dropped, in a thread
-resume_candidates.py   which snapshot a run may resume from
-resume.py              restores it on all ranks, or on none
 checkpointer.py        Checkpointer: saves when a trigger fires, resumes from the newest intact snapshot
 """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
-from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
 from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
@@ -20,11 +20,12 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
-from tensorstore_ck.training.checkpointing.resume import ResumeAttempt
-from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_candidates import OnDrift
+from tensorstore_ck.training.resume_search import ResumeSearch, with_retries
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,16 +34,21 @@ if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore
 
 LEAD_STEPS: Final = 10
+ON_DRIFT: Final = 'call resume(drift="accept") to resume from {}, or resume(drift="skip") to go back to an earlier snapshot'
 
 
 def _run(began_ns: object, resumes: object) -> str:
     return f"{began_ns}-{resumes}"
 
 
+def _note_of(store: "ReadOnlyStore", found: Snapshot) -> dict[str, Any]:
+    info = store.engine.log.view().snapshot(parse_ulid(found.id) or Ulid(b""))
+    return {} if info is None else note_of(store.engine, info)
+
+
 def saved_by(store: "ReadOnlyStore", found: Snapshot) -> str:
     """The `Checkpointer.run` that saved a snapshot."""
-    info = store.engine.log.view().snapshot(parse_ulid(found.id) or Ulid(b""))
-    note = {} if info is None else note_of(store.engine, info)
+    note = _note_of(store, found)
     return _run(note.get("began_ns"), note.get("resumes"))
 
 
@@ -123,7 +129,6 @@ class Checkpointer:
         self._run_mtbf: float | None = None
         self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
         self._dropped = DroppedSnapshots(store, ref) if free_dropped and (group is None or group.rank() == 0) else None
-        self._attempt = ResumeAttempt(store, state, ref, group, timeout_seconds)
 
         def begin() -> bytes:
             if policy is not None and store.policies().get(ref) != policy:
@@ -164,7 +169,8 @@ class Checkpointer:
         """Restores the newest snapshot that is not marked and whose blocks verify, as far as this job reads them.
 
         All ranks skip, with a warning, a snapshot that is marked ``bad`` or ``damaged``, or found damaged on any rank. Transient failures,
-        such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error.
+        such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error. `TrainingState.restore`
+        does the same.
 
         Args:
             drift: How to treat a snapshot that is marked ``drift``, or that the same run saved after such a one: replicas differed, so a
@@ -181,16 +187,27 @@ class Checkpointer:
         """
         began = self._clock()
         self._pending.begin_round()
-        found = self._attempt.restore(drift)
+        options: dict[str, Any] = {"advice": ON_DRIFT, "drift": drift, "timeout_seconds": self._timeout_seconds}
+        found = ResumeSearch(self._store, self._ref, self._group, **options).restore(self._restore)
         if found is not None:
             self._restart = self._clock() - began
             self.note_resumed(found)
         self._unsaved.begin()
         return found
 
+    def _restore(self, address: str) -> Snapshot:
+        state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
+        if not isinstance(state, TrainingState):
+            return store.restoring(address, lambda found: found.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[1]
+        found = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
+        if found is None:
+            raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
+        return found
+
     def note_resumed(self, found: Snapshot) -> None:
         """For a job that has restored a snapshot by itself: the triggers count from its step on. All ranks call it."""
-        note = self._attempt.note(found)
+        read = lambda: json.dumps(_note_of(self._store, found)).encode()  # noqa: E731
+        note: dict[str, Any] = json.loads(self._from_first(f"the notes of {found.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall = self._stall or costs.get("stall", 0.0)
@@ -324,5 +341,4 @@ class Checkpointer:
             self._pending.end(is_over=True)
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
-        groups = self._store.session.groups
-        return value() if self._group is None else groups.broadcast(self._group, title, value, timeout_seconds=self._timeout_seconds)
+        return ask_first_rank(self._store, self._group, title, value, timeout_seconds=self._timeout_seconds)

@@ -1,6 +1,6 @@
 """A backend around another one that fails, dies, tears or loses the reply at its k-th call."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
@@ -140,8 +140,12 @@ class FaultyBackend:
     def space(self) -> Space | None:
         return self._inner.space()
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
-        return self._inner.list_uploads()
+    def folders(self, start: str) -> Collection[str]:
+        found: Collection[str] = self._faults.call(f"folders {start}", lambda: self._inner.folders(start))
+        return found
+
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
+        return self._inner.list_uploads(folders)
 
     def abort_upload(self, name: str) -> None:
         self._inner.abort_upload(name)

@@ -44,7 +44,7 @@ class Script(NamedTuple):
 
 
 SCRIPTS = [
-    Script("train.py", ["train.py"], "runs/one", range(50, 501, 50), kill),
+    Script("train.py", ["train.py"], "runs/first", range(50, 501, 50), kill),
     Script("train_fsdp2.py", torchrun(RANKS, "train_fsdp2.py"), "runs/fsdp2", range(20, 201, 20), preempt),
     Script("train_dcp.py", torchrun(RANKS, "train_dcp.py"), "runs/dcp", range(20, 201, 20), kill_a_rank),
 ]

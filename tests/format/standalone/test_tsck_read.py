@@ -279,6 +279,7 @@ def test_histories(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     for address, step in {"runs/a": 6, "runs/a~1": 5, "best": 4, "late": 5, "runs/b@9": 9, store.resolve("best").root[:8]: 4}.items():
         found = exported(folder, address, tmp_path / "out.safetensors")
         assert found.described["values"] == {"step": step}
+        assert found.described["time_ns"] == store.resolve(address).time_ns
         assert_same(store, address, found)
     for address in ("runs/c", "runs/a@0", "best@3", "runs/a~50", "??", "0" * 8, "runs/a@@1"):
         result = run(folder, address, tmp_path / "none.safetensors")

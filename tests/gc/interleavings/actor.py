@@ -9,7 +9,7 @@ a new one is led to the node by the recorded answers, and must ask the recorded 
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import make_engine
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError, NoSpaceError
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log.cache import MemoryTable
 from tests.gc.interleavings.contents import MODIFIED_NS, Request, Response
@@ -127,6 +127,8 @@ class SteppingBackend:
         answer = self._call(Request("create", name, bytes(data)))
         if answer.kind == "down":
             raise BackendUnavailableError(f"no answer to create {name}", object_id=name)
+        if answer.kind == "full":
+            raise NoSpaceError(f"no space for {name}", object_id=name)
         return {"ok": Created.CREATED, "exists": Created.EXISTS, "unknown": Created.UNKNOWN}[answer.kind]
 
     def sync_folders(self, name: str) -> None: ...
@@ -145,7 +147,10 @@ class SteppingBackend:
     def space(self) -> Space | None:
         return None
 
-    def list_uploads(self) -> Iterator[ObjectInfo]:
+    def folders(self, start: str) -> set[str]:
+        return {info.name.partition("/")[0] for info in self.list("") if info.name.startswith(start)}
+
+    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         return iter(())
 
     def abort_upload(self, name: str) -> None: ...
@@ -159,6 +164,8 @@ class SteppingBackend:
                 return answer.value
             case "missing":
                 raise MissingObjectError(f"{request.name} is not in the store", object_id=request.name)
+            case "full":
+                raise NoSpaceError(f"no space for {request.name}", object_id=request.name)
             case "short":
                 raise CorruptObjectError(f"{request.name} is not as long as it should be", object_id=request.name)
         raise BackendUnavailableError(f"{answer.kind}: {request}", object_id=request.name)

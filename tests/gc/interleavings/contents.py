@@ -27,7 +27,7 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What came back: ok, missing, short, exists (a name that was not new), unknown or down (no usable answer)."""
+    """What came back: ok, missing, short, exists (a name that was not new), full (no space), unknown or down (no usable answer)."""
 
     kind: str
     value: object = None
@@ -35,6 +35,7 @@ class Response(NamedTuple):
 
 OK: Final = Response("ok")
 DOWN: Final = Response("down")
+FULL: Final = Response("full")
 UNKNOWN: Final = Response("unknown")
 
 

@@ -10,7 +10,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import ANY, Expected, check_expected
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import save_captured
-from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFoundError, UndecidedError
+from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, NotFoundError, UndecidedError
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.gc.collect import run_gc
@@ -27,7 +27,7 @@ from tests.gc.interleavings.schedule import Case, Violation
 SETUP: Final = 0xFFFE
 FAILED: Final = (BackendUnavailableError, UndecidedError)
 """How a backend's fault appears to the caller: it says nothing of what happened."""
-REFUSED: Final = (ConflictError,)
+REFUSED: Final = (ConflictError, NoSpaceError)
 """What says that nothing happened."""
 
 

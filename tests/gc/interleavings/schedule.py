@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.format.store_config import StoreConfig
 from tests.gc.interleavings.actor import Actor, Node, Outcome, Tree, without_helper_threads
-from tests.gc.interleavings.contents import DOWN, OK, UNKNOWN, Contents, Request, Response
+from tests.gc.interleavings.contents import DOWN, FULL, OK, UNKNOWN, Contents, Request, Response
 from tests.gc.interleavings.footprint import Names
 
 FAULTS: Final = ("lost", "refused", "delayed", "late", "again")
@@ -35,6 +35,7 @@ late      the same of a delete
 again     a delete takes effect, and once more at some later time
 
 Any other error ends what an actor does, which is a crash.
+full      a write is refused, for it does not fit; only in the cases that name it
 """
 
 
@@ -225,6 +226,8 @@ class Explorer:
                 after, answer = done, silence
             elif fault == "refused" and kind == "get" and request.name.startswith("log/"):
                 after, answer = state, DOWN
+            elif fault == "full" and kind in ("put", "create"):
+                after, answer = state, FULL
             elif (fault == "delayed" and kind in ("put", "create")) or (fault == "late" and kind == "delete"):
                 after, answer = late, silence
             elif fault == "again" and kind == "delete":

@@ -9,7 +9,7 @@ import pytest
 
 from tensorstore_ck.backend.protocol import Created
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError
+from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, NoSpaceError, UndecidedError
 from tensorstore_ck.log import Log, RefTable
 from tests.gc.interleavings.actor import Actor, Process, SteppingBackend
 from tests.gc.interleavings.scenes import Scene
@@ -68,6 +68,16 @@ def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SteppingBackend, "create", create)
     with pytest.raises(Violation):
         explore(writers("A", "B")._replace(max_faults=0))
+
+
+def test_what_an_undecided_save_wrote_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save deletes its objects although its entry was sent, and comes late."""
+    monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0,))
+    case = writers("A", "B")._replace(faults=("delayed",), max_faults=1)
+    explore(case)
+    monkeypatch.setattr("tensorstore_ck.engine.write.failed_save.NoSpaceError", (NoSpaceError, UndecidedError))
+    with pytest.raises(Violation):
+        explore(case)
 
 
 def test_code_that_is_not_deterministic() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorstore_ck.errors import AlreadyExistsError
+from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError
 from tensorstore_ck.store import Store
 from tests.gc.interleavings.scenes import FAILED, REFUSED, Scene, root_of, user, writer
-from tests.gc.interleavings.schedule import Case, explore
+from tests.gc.interleavings.schedule import Case, drive, explore
 
 FAULTS = ("lost", "refused", "delayed")
 FALLIBLE = FAILED + REFUSED
@@ -36,6 +36,22 @@ def test_two_writers_to_one_ref(faults: int, states: int) -> None:
     explored = explore(case)
     assert explored.states > states
     assert explored.crashes > explored.states // 5
+
+
+@pytest.mark.parametrize(
+    ("faults", "most", "states"), [(("full", "lost"), 1, 300), pytest.param(("full", "lost", "delayed"), 2, 1500, marks=pytest.mark.slow)]
+)
+def test_a_disk_that_is_full_for_a_while(faults: tuple[str, ...], most: int, states: int) -> None:
+    """A save that fails for space deletes what it wrote: never what an entry names, however late that comes."""
+    assert explore(writers("A", "B")._replace(faults=faults, max_faults=most)).states > states
+
+
+@pytest.mark.parametrize("stop", ["put packs/", "put parts/", "put snapshots/", "create log/"])
+def test_a_save_that_fails_for_space_leaves_nothing(stop: str) -> None:
+    case = writers("A", "B")._replace(faults=("full",), max_faults=1)
+    contents, ended = drive(case, f"A until {stop}", "A:full", "A")
+    assert isinstance(ended["A"].error, NoSpaceError)
+    assert contents.objects == case.start.objects
 
 
 def test_three_writers_to_one_ref() -> None:

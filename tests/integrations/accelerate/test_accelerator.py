@@ -18,6 +18,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.training.checkpointing.checkpointer import saved_by
 from tests.effort import effort
 from tests.integrations.accelerate import runs
+from tests.training.resume_rule import ALL, check_door
 
 pytestmark = pytest.mark.slow
 
@@ -157,16 +158,21 @@ def test_a_folder_of_accelerates_own_is_not_deleted(tmp_path: Path, store: tsck.
         runs.train(tmp_path / "out", tsck.open(tmp_path / "new", create=True), resume=False)
 
 
-def test_a_damaged_snapshot_is_skipped(tmp_path: Path, store: tsck.Store) -> None:
-    whole = runs.train(tmp_path / "whole", None, resume=False)
-    runs.train(tmp_path / "out", store, resume=False)
-    newest = store.resolve(runs.REF)
-    damaged = max(Path(store.url).rglob("packs/*/*"), key=lambda path: path.name)
-    damaged.write_bytes(bytes(damaged.stat().st_size))
-    with pytest.warns(UserWarning, match="was skipped"):
-        assert_continues(runs.train(tmp_path / "out", store), whole, 27)
-    with pytest.raises(tsck.errors.DamageError):
-        runs.train(tmp_path / "out", store, resume=newest.root)
+@pytest.mark.parametrize("case", ALL)
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    def end(step: int) -> None:
+        raise runs.Killed(step)
+
+    def save(store: tsck.Store) -> None:
+        with pytest.raises(runs.Killed):
+            runs.train(tmp_path / "out", store, resume=False, kill_after=10, attach={"asynchronous": False})
+
+    def resume(store: tsck.Store, address: str | None) -> int:
+        with pytest.raises(runs.Killed) as ended:
+            runs.train(tmp_path / "out", store, resume=address, on_step=end)
+        return (int(ended.value.args[0]) - 1) // runs.SAVE_EVERY - 1
+
+    check_door(case, tmp_path, monkeypatch, runs.REF, save=save, resume=resume)
 
 
 def test_a_ref_of_another_run_is_refused(tmp_path: Path, store: tsck.Store) -> None:

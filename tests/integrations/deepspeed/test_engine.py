@@ -12,12 +12,13 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make t
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import base_optimizer
-from tensorstore_ck.integrations.light_folders import write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointer_folders import write_pointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
 from tests.integrations.deepspeed.on_cpu import deepspeed
 from tests.servers import free_port
+from tests.training.resume_rule import ALL, check_door
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's warnings of torch
 
@@ -205,6 +206,26 @@ def test_a_tag_whose_newest_save_was_killed_is_the_save_before(store: Store, tmp
         assert resumed.load_checkpoint(tmp_path, tag="last")[0] == str(tmp_path / "last")
         assert resumed.global_steps == 1
         resumed.destroy()
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    def save(store: Store) -> None:
+        engine = attached(store, asynchronous=False)
+        for step in range(3):
+            train(engine, 0, range(step, step + 1))
+            engine.save_checkpoint(tmp_path / "out")
+        engine.destroy()
+
+    def resume(store: Store, address: str | None) -> int:
+        engine = attached(store)
+        try:
+            engine.load_checkpoint(tmp_path / "out", tag=address)
+            return int(engine.global_steps)
+        finally:
+            engine.destroy()
+
+    check_door(case, tmp_path, monkeypatch, "runs/a", save=save, resume=resume)
 
 
 def test_deepspeeds_own_checkpoints_are_loaded_as_ever(store: Store, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_too_little_space_is_an_error_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))
     monkeypatch.setattr(byte_routing, "_write_ranges", None)
-    with pytest.raises(NoSpaceError, match="are free there"):
+    with pytest.raises(NoSpaceError, match="are free on the disk at"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ from tensorstore_ck.integrations import hf
 from tests.effort import effort
 from tests.integrations.hf import runs
 from tests.integrations.hf.conftest import Undisturbed
+from tests.training.resume_rule import ALL, check_door
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")]  # peft
 
@@ -130,17 +131,26 @@ def test_a_light_folder_that_a_kill_left_without_its_state_is_resumed_from(
     runs.assert_equal(runs.weights(resumed), undisturbed[1])
 
 
-def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
-    with pytest.raises(runs.Killed):
-        runs.over_store(tmp_path / "out", store, kill_after=9, asynchronous=False).train()
-    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.name)
-    newest = [each for each in packs if each.is_file()][-1]
-    newest.write_bytes(bytes(newest.stat().st_size))
-    resumed = runs.over_store(tmp_path / "out", store)
-    with pytest.warns(UserWarning, match="was skipped"):
-        resumed.train(resume_from_checkpoint=True)
-    assert runs.losses(resumed) == undisturbed.losses
-    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+@pytest.mark.parametrize("case", ALL)
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    class End(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps = {int(each["step"]) for each in kwargs["optimizer"].state.values()}
+            assert steps == {state.global_step}
+            raise runs.Killed(state.global_step)
+
+    def save(store: tsck.Store) -> None:
+        with pytest.raises(runs.Killed):
+            runs.over_store(tmp_path / "out", store, kill_after=9, asynchronous=False).train()
+
+    def resume(store: tsck.Store, address: str | None) -> int:
+        trainer = runs.over_store(tmp_path / "out", store)
+        trainer.add_callback(End())
+        with pytest.raises(runs.Killed) as ended:
+            trainer.train(resume_from_checkpoint=address or True)
+        return int(ended.value.args[0])
+
+    check_door(case, tmp_path, monkeypatch, runs.REF, save=save, resume=resume)
 
 
 def test_the_best_model_is_loaded_at_the_end_and_limits_hold(tmp_path: Path, store: tsck.Store) -> None:

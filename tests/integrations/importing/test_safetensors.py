@@ -58,6 +58,17 @@ def test_one_file(bring: Bring, store: tsck.Store, tmp_path: Path) -> None:
     assert (store.log("old")[0].step, store.log("old")[0].metrics) == (3, {"loss": 1.5})
 
 
+def test_an_imported_snapshot_was_made_when_its_newest_file_was(bring: Bring, store: tsck.Store, folder: Path) -> None:
+    save_sharded(folder, {"a": torch.ones(3), "b": torch.zeros(3)}, 2)
+    for number, path in enumerate(sorted(folder.iterdir()), 1):
+        os.utime(path, (number, number))
+    newest = folder / "model-00001-of-00002.safetensors"
+    os.utime(newest, (9, 9))
+    bring(folder)
+    found = store.log("old")[0]
+    assert (found.time_ns, found.time_ns < found.arrived_ns) == (9 * 10**9, True)
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_an_index(bring: Bring, folder: Path, suffix: str) -> None:
     state = many_tensors()

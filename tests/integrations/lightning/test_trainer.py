@@ -17,6 +17,7 @@ import tensorstore_ck as tsck
 from tests.effort import effort
 from tests.integrations.lightning import runs
 from tests.integrations.lightning.conftest import QUIET, Undisturbed
+from tests.training.resume_rule import ALL, check_door
 
 pytestmark = [pytest.mark.slow, *QUIET]
 
@@ -28,10 +29,12 @@ class Own:
     """No value that a store knows."""
 
 
-def _fit(folder: Path, saves: Any, ckpt_path: str | None = None, kill_after: int | None = None, **options: Any) -> Any:
+def _fit(
+    folder: Path, saves: Any, ckpt_path: str | None = None, kill_after: int | None = None, *, callbacks: Any = (), **options: Any
+) -> Any:
     """A run, with its module."""
     module = runs.seeded()
-    callbacks = [saves] if kill_after is None else [runs.KillAfter(kill_after), saves]
+    callbacks = [*callbacks, saves] if kill_after is None else [runs.KillAfter(kill_after), saves]
     trainer = runs.trainer(folder, *callbacks, **options)
     if kill_after is None:
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -200,15 +203,21 @@ def test_a_limit_of_snapshots_bounds_names_and_bytes(tmp_path: Path, store: tsck
     assert usage.objects_bytes < 2.5 * usage.stored_bytes
 
 
-def test_a_damaged_newest_snapshot_is_skipped(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
-    killed = _fit(tmp_path, runs.checkpoint(tmp_path, store, asynchronous=False), kill_after=8)
-    packs = sorted((tmp_path / "store" / "packs").rglob("*"), key=lambda each: each.name)
-    newest = [each for each in packs if each.is_file()][-1]
-    newest.write_bytes(bytes(newest.stat().st_size))
-    with pytest.warns(UserWarning, match="was skipped"):
-        resumed = _fit(tmp_path, runs.checkpoint(tmp_path, store), "last")
-    assert resumed.lightning_module.seen[0][0] == 3
-    _assert_continues(killed, resumed, undisturbed)
+@pytest.mark.parametrize("case", ALL)
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    class End(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            raise runs.Killed(trainer.global_step)
+
+    def save(store: tsck.Store) -> None:
+        _fit(tmp_path, runs.checkpoint(tmp_path, store, asynchronous=False), kill_after=8)
+
+    def resume(store: tsck.Store, address: str | None) -> int:
+        with pytest.raises(runs.Killed) as ended:
+            _fit(tmp_path, runs.checkpoint(tmp_path, store), address or "last", callbacks=(End(),))
+        return int(ended.value.args[0])
+
+    check_door(case, tmp_path, monkeypatch, runs.REF, save=save, resume=resume)
 
 
 def test_a_checkpoint_of_lightning_is_loaded_as_before(tmp_path: Path, store: tsck.Store) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.light_folders import write_pointer
-from tensorstore_ck.integrations.trainer_pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointer_folders import write_pointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tests.training.resume_rule import NEWEST, check_door
 
 REF = "runs/r"
 
@@ -54,16 +56,36 @@ def test_not_the_newest_but_what_ray_names(store: tsck.Store, names: Callable[[s
 
 def test_a_snapshot_that_is_gone(store: tsck.Store, names: Callable[[str], None]) -> None:
     names("0" * 64)
-    with pytest.warns(UserWarning, match="that Ray's checkpoint names was skipped"):
+    with pytest.warns(UserWarning, match=f"that Ray's checkpoint names was skipped: .*; resuming from {REF}@2 instead"):
         assert restore(store) == (2, [2])
+
+
+@pytest.mark.parametrize("case", NEWEST)
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Of a new experiment, in which Ray has no checkpoint yet."""
+    ray_train = pytest.importorskip("ray.train", reason="the extra ray is not installed: run `make test-apart`")
+    from tensorstore_ck.integrations.ray import reporting
+
+    monkeypatch.setattr(reporting, "_require_worker", lambda store: None)
+    monkeypatch.setattr(ray_train, "get_checkpoint", lambda: None)
+
+    def save(opened: tsck.Store) -> None:
+        for step in (1, 2):
+            opened.put_snapshot({"at": torch.rand(10_000) + step}, ref=REF, step=step)
+
+    def resume(opened: tsck.Store, _: str | None) -> int:
+        into = {"at": torch.zeros(10_000)}
+        found = tsck.ray.restore(into, store=opened, ref=REF)
+        assert found is not None
+        assert found.step == int(into["at"].min())
+        return found.step
+
+    check_door(case, tmp_path, monkeypatch, REF, save=save, resume=resume)
 
 
 def test_another_store(store: tsck.Store, names: Callable[[str], None]) -> None:
     names("0" * 64)
-    with (
-        pytest.warns(UserWarning, match="was skipped"),
-        pytest.raises(tsck.NotFoundError, match="open the store that it was reported from"),
-    ):
+    with pytest.raises(tsck.NotFoundError, match="open the store that it was reported from"):
         restore(store, "runs/none")
 
 

@@ -12,7 +12,7 @@ STRUCK_STEP = 6
 
 
 def _train(folder: Path, faults: KillAt, async_mode: str) -> tuple[int, runs.Run]:
-    def open_here(url: str, *, create: bool) -> Store:
+    def open_here(url: str) -> Store:
         return open_killable(url, faults)
 
     def count(trainer: runs.Noisy) -> None:
@@ -27,7 +27,7 @@ def _train(folder: Path, faults: KillAt, async_mode: str) -> tuple[int, runs.Run
 
         trainer.checkpointer.maybe_wait_for_staging = wait_and_count
 
-    with mock.patch("tensorstore_ck.integrations.titan.snapshot_manager.open_store", open_here):
+    with mock.patch("tensorstore_ck.integrations.titan.snapshot_manager.opened", open_here):
         config = runs.make_config(folder, runs.snapshots(folder, async_mode=async_mode), steps=8)
         run = runs.train(config, before=count)
     return faults.calls, run

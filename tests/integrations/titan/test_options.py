@@ -19,6 +19,7 @@ from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import open_store
 from tests.integrations.titan.runs import REF
 from tests.integrations.titan.small import Job, saved_steps
+from tests.training.resume_rule import NEWEST, check_door
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def test_a_save_that_fails_in_the_background(tmp_path: Path) -> None:
     for at in range(1, 100):
         faults = Faults("no-space", persistent=True)
         store = open_store(FaultyBackend(MemoryBackend(), faults, atomic_put=False))
-        with patch("tensorstore_ck.integrations.titan.snapshot_manager.open_store", return_value=store):
+        with patch("tensorstore_ck.integrations.titan.snapshot_manager.opened", return_value=store):
             job = Job(tmp_path, async_mode="async")
         faults.calls, faults.at = 0, at
         try:
@@ -124,7 +125,7 @@ def test_the_last_save_has_only_weights(tmp_path: Path) -> None:
         assert "optimizer" not in last
         assert torch.equal(last["model"]["weight"], job.weights.bfloat16())
     with Job(tmp_path, interval=2, export_dtype="bfloat16") as again:
-        with pytest.warns(UserWarning, match=r"ended with runs/t@5.*from step 4"):
+        with pytest.warns(UserWarning, match=r"ended with runs/t@5.*from runs/t@4"):
             again.manager.load()
         again.train(5, ends=True)
     assert torch.equal(again.weights, job.weights)
@@ -200,17 +201,18 @@ def test_a_limit_bounds_names_and_bytes(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "other") == [7, 6, 5]
 
 
-def test_a_damaged_snapshot_is_skipped(tmp_path: Path) -> None:
-    with Job(tmp_path, width=512) as job:
-        job.train(3)
-    damaged = max((tmp_path / "store").rglob("packs/*/*"), key=lambda path: path.name)
-    damaged.write_bytes(bytes(damaged.stat().st_size))
-    with Job(tmp_path, width=512) as job:
-        with pytest.warns(UserWarning, match="was skipped"):
-            job.manager.load()
-        assert job.progress.step == 2
-    with Job(tmp_path, width=512) as job, pytest.raises(tsck.errors.DamageError):
-        job.manager.load(step=3)
+@pytest.mark.parametrize("case", [*NEWEST, "named and damaged"])
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    def save(_: tsck.Store) -> None:
+        with Job(tmp_path, width=512) as job:
+            job.train(3)
+
+    def resume(_: tsck.Store, address: str | None) -> int:
+        with Job(tmp_path, width=512) as job:
+            job.manager.load(step=-1 if address is None else int(address.rpartition("@")[2]))
+            return job.progress.step
+
+    check_door(case, tmp_path, monkeypatch, REF, save=save, resume=resume)
 
 
 def test_a_ref_of_another_run(tmp_path: Path) -> None:

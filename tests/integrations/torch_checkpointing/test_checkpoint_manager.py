@@ -17,6 +17,7 @@ from tensorstore_ck.state.load_report import LoadWarning
 from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import contents, open_store
+from tests.training.resume_rule import NEWEST, check_door
 
 REF = "runs/m"
 
@@ -117,11 +118,30 @@ def test_ids(store: tsck.Store) -> None:
 def test_the_newest_id_is_of_a_sound_checkpoint(store: tsck.Store) -> None:
     with tsck.CheckpointManager(config(sync=True), store=store, ref=REF) as manager:
         assert manager.newest_id() is None
+        assert manager.load_newest({"number": None}) is None
         manager.save("step_1", {"number": 1})
         manager.save("step_2", {"number": 2})
         store.mark(REF, "bad")
         with pytest.warns(UserWarning, match="was skipped"):
             assert manager.newest_id() == "step_1"
+
+
+@pytest.mark.parametrize("case", NEWEST)
+def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    def save(store: tsck.Store) -> None:
+        with tsck.CheckpointManager(config(sync=True), store=store, ref=REF) as manager:
+            for step in (1, 2):
+                manager.save(f"step_{step}", {"weights": torch.rand(10_000) + step})
+
+    def resume(store: tsck.Store, _: str | None) -> int:
+        with tsck.CheckpointManager(config(sync=True), store=store, ref=REF) as manager:
+            found = manager.load_newest({"weights": torch.zeros(10_000)})
+        assert found is not None
+        step = int(found[1]["weights"].min())
+        assert found[0] == f"step_{step}"
+        return step
+
+    check_door(case, tmp_path, monkeypatch, REF, save=save, resume=resume)
 
 
 @pytest.mark.parametrize("name", ["step_5", "final"])

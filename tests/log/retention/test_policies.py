@@ -172,6 +172,16 @@ def test_the_triggers_and_epochs_of_snapshots_keep_them(store: tsck.Store) -> No
     assert why[found.id] == ("keep_milestones at_fraction",)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"triggers": "at_steps"}, {"triggers": [1]}, {"triggers": ["x" * 65]}, {"epoch": -1}, {"epoch": float("nan")}, {"epoch": True}],
+)
+def test_a_save_that_no_rule_could_read_is_refused(store: tsck.Store, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError, match=next(iter(wrong))):
+        put(store, 1, **wrong)
+    assert not store.branches()
+
+
 def test_age_counts_by_the_clock(store: tsck.Store, clock: Clock) -> None:
     store.set_policy("runs/*", keep_younger="60h")
     for step in range(1, 6):

@@ -10,10 +10,12 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck import ConflictError, InvalidOptionError, NotFoundError, Store
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.format.codec import Codec, CodecName
 from tensorstore_ck.maintenance.copy_store import copy
-from tests.gc.stores import Clock, interrupted, open_store
+from tensorstore_ck.maintenance.salvage import salvage
+from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store
 from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, contents, empty
 from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
 from tests.servers import S3Server
@@ -68,6 +70,26 @@ def test_a_copy_is_as_old_as_its_source_and_its_undo_windows_are_not() -> None:
     clock.advance(3600)
     target.gc()
     assert target.undo("runs/a@0")
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_salvaged_copy_keeps_both_times(lost: int) -> None:
+    """Of a branch, and of a snapshot that a tag alone holds. Of one whose own entry is lost the arrival is not known."""
+    clock, backend = Clock(), MemoryBackend()
+    source, target = open_store(clock=clock), open_store(backend, clock=clock)
+    for step in range(3):
+        source.put_snapshot(state(step), ref=f"runs/{step % 2}", step=step)
+        clock.advance(86_400)
+    assert copy(source, target).ok
+    times = {each.id: (each.time_ns, each.time_ns if each.entry == lost else each.arrived_ns) for each in target.log()}
+    target.tag("kept", "runs/1")
+    target.forget("runs/1")
+    target.gc(AT_ONCE)
+    clock.advance(3600)
+    backend.delete([sorted(info.name for info in backend.list("log/"))[lost - 1]])
+    assert salvage(backend, clock=clock).log
+    found = open_store(backend, clock=clock)
+    assert {each.id: (each.time_ns, each.arrived_ns) for each in (*found.log(), found.resolve("kept"))} == times
 
 
 def test_by_url(tmp_path: Path) -> None:

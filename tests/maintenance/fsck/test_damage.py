@@ -219,10 +219,10 @@ def test_leftovers_are_notices_and_their_damage_is_reported() -> None:
     for name, stray in strays.items():
         backend.put(stray, OBJECTS[name])
     backend.put("packs/ZZ/01M7Y7A2JN6QT6KYB17GC64DZZ", OBJECTS[pack][:100])
-    backend.put("notes.txt", b"hello")
+    backend.put("packs/notes.txt", b"hello")
     report = check(backend)
     assert report.ok
-    assert {finding.object for finding in report.findings} == {*strays.values(), "packs/ZZ/01M7Y7A2JN6QT6KYB17GC64DZZ", "notes.txt"}
+    assert {finding.object for finding in report.findings} == {*strays.values(), "packs/ZZ/01M7Y7A2JN6QT6KYB17GC64DZZ", "packs/notes.txt"}
     for stray in strays.values():
         flip(backend, stray, len(read(backend, stray)) // 2)
     damaged = {finding.object for finding in check(backend).findings if finding.kind == "corrupt_object"}

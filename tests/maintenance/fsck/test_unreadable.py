@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -12,30 +13,33 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import BackendUnavailableError, UnreadableError
+from tensorstore_ck.errors import BackendUnavailableError, DamageError, UnreadableError
 from tensorstore_ck.maintenance.fsck import Finding, FsckOptions, run_repair
+from tensorstore_ck.store import ReadOnlyStore
+from tests.cli.conftest import run_tsck
 
 AT_ONCE = tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
 
 
 class Disk:
-    """At read number `at`, counted from 1, the file that it reads becomes unreadable."""
+    """At read number `at`, counted from 1, the file that it reads becomes unreadable; with `once`, only that read fails."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, root: Path, at: int, *, name: str = "") -> None:
-        self.name = name
+    def __init__(self, patch: pytest.MonkeyPatch, root: Path, at: int, *, once: bool = False, also: Path | None = None) -> None:
+        self.name = ""
         """The unreadable object; empty if there were fewer reads."""
-        self._root, self._at, self._calls = f"{root}/", at, 0
+        self._root, self._at, self._calls, self._once = f"{root}/", at, 0, once
+        self._roots = (self._root, f"{also or root}/")
         patch.setattr(os, "pread", self._failing(os.pread))
         patch.setattr(os, "preadv", self._failing(os.preadv))
 
     def _failing(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def call(fd: int, *args: object) -> Any:
             path = os.readlink(f"/proc/self/fd/{fd}")
-            if path.startswith(self._root):
+            if path.startswith(self._roots):
                 self._calls += 1
                 if self._calls == self._at:
                     self.name = path.removeprefix(self._root)
-                if path == self._root + self.name:
+                if self._calls == self._at or (not self._once and path == self._root + self.name):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
             return read(fd, *args)
 
@@ -59,6 +63,11 @@ def root(tmp_path: Path) -> Path:
 
 def opened(root: Path, **options: Any) -> tsck.Store:
     return tsck.open(root, create=True, no_sync=True, cache_dir=root.parent / "cache", state_dir=root.parent / "state", **options)
+
+
+def opened_copy(copy: Path) -> ReadOnlyStore:
+    """It has the same UUID, so it needs a cache of its own."""
+    return tsck.open(copy, read_only=True, cache_dir=copy.parent / "copy_cache", state_dir=copy.parent / "copy_state")
 
 
 def at_every_read(root: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[tsck.Store, Disk], object]) -> set[str]:
@@ -86,7 +95,7 @@ def require_unreadable(findings: Sequence[Finding], name: str) -> None:
 @pytest.mark.parametrize("repair", [False, True])
 def test_fsck(root: Path, monkeypatch: pytest.MonkeyPatch, repair: bool) -> None:
     def check(store: tsck.Store, disk: Disk) -> None:
-        with suppress(BackendUnavailableError):  # store.json: nothing can be told
+        with suppress(BackendUnavailableError, UnreadableError):  # store.json: nothing can be told; or a repair that stops
             if repair:
                 repaired = run_repair(store.engine.of_store(), FsckOptions(read_data=True))
                 assert (repaired.mended, repaired.marked) == ((), ())
@@ -99,6 +108,64 @@ def test_fsck(root: Path, monkeypatch: pytest.MonkeyPatch, repair: bool) -> None
     assert at_every_read(root, monkeypatch, check) >= {"store.json", "log", "packs", "parts", "snapshots", "moved"} & {*os.listdir(root)}
     with opened(root) as store:
         assert store.fsck(read_data=True).ok
+
+
+@pytest.mark.slow
+def test_a_read_that_fails_once_costs_no_snapshot(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repair from a copy, whose reads and those of the store fail one by one, marks nothing; the next one repairs everything."""
+    copy, lost = tmp_path / "copy", max((file for file in root.rglob("packs/*/*")), key=lambda file: file.stat().st_size)
+    shutil.copytree(root, copy)
+    damaged = bytearray(lost.read_bytes())
+    damaged[200] ^= 1
+    lost.write_bytes(damaged)
+    before, stopped = tmp_path / "before", 0
+    shutil.copytree(root, before)
+    for at in count(1):
+        for folder in (root, tmp_path / "cache", tmp_path / "state"):
+            shutil.rmtree(folder)
+        shutil.copytree(before, root)
+        with opened(root) as store, opened_copy(copy) as other, monkeypatch.context() as patch:
+            disk = Disk(patch, root, at, once=True, also=copy)
+            try:
+                assert run_repair(store.engine.of_store(), FsckOptions(read_data=True), other=other.engine.of_store()).marked == (), (
+                    disk.name
+                )
+            except (BackendUnavailableError, UnreadableError):
+                stopped += 1
+            patch.undo()
+            assert store.resolve("job@2").mark == store.resolve("job@3").mark == ""
+        if not disk.name:
+            break
+    assert stopped > 20
+    with opened(root) as store:
+        assert store.fsck(read_data=True).ok
+
+
+def test_a_copy_that_another_user_may_not_read_costs_no_snapshot(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, lost = tmp_path / "copy", max((file for file in root.rglob("packs/*/*")), key=lambda file: file.stat().st_size)
+    shutil.copytree(root, copy)
+    lost.unlink()
+    with opened(root) as store, opened_copy(copy) as other, monkeypatch.context() as patch:
+        denied, open_file = str(copy / lost.relative_to(root)), os.open
+
+        def refuse(path: str, *args: Any, **options: Any) -> int:
+            if path == denied:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return open_file(path, *args, **options)
+
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(UnreadableError, match=rf"{lost.name}.*for user {os.geteuid()} \(it is user {os.geteuid()}'s, mode -rw"):
+            run_repair(store.engine.of_store(), other=other.engine.of_store())
+        assert store.resolve("job@3").mark == ""
+
+
+def test_the_exit_code_tells_unreadable_from_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, kept, *_ = root.rglob("packs/*/*")
+    with monkeypatch.context() as patch:
+        Disk(patch, root, 0).name = str(kept.relative_to(root))
+        assert run_tsck(root.parent, "fsck", "--repair", "--read-data", store=str(root)).code == UnreadableError.exit_code
+        lost.unlink()
+        assert run_tsck(root.parent, "fsck", "--read-data", store=str(root)).code == DamageError.exit_code
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ def test_a_rank_that_cannot_write(failing: int, error: StoreError, what: str) ->
     assert all(rank.endings[SECOND].seconds < TIMEOUT for rank in world.group), "known at once"
     assert (world.group[failing].endings[SECOND].error or error).__cause__ is error
     require_restorable(world.engine, [1, 3])
+    left = run_gc(world.engine, AT_ONCE, dry_run=True).deleted
+    assert (left["pack"] + left["part"] == 0) or isinstance(error, PermissionDeniedError), "if there is no space, each rank deletes its own"
     require_no_garbage(world.engine)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.training.checkpointing import resume as resuming
+from tensorstore_ck.training import resume_search
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS
 
@@ -37,7 +37,7 @@ class Job:
         self.model = nn.Linear(width, 4)
         self.counter = Counter()
         self.state: Any = {"model": self.model.state_dict(), "step": torch.zeros(1)}
-        if kind == "TrainingState":
+        if kind != "plain":
             self.state = tsck.TrainingState(model=self.model, dataloader=self.counter)
 
     def go_to(self, step: int, more: float = 0.0) -> None:
@@ -73,7 +73,7 @@ def resume(folder: str, kind: str, ranks: int, trouble: str, drift: Any = None) 
         tsck.open(f"{folder}/store", cache_dir=f"{folder}/again-{rank}") as store,
     ):
         warnings.simplefilter("always")
-        patch.setattr(resuming, "PAUSE_SECONDS", 0.0)
+        patch.setattr(resume_search, "PAUSE_SECONDS", 0.0)
         store.engine.backend = FaultyBackend(store.engine.backend, faults, atomic_put=False)
         ckpt = tsck.Checkpointer(
             store, job.state, ref="job", when=tsck.every_steps(1), group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS
@@ -92,7 +92,10 @@ def resume(folder: str, kind: str, ranks: int, trouble: str, drift: Any = None) 
                 newest = set(store.show("job").packs) - set(store.show("job~1").packs)
                 newest = {f"packs/{each[-2:]}/{each}" for each in newest} | newest
                 patch.setattr(LocalBackend, "read_into", damaged)
-        found = ckpt.resume(drift=drift)
+        if kind == "TrainingState alone":
+            found = job.state.restore(store, "job", group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS)
+        else:
+            found = ckpt.resume(drift=drift)
     return None if found is None else found.step, job.at, [str(each.message) for each in caught]
 
 

@@ -6,13 +6,15 @@ left over does no harm.
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tensorstore_ck.errors import InputError, MismatchError, NotFoundError
+from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError
 from tensorstore_ck.training.checkpointing.checkpointer import saved_by
 
 if TYPE_CHECKING:
+    from tensorstore_ck.log.snapshot import Snapshot
     from tensorstore_ck.store import ReadOnlyStore
 
 MAX_BYTES: Final = 1 << 16
@@ -60,7 +62,7 @@ class SnapshotPointer(NamedTuple):
     def address_in(self, store: "ReadOnlyStore", path: str) -> str:
         """The address in `store` of the snapshot that the pointer at `path` names.
 
-        A root becomes ref@step, where that is the same snapshot: a run that restores it continues the ref.
+        A root becomes an address through its ref, if there is one: a run that restores it continues the ref.
 
         Raises:
             MismatchError: it names a step of another store.
@@ -77,11 +79,21 @@ class SnapshotPointer(NamedTuple):
                 f"or pass {self.address!r} if you mean that snapshot",
                 object_id=path,
             )
-        try:
-            named = found.ref if found.step is None else f"{found.ref}@{found.step}"
-            return named if store.resolve(named).root == found.root else self.address
-        except NotFoundError:
-            return self.address
+        through_ref = address_through_ref(store, found, found.ref)
+        return self.address if through_ref == found.root else through_ref
+
+
+def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, back: int = 0) -> str:
+    """An address of a snapshot through a branch, so that a run that restores it continues the branch; its root, if there is none.
+
+    `back`: how many parents it may be behind the branch's newest snapshot, if it has no step of its own.
+    """
+    steps = [] if snapshot.step is None else [f"{ref}@{snapshot.step}"]
+    for address in (*steps, f"{ref}~{back}"):
+        with suppress(NotFoundError, InvalidNameError):
+            if store.resolve(address).root == snapshot.root:
+                return address
+    return snapshot.root
 
 
 def replace_file(path: Path, text: str) -> None:

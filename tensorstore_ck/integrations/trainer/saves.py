@@ -1,17 +1,17 @@
-"""From which snapshot a trainer's run resumes, and whether it may save to a ref."""
+"""When a trainer's run saves, to which ref it may, and what a folder means whose save was never published."""
 
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tensorstore_ck.errors import ConflictError, CorruptObjectError, NotFoundError, SnapshotMarkedBadError
-from tensorstore_ck.integrations.light_folders import read_pointer
-from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.errors import ConflictError, NotFoundError
+from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
 from tensorstore_ck.store import Store
-from tensorstore_ck.training.checkpointing import Trigger
-from tensorstore_ck.training.checkpointing.resume_candidates import choose
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 from tensorstore_ck.training.checkpointing.triggers import TriggerContext
+from tensorstore_ck.training.rank_group import ask_first_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,35 +30,32 @@ class Always(Trigger):
         return True
 
 
-def newest_address(store: Store, ref: str, skipped: Collection[str], group: "ProcessGroup | None", argument: str) -> str | None:
-    """The address of the newest snapshot to resume from, on all ranks the same; None if there are none.
-
-    Args:
-        store: The store.
-        ref: The branch.
-        skipped: Addresses that were found damaged.
-        group: The ranks.
-        argument: The trainer's argument that takes an address, for messages.
+def new_checkpointer(
+    store: Store,
+    training: TrainingState,
+    ref: str,
+    *,
+    argument: str,
+    group: "ProcessGroup | None",
+    keep: Mapping[str, object] | None,
+    asynchronous: bool,
+) -> Checkpointer:
+    """For a trainer that decides itself when to save. What the policy drops is freed while the run goes on.
 
     Raises:
-        SnapshotMarkedBadError: replicas had drifted apart, so that the user must choose.
-        CorruptObjectError: none of the existing snapshots can be restored.
+        ConflictError: see `require_own_ref`.
     """
-    store.finish_staged(ref, group)
-
-    def choose_here() -> bytes:
-        chosen = choose(store, ref, skipped, None)
-        if chosen.drift:
-            raise SnapshotMarkedBadError(
-                f"{chosen.drift}. A rank may be corrupted: compare the copies, then pass an earlier step, or {argument}={chosen.address!r} "
-                "to accept it",
-                object_id=chosen.address,
-            )
-        if not chosen.address and not chosen.is_new:
-            raise CorruptObjectError(f"none of the snapshots of {ref!r} can be restored: run `tsck fsck --read-data`", object_id=ref)
-        return chosen.address.encode()
-
-    return ask_first_rank(store, group, f"the resume of {ref!r}, {len(skipped)} skipped", choose_here).decode() or None
+    require_own_ref(store, ref, argument)
+    return Checkpointer(
+        store,
+        training,
+        ref=ref,
+        when=Always(),
+        keep=keep,
+        free_dropped=keep is not None,
+        asynchronous=asynchronous,
+        group=group,
+    )
 
 
 def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> str | bool | None:
@@ -84,20 +81,6 @@ def published_or_newest(store: Store, given: str | bool | None, ref: str, group:
     if step:
         warnings.warn(f"{given} names a save that was never published: resuming from {ref}@{step}, the newest that was", stacklevel=3)
     return True if step else given
-
-
-def ask_first_rank(store: Store, group: "ProcessGroup | None", title: str, answer: Callable[[], bytes]) -> bytes:
-    """What the first rank answers, on all ranks; its error, if it has one.
-
-    Args:
-        store: The store.
-        group: The ranks, which all call this; None: there is one.
-        title: What is asked, for messages.
-        answer: Called on the first rank.
-    """
-    if group is None:
-        return answer()
-    return store.session.groups.broadcast(group, title, answer, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def require_own_ref(store: Store, ref: str, argument: str) -> None:

@@ -1,0 +1,97 @@
+"""Which versions of a package an adapter supports, and whether the names that it uses are as they were."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tensorstore_ck.errors import MissingExtraError
+
+Parameters = tuple[str, ...]
+Version = tuple[int, int]
+
+
+class Package(NamedTuple):
+    """A package that an adapter uses."""
+
+    title: str
+    """For messages."""
+    name: str
+    """What pip installs, with extras."""
+    lowest: Version
+    above: Version
+    """The first version that is not supported."""
+    tested: str = ""
+    """What pip installs to get the version with which the adapter was tested."""
+
+    @property
+    def requirement(self) -> str:
+        """What pip installs to get a supported version."""
+        (major, minor), (above, above_minor) = self.lowest, self.above
+        return f"{self.name}>={major}.{minor},<{above}" + (f".{above_minor}" if above_minor else "")
+
+    def require_version(self, installed: str) -> None:
+        """Checks the installed version.
+
+        Raises:
+            MissingExtraError: it is not supported.
+        """
+        if not self.lowest <= numbers_of(installed) < self.above:
+            raise MissingExtraError(
+                f"{self.title} {installed} is not supported: run `pip install '{self.requirement}'`", object_id=self.name.partition("[")[0]
+            )
+
+    def require_unchanged(self, installed: str, changed: Iterable[str], *, owner: str = "", module: str = "") -> None:
+        """Checks that no name has changed.
+
+        Args:
+            installed: The version.
+            changed: The names that have.
+            owner: Whose they are, for the message, such as "the Trainer of".
+            module: What to put in front of a name in the error's `object_id`.
+
+        Raises:
+            MissingExtraError: one has.
+        """
+        name = next(iter(changed), None)
+        if name is not None:
+            raise MissingExtraError(
+                f"{owner}{' ' if owner else ''}{self.title} {installed} has another {name} than the one that is used here: run "
+                f"`pip install '{self.tested}'`, with which this was tested",
+                object_id=f"{module}.{name}" if module else name,
+            )
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2])
+
+
+def changed_methods(owner: object, methods: Mapping[str, Parameters]) -> Iterator[str]:
+    """The methods that `owner` lacks, or that have other parameters. `methods`: name -> parameters; a name may have dots."""
+    for name, parameters in methods.items():
+        method = _attribute(owner, name)
+        if method is None or tuple(inspect.signature(method).parameters) != parameters:
+            yield name
+
+
+def changed_functions(functions: Iterable[tuple[Callable[..., Any], Parameters]]) -> Iterator[str]:
+    """The names of functions and classes that have other parameters."""
+    return (each.__qualname__ for each, parameters in functions if tuple(inspect.signature(each).parameters) != parameters)
+
+
+def missing_attributes(owner: object, paths: Iterable[str]) -> Iterator[str]:
+    """The attributes, or attributes of attributes, that `owner` lacks."""
+    return (path for path in paths if _attribute(owner, path, _MISSING) is _MISSING)
+
+
+_MISSING = object()
+
+
+def _attribute(owner: object, path: str, default: object = None) -> Any:
+    found: Any = owner
+    for name in path.split("."):
+        found = getattr(found, name, _MISSING)
+        if found is _MISSING:
+            return default
+    return found

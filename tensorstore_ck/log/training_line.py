@@ -1,0 +1,33 @@
+"""Which snapshots of a branch led to its last one: training that goes back leaves the others behind."""
+
+from collections.abc import Iterable
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.log.ref_table import SnapshotInfo
+
+
+def training_line(visits: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
+    """The snapshots of a branch that led to its last one: without those from which training was taken back to an earlier one.
+
+    It was taken back if the next snapshot is an earlier one again, or continues from one; or, if the one that it continues from is not
+    kept, if its step is not higher.
+    """
+    line, places = list[SnapshotInfo](), dict[Digest, int]()
+    for info in visits:
+        if (at := places.get(info.root)) is not None:
+            keep = at
+        elif info.parent is not None and (at := places.get(info.parent)) is not None:
+            keep = at + 1
+        else:
+            keep = len(line)
+            while keep and _is_later_or_same(line[keep - 1], info):
+                keep -= 1
+        for gone in line[keep:]:
+            del places[gone.root]
+        line[keep:] = [info]
+        places[info.root] = keep
+    return line
+
+
+def _is_later_or_same(one: SnapshotInfo, other: SnapshotInfo) -> bool:
+    return one.step is not None and other.step is not None and one.step >= other.step

@@ -1,0 +1,188 @@
+"""From which snapshot a run resumes: the one rule of `TrainingState.restore`, `Checkpointer.resume` and every trainer's adapter.
+
+A branch stands for its newest snapshot that is neither marked nor damaged. A warning names each snapshot that is skipped, and the one that
+is tried instead. A store that cannot be read now is no damage: after a few tries its error is raised. Any other address (``ref@step``,
+``ref~n``, a tag, a root) means its snapshot and no other one.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from tensorstore_ck.errors import (
+    CorruptObjectError,
+    InvalidNameError,
+    InvalidOptionError,
+    MissingObjectError,
+    NotFoundError,
+    RetryableError,
+    SnapshotExpiredError,
+    SnapshotMarkedBadError,
+    StoreError,
+)
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
+from tensorstore_ck.training.rank_group import ask_first_rank
+from tensorstore_ck.training.resume_candidates import OnDrift, ResumeCandidate, choose, find_named
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.store import ReadOnlyStore
+
+T = TypeVar("T")
+DAMAGES: Final = (CorruptObjectError, MissingObjectError, SnapshotExpiredError)
+"""A snapshot is skipped for these. When ranks restore together, all raise the same class."""
+TRIES: Final = 3
+"""For transient failures."""
+PAUSE_SECONDS: Final = 5.0
+MAX_NAMED: Final = 4
+
+
+class ResumeSearch:
+    """One search, on one rank; all ranks of the group make the same calls, and get the same answers."""
+
+    def __init__(
+        self,
+        store: "ReadOnlyStore",
+        address: str,
+        group: "ProcessGroup | None",
+        *,
+        advice: str,
+        missing: str = "",
+        drift: OnDrift | None = None,
+        allow_marked: bool = False,
+        only_newest: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Finishes staged saves first.
+
+        Args:
+            store: The store.
+            address: A branch or any other address.
+            group: The ranks.
+            advice: What the user does to accept a snapshot whose replicas had drifted apart, with ``{}`` for its address in quotes.
+            missing: The error's text if there is nothing at the address; empty: a branch or tag may not exist yet.
+            drift: See `Checkpointer.resume`.
+            allow_marked: See `Store.checkout`.
+            only_newest: Take the newest snapshot of a branch or none.
+            timeout_seconds: How long to wait for the other ranks.
+        """
+        if drift not in (None, "accept", "skip"):
+            raise InvalidOptionError(f'drift must be "accept" or "skip", not {drift!r}', object_id="drift")
+        self._store, self._address, self._group = store, address, group
+        self._advice, self._missing = advice, missing
+        self._drift, self._allow_marked, self._only_newest, self._timeout_seconds = drift, allow_marked, only_newest, timeout_seconds
+        self._candidate = ResumeCandidate()
+        self._skipped: dict[str, str] = {}
+        self._warned = 0
+        self._tries = 0
+        self._has_tried = False
+        store.finish_staged(address, group, timeout_seconds=timeout_seconds)
+
+    def restore(self, restore: Callable[[str], T]) -> T | None:
+        """What `restore` returns for the first snapshot that it can restore; None if there is no such branch or tag yet.
+
+        Args:
+            restore: Restores the snapshot at an address, on all ranks or on none.
+
+        Raises:
+            NotFoundError: the step, ancestor or root does not exist.
+            SnapshotMarkedBadError: replicas had drifted apart, so that the user must choose.
+            CorruptObjectError: none of the branch's snapshots can be restored.
+            StoreError: what `restore` raised, if this is no damage, or the address names one snapshot.
+        """
+        while (address := self.next_address()) is not None:
+            try:
+                return restore(address)
+            except StoreError as exc:
+                self.note_failure(exc)
+        return None
+
+    def next_address(self) -> str | None:
+        """The snapshot to try next; None if there is no such branch or tag yet.
+
+        Raises:
+            StoreError: see `restore`.
+        """
+        self._candidate = chosen = self._from_first()
+        self._skipped |= dict(chosen.skipped)
+        if chosen.is_new and self._missing:
+            raise NotFoundError(self._missing, object_id=self._address)
+        if chosen.is_new:
+            return None
+        if not chosen.address:
+            raise self._none_intact()
+        if chosen.drift:
+            raise SnapshotMarkedBadError(
+                f"{chosen.drift}. A rank may be corrupted: compare the copies, then {self._advice.format(repr(chosen.name))}",
+                object_id=chosen.name,
+            )
+        self._warn_of_skipped(chosen.name)
+        return chosen.address
+
+    def note_failure(self, failure: StoreError) -> None:
+        """The snapshot of `next_address` could not be restored: returns if there is something else to try.
+
+        Raises:
+            StoreError: `failure`.
+        """
+        if self._candidate.is_named:
+            raise failure
+        if isinstance(failure, DAMAGES):
+            self._has_tried = True
+            self.skip(str(failure))
+        elif isinstance(failure, RetryableError | NotFoundError) and self._tries + 1 < TRIES:  # not found: it was deleted meanwhile
+            self._tries += 1
+            time.sleep(PAUSE_SECONDS)
+        else:
+            raise failure
+
+    def skip(self, reason: str) -> None:
+        """Skips the snapshot of `next_address`."""
+        self._skipped[self._candidate.name] = reason
+        self._tries = 0
+
+    def _from_first(self) -> ResumeCandidate:
+        """The first rank's choice."""
+        title = f"the resume from {self._address!r}, {len(self._skipped)} skipped"
+        choose_here = partial(with_retries, lambda: json.dumps(self._choose()).encode())
+        try:
+            answer = ask_first_rank(self._store, self._group, title, choose_here, timeout_seconds=self._timeout_seconds)
+        except (InvalidNameError, NotFoundError) as exc:
+            if not self._missing:
+                raise
+            raise NotFoundError(f"{self._missing}: {exc}", object_id=self._address) from exc
+        return ResumeCandidate(*json.loads(answer))
+
+    def _choose(self) -> ResumeCandidate:
+        if self._only_newest:
+            return find_named(self._store, self._address)
+        return choose(self._store, self._address, self._skipped, drift=self._drift, allow_marked=self._allow_marked)
+
+    def _warn_of_skipped(self, taken: str) -> None:
+        for name, reason in list(self._skipped.items())[self._warned :]:
+            warnings.warn(f"{name} was skipped: {reason}; resuming from {taken} instead", stacklevel=4)
+        self._warned = len(self._skipped)
+
+    def _none_intact(self) -> CorruptObjectError:
+        undefined = ", and the attempts left the state undefined" if self._has_tried else ""
+        reasons = [f"{name}: {reason}" for name, reason in self._skipped.items()]
+        more = f"; and {len(reasons) - MAX_NAMED} more" if len(reasons) > MAX_NAMED else ""
+        return CorruptObjectError(
+            f"none of the snapshots of {self._address!r} can be restored{undefined}: {'; '.join(reasons[:MAX_NAMED])}{more}. Run "
+            "`tsck fsck --read-data`; to start from the beginning, use another ref",
+            object_id=self._address,
+        )
+
+
+def with_retries(value: Callable[[], T]) -> T:
+    """What `value` returns; transient failures are tried again."""
+    for _ in range(TRIES - 1):
+        try:
+            return value()
+        except RetryableError:
+            time.sleep(PAUSE_SECONDS)
+    return value()

@@ -1,0 +1,165 @@
+"""A loop of the user's own that reads with workers: the same samples, random augmentation and dropout after a resume at any step."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import InvalidOptionError
+from tests.effort import effort
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+SAMPLES = 12
+BATCH = 4
+STEPS = 6
+"""Two epochs."""
+
+
+class Augmented(Dataset[Any]):
+    """Draws from each generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[int, float, float, float]:
+        return number, float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+class WholeBatches(Augmented):
+    """Reads a batch at once."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[number] for number in numbers]
+
+
+class Remembering(Augmented):
+    """As docs/guides/data-order.md advises for a StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+
+
+class Loading(NamedTuple):
+    """A loader, and what saves its position."""
+
+    loader: DataLoader[Any]
+    position: Any
+    advance: Callable[[], None] = lambda: None
+
+
+def cursor(dataset: Dataset[Any], **workers: Any) -> Loading:
+    position = tsck.SampleCursor(SAMPLES, batch_size=BATCH, seed=3)
+    return Loading(position.loader(dataset, collate_fn=draw_again, **workers), position, position.advance)
+
+
+def stateful(dataset: Dataset[Any], *, generator: torch.Generator | None = None, **workers: Any) -> Loading:
+    loader = StatefulDataLoader(dataset, batch_size=BATCH, shuffle=True, generator=generator, **workers)
+    return Loading(loader, loader)
+
+
+def stateful_with_generator(dataset: Dataset[Any], **workers: Any) -> Loading:
+    return stateful(dataset, generator=torch.Generator(), **workers)
+
+
+def draw_again(batch: list[Any]) -> Any:
+    """As mixup does."""
+    return *torch.utils.data.default_collate(batch), torch.rand(2)
+
+
+def run(store: tsck.Store, make: Callable[[], Loading], *, resume_from: str | None = None, save: bool = False) -> list[Any]:
+    """The samples, augmentation and dropout of each step. Another process begins with other numbers."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1 if resume_from is None else 2)
+    loading, found, step = make(), [], 0
+    training = tsck.TrainingState(dataloader=loading.position)
+    if resume_from is not None:
+        restored = training.restore(store, resume_from)
+        assert restored is not None
+        step = restored.step or 0
+    while step < STEPS:
+        for batch in loading.loader:
+            found.append(([each.tolist() for each in batch], torch.rand(2).tolist()))
+            loading.advance()
+            step += 1
+            if save:
+                training.put(store, ref="run", step=step)
+    return found
+
+
+def is_quick(dataset: type[Augmented], workers: tuple[int, bool]) -> bool:
+    return workers in {Augmented: [(0, False)], WholeBatches: [(2, True)], Remembering: [(0, False), (2, True)]}[dataset]
+
+
+EXACT = [(cursor, Augmented), (cursor, WholeBatches), (stateful, Remembering), (stateful_with_generator, Remembering)]
+WORKERS = [(0, False), (1, False), (1, True), (2, False), (2, True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "dataset", "workers", "persistent"),
+    [
+        pytest.param(make, dataset, *workers, marks=() if is_quick(dataset, workers) else pytest.mark.slow)
+        for (make, dataset), workers in itertools.product(EXACT, WORKERS)
+    ],
+)
+def test_a_resume_at_any_step_goes_on_exactly(
+    store: tsck.Store, make: Callable[..., Loading], dataset: type[Augmented], workers: int, persistent: bool
+) -> None:
+    def loading() -> Loading:
+        return make(dataset(), num_workers=workers, persistent_workers=persistent)
+
+    expected = run(store, loading, save=True)
+    assert len({repr(batch) for batch, _ in expected}) == STEPS
+    for step in effort([2, 3], [*range(1, STEPS)]) if (workers, persistent) == (2, True) else range(1, STEPS):
+        assert run(store, loading, resume_from=f"run@{step}") == expected[step:], step
+
+
+def test_the_numbers_of_a_sample_follow_from_seed_and_epoch_and_not_from_workers_or_ranks() -> None:
+    def epochs(ranks: int, workers: int, **options: Any) -> list[Any]:
+        position = tsck.SampleCursor(SAMPLES, batch_size=BATCH, **options)
+        loaders = [position.loader(Augmented(), rank, ranks, num_workers=workers) for rank in range(ranks)]
+        found: list[Any] = []
+        while position.epoch < 2:
+            for shares in zip(*loaders, strict=True):
+                found += [tuple(row) for share in shares for row in zip(*(each.tolist() for each in share), strict=True)]
+                position.advance()
+        return found
+
+    alone = epochs(1, 0)
+    assert len({row[1] for row in alone}) == 2 * SAMPLES, "each epoch draws again"
+    assert epochs(2, 1) == epochs(4, 0) == alone
+    assert {row[1] for row in epochs(1, 0, seed=1)}.isdisjoint(row[1] for row in alone)
+
+
+def test_reading_moves_no_generator_of_the_process() -> None:
+    position = tsck.SampleCursor(SAMPLES, batch_size=BATCH)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
+    list(position.loader(Augmented()))
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn
+
+
+def test_a_dataset_of_another_size_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="the dataset has 12 samples, and the cursor 13"):
+        tsck.SampleCursor(SAMPLES + 1, batch_size=BATCH).loader(Augmented())
+
+
+def test_a_loader_that_skips_what_the_cursor_has_skipped_is_refused() -> None:
+    position = tsck.SampleCursor(SAMPLES, batch_size=BATCH)
+    loader: Any = StatefulDataLoader(Augmented(), batch_sampler=position.batches())
+    with pytest.raises(InvalidOptionError, match=r"dataloader\.loader has the batches of a SampleCursor.* pass the cursor alone"):
+        tsck.TrainingState(dataloader={"cursor": position, "loader": loader})
