@@ -41,7 +41,6 @@ ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
 MOST_LINES = {
-    "__main__": 100,
     "backend": 5600,
     "catalog": 2400,
     "chunker": 100,
@@ -145,4 +144,4 @@ def test_no_area_grows(area: str) -> None:
 
 def test_every_area_has_a_number() -> None:
     areas = {path.stem for path in PACKAGE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
-    assert areas - {"__init__", "standalone"} == MOST_LINES.keys()
+    assert areas - {"__init__", "__main__", "standalone"} == MOST_LINES.keys()
