@@ -108,6 +108,7 @@ class StagedSave:
             ConflictError: the ref is elsewhere: it is given up.
             StoreError: it is given up; or it, or an earlier one, cannot be published now, and stays on the disk: see the error's notes.
         """
+        source, self._source = self._source, None  # if it stays on the disk, it must not keep the state in memory
         for earlier in self._chain.unpublished(before=self):
             if self._publisher.gives_up_alone(status):
                 break
@@ -119,9 +120,9 @@ class StagedSave:
         try:
             return self._publish_one(status)
         except StagedDamageError:
-            if self._source is None:
+            if source is None:
                 raise
-        outcome = self._source.run(status)
+        outcome = source.run(status)
         assert isinstance(outcome, StagedSave)
         outcome._source = None  # once
         return outcome.publish(status)
