@@ -14,7 +14,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.rank_parts import RankParts
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.pack import pack_name
@@ -25,7 +25,7 @@ from tensorstore_ck.gc import GcOptions, run_gc
 from tensorstore_ck.log import Objects, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.forget import forget
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankResult, RankStates
+from tensorstore_ck.session.group.rank_save import RankResult, RankSave
 
 T = TypeVar("T")
 
@@ -66,10 +66,10 @@ class Job:
 
     def put(self, step: int, running: Sequence[int], parent: Digest | None) -> Put:
         """Has some ranks save with the real code, rank 0 among them; all others save what one of these did."""
-        request = PutRequest("run", step, parent, parent, encode_metadata({}), {})
+        request = SaveRequest("run", step, parent, parent, encode_metadata({}), {})
         txn = new_ulid()
-        puts = {rank: self._put_of(rank, step, request, txn) for rank in running}
-        proposals = [put.propose() for put in puts.values()]
+        puts = {rank: self._put_of(rank, txn) for rank in running}
+        proposals = [put.propose(request, captured(self.layout, step, rank)) for rank, put in puts.items()]
         go, compare_seconds = timed(lambda: puts[0].compare([proposals[0]] * self.ranks))
         assert isinstance(go, dict)
         done: dict[int, Body] = {}
@@ -106,15 +106,14 @@ class Job:
         forget(engine, [f"run@{info.step}"])
         return self._watched(lambda: run_gc(engine, GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0)))[1]
 
-    def _put_of(self, rank: int, step: int, request: PutRequest, txn: Ulid) -> RankPut:
+    def _put_of(self, rank: int, txn: Ulid) -> RankSave:
         if rank not in self._engines:
             self._engines[rank] = self._fresh_engine()
-        states = RankStates(captured(self.layout, step, rank), None)
         group = SimpleNamespace(rank=rank, ranks=self.ranks, in_job=None)
         attempt = SimpleNamespace(txn=txn, ask=lambda *_: {})  # ranks that are alike tell nothing more
-        return RankPut(self._engines[rank], group, lambda: PreparedPut(request, states), attempt=attempt, memory={})  # type: ignore[arg-type]
+        return RankSave(self._engines[rank], group, attempt, memory={})  # type: ignore[arg-type]
 
-    def _copy(self, put: RankPut, rank: int) -> Body:
+    def _copy(self, put: RankSave, rank: int) -> Body:
         """Stores a part like that of `put`, with packs and block ids of its own."""
         written = put._written[0]
         packs = [new_ulid() for _ in written.part.packs]

@@ -20,7 +20,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.write.rank_parts import RankParts
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
@@ -29,11 +29,11 @@ from tensorstore_ck.format.sealed import Body
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.session.group import Channel, Group, KeyValue
+from tensorstore_ck.session.group import Channel, Group, KeyValue, Participant
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, encode_kind
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankResult, RankStates, put_ranks
+from tensorstore_ck.session.group.rank_save import RankResult, RankSave
 from tensorstore_ck.session.group.replica_check import ReplicaDigests
 from tests.session.group.simulation import FakeStore
 
@@ -119,8 +119,7 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     """Has rank 0 save, with all others' records there."""
     backend = CountingBackend()
     engine = make_engine(backend, init_store(backend), MemoryTable())
-    states = RankStates(state(ranks, case.kinds, 0), None)
-    request = PutRequest("bench", 1, None, None, encode_metadata({}), {})
+    request = SaveRequest("bench", 1, None, None, encode_metadata({}), {})
     nonce = new_ulid()
     store = FakeStore()
     memory: Memory = {}
@@ -145,7 +144,10 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     store.bytes = 0
     backend.take_traffic()
     started = time.perf_counter()
-    put_ranks(engine, group, lambda: PreparedPut(request, states), ref=request.ref, memory=memory, timeout=600)
+    attempt = group.begin("the save", object_id=request.ref, timeout=600)
+    side = RankSave(engine, group, attempt, memory=memory)
+    captured = state(ranks, case.kinds, 0)
+    attempt.run(Participant(lambda: side.propose(request, captured), side.execute, side.resolve, side.compare, side.commit))
     return Cost(time.perf_counter() - started, store.bytes, backend.take_traffic())
 
 
@@ -155,7 +157,7 @@ class Job(NamedTuple):
     engine: Engine
     backend: CountingBackend
     case: Case
-    request: PutRequest
+    request: SaveRequest
     ranks: int
     memory: Memory
     """Of every rank."""
@@ -177,9 +179,9 @@ def _proposals(job: Job) -> list[Body]:
     attempt = SimpleNamespace(txn=new_ulid())
     of_kind = []
     for kind in range(case.kinds):
-        states, place = RankStates(state(ranks, case.kinds, kind), None), SimpleNamespace(rank=kind, ranks=ranks, in_job=None)
-        put = RankPut(engine, place, lambda states=states: PreparedPut(request, states), attempt=attempt, memory=memory)  # type: ignore[arg-type, misc]
-        of_kind.append(put.propose())
+        place = SimpleNamespace(rank=kind, ranks=ranks, in_job=None)
+        side = RankSave(engine, place, attempt, memory=memory)  # type: ignore[arg-type]
+        of_kind.append(side.propose(request, state(ranks, case.kinds, kind)))
     return [of_kind[rank % case.kinds] for rank in range(ranks)]
 
 

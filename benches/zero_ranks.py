@@ -26,7 +26,7 @@ from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, Body, pack_body
@@ -34,8 +34,8 @@ from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
-from tensorstore_ck.session.restore import SHARED_PARTS, Restoring
+from tensorstore_ck.session.group.rank_save import RankSave
+from tensorstore_ck.session.restoring import SHARED_PARTS, Restoring
 from tensorstore_ck.state import restore
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.shared_parts import PartSharingContent, SharedParts
@@ -80,15 +80,15 @@ class Job:
         shared, none = EngineState(engine), StatefulPart.of("dataloader", None)
         return TrainingState.over(shared, RankOwnState(StatefulPart.of("model", shared.module), none, {}, {"client_state": {}}, None))
 
-    def _take_apart(self, training: TrainingState, rank: int, step: int) -> RankStates:
+    def _take_apart(self, training: TrainingState, rank: int, step: int) -> CapturedState:
         shared, own = training._capture(self.ranks)
         describer = SpreadDescriber({each: each for each in range(self.ranks)}, rank)
-        return RankStates(_faked(capture(shared, describer), step, rank), capture(own))
+        return _faked(capture(shared, describer), step, rank)._replace(own=capture(own))
 
     def save(self, step: int, parent: SnapshotInfo | None) -> tuple[SnapshotInfo, list[Cost]]:
         """All ranks save; with the messages that each sends and gets. Those of rank 0 are to and from all."""
         root = None if parent is None else parent.root
-        request = PutRequest("run", step, root, root, encode_metadata({}), {})
+        request = SaveRequest("run", step, root, root, encode_metadata({}), {})
         plans: list[bytes] = []
 
         def answer(_: str, plan: bytes | None) -> bytes:
@@ -104,10 +104,11 @@ class Job:
         for rank in range(self.ranks):
             training = self.training(rank, self.ranks, self.stage)
             group = SimpleNamespace(rank=rank, ranks=self.ranks, in_job=None)
-            prepare = lambda training=training, rank=rank: PreparedPut(request, self._take_apart(training, rank, step))  # noqa: E731
-            options: dict[str, Any] = {"attempt": attempt, "memory": self._memories[rank]}
-            puts.append(RankPut(self._engines[rank], group, prepare, **options))  # type: ignore[arg-type]
-            proposal, cost = self._watched(puts[-1].propose)
+            side = RankSave(self._engines[rank], group, attempt, memory=self._memories[rank])  # type: ignore[arg-type]
+            puts.append(side)
+            proposal, cost = self._watched(
+                lambda side=side, training=training, rank=rank: side.propose(request, self._take_apart(training, rank, step))
+            )
             proposals.append(proposal)
             costs.append(cost._replace(message_bytes=len(pack_body(proposal))))
         go, compared = self._watched(lambda: puts[0].compare(proposals))

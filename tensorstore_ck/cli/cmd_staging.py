@@ -24,11 +24,11 @@ from tensorstore_ck.maintenance.fsck.check_snapshot import require_intact
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.save.resume_staged import resume_here, sweep
+from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.staging.listing import StagedPutInfo, list_staged
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.publish import drop
+from tensorstore_ck.session.staging.staged_entries import drop
 from tensorstore_ck.session.staging.verify import verify_staged
 
 
@@ -117,7 +117,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
     failed: list[tuple[str, StoreError]] = []
 
     def is_verified(manifests: Sequence[Manifest]) -> bool:
-        course = PutStatus(manifests[0].ref, manifests[0].step)
+        course = SaveStatus(manifests[0].ref, manifests[0].step)
         try:
             verify_staged(engine, tier, manifests, require_intact)
         except StoreError as exc:
@@ -127,7 +127,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
 
     engine.log.sync()
     for job in resume_here(handle, tier, is_verified if verify else lambda _: True):
-        course = PutStatus(job.ref, job.step)
+        course = SaveStatus(job.ref, job.step)
         try:
             published.append(job.publish(course))
         except StoreError as exc:

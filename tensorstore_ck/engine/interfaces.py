@@ -90,11 +90,19 @@ class CapturedState(NamedTuple):
     frozen: Mapping[int, FrozenTensor] = MappingProxyType({})
     device_blocks: DeviceBlocks | None = None
     """None: no tensor is on a device."""
+    own: "CapturedState | None" = None
+    """Of a rank: the state that belongs to it alone."""
 
     @property
     def logical_bytes(self) -> int:
         """Of whole tensors and large values."""
         return self.layout.size_bytes + sum(map(len, self.blobs))
+
+    @property
+    def held_bytes(self) -> int:
+        """Of this rank's share of the tensors, and of the state that belongs to it alone."""
+        own = self.own.held_bytes if self.own is not None else 0
+        return sum(source.size_bytes for source in self.sources) + own
 
 
 class WantedBox(NamedTuple):

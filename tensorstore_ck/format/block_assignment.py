@@ -65,7 +65,7 @@ class Region(NamedTuple):
 
     def block_lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
         """The region's block lengths in bytes, in order. A region of up to half the target is one block, whatever its shape."""
-        size_bytes = self.size_bytes(spec)
+        size_bytes = prod(self.sizes) * spec.item_bytes
         if size_bytes <= target_bytes // 2:
             return [size_bytes]
         if self.is_flat:
@@ -209,12 +209,13 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
         rank: The rank.
         target_bytes: The target size of a block.
     """
-    totals = bytes_of_replicas(layout, held)
+    is_shared = any(map(len, [region.replicas[1:] for region in held]))
+    totals = bytes_of_replicas(layout, held) if is_shared else {}
     begun = dict.fromkeys(totals, 0)
-    shares = []
+    specs, shares = layout.tensors[:], []
     for number, region in enumerate(held):
-        spec = layout.tensors[region.tensor]
-        size_bytes = region.size_bytes(spec)
+        spec = specs[region.tensor]
+        size_bytes = prod(region.sizes) * spec.item_bytes
         is_inline = size_bytes <= INLINE_TENSOR_BYTES
         lengths = [size_bytes] if is_inline else region.block_lengths(spec, target_bytes)
         first, last, start = 0, len(lengths), 0

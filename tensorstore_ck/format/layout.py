@@ -137,7 +137,7 @@ class Layout:
     @cached_property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(spec.size_bytes for spec in self.tensors)
+        return sum([prod(spec.shape) * spec.item_bytes for spec in self.tensors])
 
     def encode(self) -> bytes:
         """The sealed layout object, made once; its seal is the layout id.

@@ -79,6 +79,10 @@ class Part(NamedTuple):
         """The number of blocks; repeated ones count each time."""
         return len(self.ids) // DIGEST_BYTES
 
+    def block_ids(self) -> list[Digest]:
+        """The ids of all blocks, by row."""
+        return [Digest(self.ids[at : at + DIGEST_BYTES]) for at in range(0, len(self.ids), DIGEST_BYTES)]
+
     def block_id(self, row: int) -> Digest:
         """The id of the block in extent row `row`."""
         ids, at = (self.ids, row) if row < self.block_count else (self.base_ids, row - self.block_count)

@@ -138,7 +138,7 @@ def _write(batch: Batch, note: _Note) -> None:
         return
     for block, location in note.blocks:
         batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
-    batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join(block for block, _ in note.blocks))
+    batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join([block for block, _ in note.blocks]))
 
 
 def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:

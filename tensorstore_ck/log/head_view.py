@@ -18,15 +18,23 @@ class HeadView(FailoverReader):
         """
         self._reader = reader
         self._fold_until = fold_until
-        self._head: Head | None = None
-        self._head = RefTable(self).head()
+        self.head: Head | None = None
+        """The entry at which these rows are."""
+        self.head = RefTable(self).head()
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`: the most frequent call of a save, so that it takes few steps."""
+        try:
+            return self._reader.get(key)
+        except TableError:
+            return super().get(key)
 
     def _current(self) -> Reader:
         return self._reader
 
     def _leave(self, reader: Reader, cause: TableError) -> None:
         if reader is self._reader:
-            folded = self._fold_until(self._head, cause)
-            if RefTable(folded).head() != self._head:
+            folded = self._fold_until(self.head, cause)
+            if RefTable(folded).head() != self.head:
                 raise cause  # the log was replaced meanwhile
             self._reader = folded

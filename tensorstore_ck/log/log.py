@@ -260,7 +260,8 @@ class Log:
         return None
 
     def _take_view(self) -> RefTable:
-        return RefTable(HeadView(self.table.view(PREFIX), self._fold_until))
+        reader = HeadView(self.table.view(PREFIX), self._fold_until)
+        return RefTable(reader, reader.head)
 
     def _fold_until(self, head: Head | None, cause: TableError) -> Reader:
         self.table.leave_disk(cause)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
@@ -34,13 +34,15 @@ class Relocation(NamedTuple):
 class RefTable:
     """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, head: Head | Literal["in the table"] | None = "in the table") -> None:
+        """`head`: of a reader whose rows do not change."""
         self._reader = reader
+        self._head = head
 
     def read(self, kind: RowKind[Row], key: bytes, *named: Any) -> Row | None:
         """One row; `key` without the prefix, `named`: the fields that it holds."""
         value = self._reader.get(kind.prefix + key)
-        return None if value is None else kind.decode(value, *named)
+        return None if value is None else kind.row(*named, *kind.check(value))
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """(key after `prefix`, value) of the rows of a kind whose keys begin with `prefix`."""
@@ -54,6 +56,8 @@ class RefTable:
 
     def head(self) -> Head | None:
         """The entry folded last; None if there is none, or another version of the fold folded it."""
+        if self._head != "in the table":
+            return self._head
         head = self.read(rows.HEAD, b"")
         return head if head is not None and head.fold == rows.FOLD_VERSION else None
 

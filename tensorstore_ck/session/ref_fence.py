@@ -1,33 +1,23 @@
-"""What one store handle has seen of refs: the fencing that keeps a job given up for dead from overwriting its successor's work."""
+"""What one store handle has seen, saved and staged of each ref.
+
+A save expects its ref there, so that a job that was given up for dead cannot overwrite its successor's work.
+"""
 
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.publish import AnyHead, Expected
-from tensorstore_ck.engine.write.request import PutRequest
-from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveChecks, require_checks
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.codec import CodecName, DeltaOption, check_codec_name, check_delta
-from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata
-from tensorstore_ck.log import BranchHead, RefTable, validate_ref_name
+from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import Snapshot
-
-
-class LastSeen:
-    """The type of `LAST_SEEN`."""
-
-    def __repr__(self) -> str:
-        return "tsck.LAST_SEEN"
-
-
-LAST_SEEN: Final = LastSeen()
-"""The default. As ``expect=``: move the ref from where this handle last saved or restored it. As ``parent=``: that snapshot."""
+from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen, SaveOptions
+from tensorstore_ck.session.staging.staged_chain import StagedChain
 
 
 class _Ref(NamedTuple):
@@ -44,7 +34,7 @@ class _Ref(NamedTuple):
 
 
 class RefFence:
-    """What this handle saved and restored. Thread-safe.
+    """What this handle saved, restored and staged. The only owner of that: the caller and the threads of its saves share one lock.
 
     If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `settle`.
     """
@@ -56,7 +46,20 @@ class RefFence:
         self._attempts: dict[str, Ulid] = {}
         """The last save of this rank's group to a ref: rank 0 wrote the entry."""
         self._restored: Digest | None = None
+        self._chains: dict[str, StagedChain] = {}
         self._lock = threading.Lock()
+
+    def chain(self, ref: str) -> StagedChain:
+        """What this handle has staged on the ref, under the lock of this object."""
+        with self._lock:
+            if ref not in self._chains:
+                self._chains[ref] = StagedChain(lambda: self.current(ref), self._lock)
+            return self._chains[ref]
+
+    def chains(self) -> list[StagedChain]:
+        """What this handle has staged, by ref."""
+        with self._lock:
+            return [*self._chains.values()]
 
     def note(self, ref: str, head: Digest | None, current: Digest) -> None:
         """This handle moved the ref to `head`, or continues from there; the state in memory is `current`."""
@@ -65,7 +68,8 @@ class RefFence:
 
     def note_attempt(self, ref: str, snapshot: Ulid) -> None:
         """Rank 0 of this process's group may publish this snapshot."""
-        self._attempts[ref] = snapshot
+        with self._lock:
+            self._attempts[ref] = snapshot
 
     def settle(self, engine: Engine, view: RefTable, ref: str) -> bool:
         """Notes where the ref is, if this handle moved it there without noting that; returns whether it did.
@@ -81,7 +85,8 @@ class RefFence:
             if seen is None and ref in self._forgotten and self._forgotten[ref].head == branch.root:
                 self._refs[ref] = self._forgotten.pop(ref)
                 return True
-        attempt = view.snapshot(self._attempts[ref]) if ref in self._attempts else None
+            tried = self._attempts.get(ref)
+        attempt = view.snapshot(tried) if tried is not None else None
         if (attempt is None or attempt.root != branch.root) and not self._wrote(engine, branch, is_known=seen is not None):
             return False
         with self._lock:
@@ -147,15 +152,15 @@ class RefFence:
     def note_restored(self, found: Resolved) -> None:
         """The state in memory is what was found at an address."""
         info, ref = found.info, found.branch
-        self._restored = info.root
-        if ref is None:
-            return
         with self._lock:
+            self._restored = info.root
+            if ref is None:
+                return
             is_moved = ref in self._refs and self._refs[ref].is_moved
             is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has saved to the branch yet
             self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
-    def check_step(self, engine: Engine, view: RefTable, asked: "PutOptions") -> None:
+    def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
         """Refuses to take a ref over by mistake: a script that restored the newest snapshot of a job, and then starts its own.
 
         Raises:
@@ -188,15 +193,7 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def request(self, engine: Engine, ref: str, **options: Any) -> PutRequest:
-        """A save to `ref` as of now, checked as far as possible before its state is known; `options`: see `check_put_options`.
-
-        Raises:
-            InvalidOptionError, InvalidNameError: an argument is invalid.
-        """
-        return self.at_head(engine, check_put_options(engine, ref, **options))
-
-    def at_head(self, engine: Engine, asked: "PutOptions", *, sync: bool = True) -> PutRequest:
+    def at_head(self, engine: Engine, asked: "SaveOptions", *, sync: bool = True) -> SaveRequest:
         """A save as of now; with `sync` by the newest entry of the log, else by what this host knows."""
         if sync:
             engine.log.sync()
@@ -208,7 +205,7 @@ class RefFence:
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
         what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
-        return PutRequest(asked.ref, asked.step, parent, expected, *what)
+        return SaveRequest(asked.ref, asked.step, parent, expected, *what)
 
     def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
         """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
@@ -224,66 +221,3 @@ class RefFence:
     def _head(view: RefTable, ref: str) -> Digest | None:
         branch = view.branch(ref)
         return branch.root if branch is not None else None
-
-
-class PutOptions(NamedTuple):
-    """The arguments of a save besides the state, checked as far as possible without reading the log."""
-
-    ref: str
-    step: int | None
-    expect: object
-    metadata: bytes
-    metrics: dict[str, float]
-    codec: CodecName | None
-    delta: DeltaOption
-    parent: object
-    checks: SaveChecks
-    origin: SaveOrigin
-    any_step: bool = False
-    """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
-
-    def sampling_of_copies(self, number: int) -> "tuple[Sampling, PutOptions]":
-        """Which samples of save `number` to compare with its copies; and its options, with nothing to be read a second time."""
-        sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
-        return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
-
-
-def check_put_options(
-    engine: Engine,
-    ref: str,
-    *,
-    step: object = None,
-    metrics: Mapping[str, float] | None = None,
-    metadata: Mapping[str, object] | None = None,
-    expect: object = LAST_SEEN,
-    parent: object = LAST_SEEN,
-    codec: object = None,
-    delta: object = None,
-    unchanged: object = "warn",
-    verify_capture: object = SAMPLE_SHARE,
-    triggers: object = (),
-    epoch: object = None,
-    made_ns: int | None = None,
-    any_step: bool = False,
-) -> PutOptions:
-    """Checks the arguments of a save.
-
-    Raises:
-        InvalidOptionError, InvalidNameError: an argument is not what it must be.
-    """
-    checks, origin = require_checks(unchanged, verify_capture), check_origin(triggers, epoch, made_ns)
-    validate_ref_name(ref)
-    packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
-    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
-        raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
-    number = None if step is None else step.__index__()
-    if number is not None and not 0 <= number <= MAX_STEP:
-        raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
-    if not (expect is None or isinstance(expect, LastSeen | AnyHead | Snapshot | str)):
-        raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
-    if not (parent is None or isinstance(parent, LastSeen | Snapshot | str)):
-        raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
-    engine.require_writable()
-    chosen = None if codec is None else check_codec_name(codec)
-    how = (chosen, check_delta(delta), parent, checks, origin, any_step)
-    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, *how)

@@ -5,19 +5,16 @@ torch is imported only by the methods that take tensors.
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
-from tensorstore_ck.session.group.process_groups import ProcessGroups, process_group
-from tensorstore_ck.session.ref_fence import PutOptions, RefFence, check_put_options
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
+from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.process_end import finish_at_exit
@@ -27,11 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.session.group.rank_put import RankStates
-    from tensorstore_ck.session.save.put import SinglePut
+    from tensorstore_ck.session.save.save import Save
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
-    from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
 
 class Session:
@@ -53,27 +48,35 @@ class Session:
         self._resumed_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         if engine.tier is not None:
             finish_at_exit(self.queue)
-            for put in resume_alone(self.context, engine.tier):
-                self.queue.resume(put)
+            for staged in resume_alone(self.context, engine.tier):
+                self.queue.resume(staged, staged.ref, staged.step, staged.rank)
 
     def resolve(self, address: str) -> Resolved:
         """What an address means at the newest entry of the log."""
         return resolve(self.engine.log.newest_view(), address)
 
-    def put(self, state: object, ref: str, *, group: "ProcessGroup | DeviceMesh | None", **options: Any) -> Snapshot:
-        """See `Store.put_snapshot`, for the options too."""
+    def put(
+        self,
+        state: object,
+        ref: str,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        **options: Any,
+    ) -> Snapshot:
+        """See `Store.put_snapshot`, for the options too; `state` may be a `CapturedState`."""
         ranks = process_group(group)
         if ranks is not None:
             self.queue.require_no_worker()
+
+        def make() -> "Save":
+            save = self._new_save(state, ref, ranks, timeout_seconds, **options)
+            if ranks is None:  # with ranks in the round, so that an error reaches all at once
+                save.check_and_capture()
+            return save
+
         with memory_errors(f"the save to {ref!r}"):
-            return self.queue.run(lambda: self._put(state, ref, ranks, **options))
-
-    def put_captured(self, captured: CapturedState, ref: str, *, step: int | None, **options: Any) -> Snapshot:
-        """Saves a state that was taken apart already; `options` as of `Store.put_snapshot`."""
-        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
-
-        check_options = partial(check_put_options, self.engine, ref, step=step, **options)
-        return self.queue.run(lambda: self._single(check_options, lambda: RankStates(captured, None), ref, step))
+            return self.queue.run(make)
 
     def put_async(
         self,
@@ -86,23 +89,15 @@ class Session:
         **options: Any,
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`, for the options too."""
-        from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - loads torch
-
         ranks = process_group(group)
 
-        def make() -> "SinglePut":
-            captured = state
-            if ranks is not None:  # even if host_memory_bytes is given: other ranks may not have it, and all must take part
-                try:
-                    self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
-                except StoreError as exc:  # the other ranks may know it, and begin the save
-                    captured = UnpreparedState(exc)
-            put = self._put(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
-            if ranks is not None:
-                put.prepare()
-            elif self.queue.is_quiet():
-                put.check_known()
-            return put
+        def make() -> "Save":
+            held = state if ranks is None else self._count_local_ranks(state, ranks, timeout_seconds)
+            save = self._new_save(held, ref, ranks, timeout_seconds, **options)
+            if ranks is None and self.queue.is_quiet():
+                save.check_branch()
+            save.check_and_capture()
+            return save
 
         with memory_errors(f"the save to {ref!r}"):
             return self.queue.submit(make, on_full)
@@ -117,7 +112,7 @@ class Session:
 
             _require_no_rank_state(rank_state)
             return check_state(state, self.engine.backend)
-        from tensorstore_ck.session.save.check import check_ranks  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.dry_run import check_ranks  # noqa: PLC0415 - loads torch
 
         return check_ranks(self.engine, self.groups, ranks, state, rank_state, timeout_seconds=timeout_seconds)
 
@@ -152,58 +147,42 @@ class Session:
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
         """At the first use of a group: continues what its ranks staged before."""
         if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
-            for put in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
-                self.queue.resume(put)
+            for staged in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
+                self.queue.resume(staged, staged.ref, staged.step, staged.rank)
             if self.engine.tier.options.replicate_to_peers:
                 self.context.connect_peers(self.engine.tier, group, timeout_seconds)
             self._resumed_groups.add(group)
 
-    def _put(
-        self,
-        state: object,
-        ref: str,
-        group: "ProcessGroup | None",
-        *,
-        rank_state: object,
-        frozen: Sequence[str],
-        timeout_seconds: float,
-        **options: Any,
-    ) -> "SinglePut":
-        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.group_put import GroupPut, UnpreparedState  # noqa: PLC0415 - likewise
-        from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - likewise
-        from tensorstore_ck.state.sharded_tensors import describer_of  # noqa: PLC0415 - likewise
+    def _count_local_ranks(self, state: object, group: "ProcessGroup", timeout_seconds: float) -> object:
+        """Counts the ranks that share this host's memory; returns the state.
 
+        Even if host_memory_bytes is given: other ranks may not have it, and all must take part. After an error the other ranks may know
+        it and begin the save, so that this one must fail it.
+        """
+        from tensorstore_ck.session.save.ranks import UnpreparedState  # noqa: PLC0415 - loads torch
+
+        try:
+            self._local_ranks = self.groups.local_ranks(group, timeout_seconds=timeout_seconds)
+        except StoreError as exc:
+            return UnpreparedState(exc)
+        return state
+
+    def _new_save(
+        self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, *, rank_state: object = None, **options: Any
+    ) -> "Save":
+        from tensorstore_ck.session.save.ranks import Alone, RankRound  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - likewise
+
+        ranks: Alone | RankRound
         if group is None:
             _require_no_rank_state(rank_state)
-        elif self.engine.limit is not None:
-            self.engine.limit.share(group.size())
-        self._resume(group, timeout_seconds)
-        check_options = partial(check_put_options, self.engine, ref, **options)
-
-        def taken_apart(describer: "SpreadDescriber | None" = None, scope: bytes = b"") -> CapturedState:
-            captured = capture(state, describer)
-            return self.context.frozen.mark(captured, frozen, scope)
-
-        if group is None:
-            return self._single(check_options, lambda: RankStates(taken_apart(), None), ref, options["step"])
-
-        def take_apart() -> RankStates:
-            if isinstance(state, UnpreparedState):
-                raise state.error
-            shared = taken_apart(describer_of(group), self.groups.of(group)[0].nonce)
-            return RankStates(shared, None if rank_state is None else capture(rank_state))
-
-        return GroupPut(self.context, group, check_options, take_apart, ref=ref, step=options["step"], timeout_seconds=timeout_seconds)
-
-    def _single(
-        self, check_options: Callable[[], PutOptions], take_apart: "Callable[[], RankStates]", ref: str, step: int | None
-    ) -> "SinglePut":
-        from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - loads torch
-
-        put = SinglePut(self.context, next(self._numbers), check_options, take_apart, ref=ref, step=step)
-        put.prepare()
-        return put
+            ranks = Alone(self.context, next(self._numbers))
+        else:
+            if self.engine.limit is not None:
+                self.engine.limit.share(group.size())
+            self._resume(group, timeout_seconds)
+            ranks = RankRound(self.context, group, ref, timeout_seconds)
+        return Save(self.context, ranks, state, ref=ref, rank_state=rank_state, **options)
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second

@@ -56,7 +56,7 @@ class MemorySource:
 
     def read(self, start: int, stop: int) -> memoryview:
         """The memory itself; valid as long as this source lives."""
-        return memory_at(self.address + start, stop - start)
+        return _memory_view(self.address + start, stop - start, _WRITABLE) if start < stop else memoryview(bytearray())
 
 
 class BytesSource:

@@ -110,7 +110,8 @@ class CaptureWalk:
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
         layout = Layout(TensorSpecs(names, forms), self._top[0], storages, list(self._meshes), spreads)
-        follow_all(table.areas.devices.values())
+        if table.areas.devices:
+            follow_all(table.areas.devices.values())
         return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=device_blocks())
 
     def _node(self, leaf: int, number: int) -> Node:
@@ -196,9 +197,11 @@ class CaptureWalk:
 
     def _visit_registered(self, name: str, state: object, path: str, nodes: list[Any], at: tuple[int, int]) -> None:
         """`at`: position among the nodes, and depth."""
-        if not self._is_too_deep(path, at[1]):
-            node = nodes[at[0]] = ["r", name, None]
-            self._visit(state, path, node, 2, at[1] + 1)
+        if at[1] >= MAX_NESTING:
+            self._fail_too_deep(path)
+            return
+        node = nodes[at[0]] = ["r", name, None]
+        self._visit(state, path, node, 2, at[1] + 1)
 
     def _visit_value(self, value: object, path: str) -> None:
         name = self._names.at(path)
@@ -208,7 +211,8 @@ class CaptureWalk:
             self._refused(exc)
 
     def _visit_container(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
-        if self._is_too_deep(path, depth):
+        if depth >= MAX_NESTING:
+            self._fail_too_deep(path)
             return
         kind = type(value)
         children: list[Any] = [None] * len(value)
@@ -226,11 +230,10 @@ class CaptureWalk:
             nodes[position] = ["n", name, list(keys), children]
         else:
             items = value.values()
-            is_plain = set(map(type, value)) <= {str} and all(map(str.isascii, value))
-            keys = list(value) if is_plain else [self._key(key, path) for key in value]
-            nodes[position] = self._dict_node(value, path, keys, children)
+            keys = self._keys(value, path)
+            nodes[position] = ["d", keys, children] if kind is dict else self._dict_node(value, path, keys, children)
         paths = [path + (key if type(key) is str else key_text(key)) for key in keys]
-        self._visit_children(list(items), paths, children, depth + 1)
+        self._visit_children([*items], paths, children, depth + 1)
         if kind is OrderedDict and (attributes := vars(value)):
             if set(attributes) != {"_metadata"}:
                 self._fail(path[:-1], f"its OrderedDict has attributes {sorted(attributes)}", "move them into the dict")
@@ -251,13 +254,19 @@ class CaptureWalk:
         if kind is OrderedDict:
             return ["o", keys, children, False]
         if kind is not defaultdict:
-            return ["d" if kind is dict else "c", keys, children]
+            return ["c", keys, children]
         factory = value.default_factory
         if factory is not None and _FACTORY_NAMES.get(factory) is None:
             advice = f"convert it with dict(...); a factory can be {', '.join(sorted(FACTORIES))}, or None"
             self._fail(path[:-1], f"its defaultdict makes values with {factory!r}, which has no stored form", advice)
             return ["d", keys, children]
         return ["f", None if factory is None else _FACTORY_NAMES[factory], keys, children]
+
+    def _keys(self, value: dict[Any, Any], path: str) -> list[Any]:
+        kinds = set(map(type, value))
+        if (kinds == {str} and all(map(str.isascii, value))) or (kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63):
+            return list(value)  # as `encode` would return them
+        return [self._key(key, path) for key in value]
 
     def _key(self, key: object, path: str) -> Any:
         try:
@@ -266,11 +275,9 @@ class CaptureWalk:
             self._refused(exc)
             return None
 
-    def _is_too_deep(self, path: str, depth: int) -> bool:
-        if depth >= MAX_NESTING:
-            shown = path[:-1] if len(path) < 100 else f"{path[:60]}...{path[-30:-1]}"
-            self._fail(shown, f"it is nested deeper than {MAX_NESTING} levels", "flatten it; does something contain itself?")
-        return depth >= MAX_NESTING
+    def _fail_too_deep(self, path: str) -> None:
+        shown = path[:-1] if len(path) < 100 else f"{path[:60]}...{path[-30:-1]}"
+        self._fail(shown, f"it is nested deeper than {MAX_NESTING} levels", "flatten it; does something contain itself?")
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 

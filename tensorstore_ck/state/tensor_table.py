@@ -112,6 +112,15 @@ class ByteSources(LazySources):
             made | dict(enumerate(more, len(chosen))),
         )
 
+    @overload
+    def __getitem__(self, number: int) -> ByteSource: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ByteSource]: ...
+    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
+        if isinstance(number, int) and 0 <= number < len(self.sizes):
+            return self.at(number)  # the most frequent case
+        return super().__getitem__(number)
+
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
         if number in self._made:

@@ -14,10 +14,10 @@ from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetail
 from tensorstore_ck.log.snapshot_log import SnapshotLog
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
-from tensorstore_ck.session import restore
+from tensorstore_ck.session import restoring
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
-from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save.retrying import retrying
 from tensorstore_ck.session.session import Session
 
@@ -141,7 +141,7 @@ class ReadOnlyStore:
             DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these errors if one meets them.
             SnapshotAbortedError: with `group`: a rank failed in another way, or was not there in time.
         """
-        return restore.checkout(
+        return restoring.checkout(
             self.session,
             address,
             group=group,
@@ -175,7 +175,7 @@ class ReadOnlyStore:
         Returns:
             What `read` returned, and the snapshot.
         """
-        return restore.restoring(
+        return restoring.restoring(
             self.session,
             address,
             read,
@@ -208,7 +208,7 @@ class ReadOnlyStore:
             NotFoundError: no rank states were saved, or there is no such rank.
             MismatchError: another number of ranks saved them, and neither `rank` nor `rank_state_map` is given.
         """
-        return restore.rank_state(
+        return restoring.rank_state(
             self.session,
             address,
             rank,
@@ -225,11 +225,11 @@ class ReadOnlyStore:
         Raises:
             FormatVersionError: the snapshot names a rule that this build does not know.
         """
-        return restore.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
+        return restoring.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
 
     def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
         """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
-        return restore.open_lazily(self.session, address)
+        return restoring.open_lazily(self.session, address)
 
     def finish_staged(
         self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS

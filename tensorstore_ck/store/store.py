@@ -16,8 +16,8 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
-from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
+from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 
 if TYPE_CHECKING:

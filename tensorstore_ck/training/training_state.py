@@ -22,9 +22,9 @@ from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.session.save.group_put import UnpreparedState
+from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import environment, opaque_state, optimizers
 from tensorstore_ck.training.parameter_names import require_supported
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.engine.write.publish import AnyHead
-    from tensorstore_ck.session.ref_fence import LastSeen
+    from tensorstore_ck.session.save_options import LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
 OWN: Final = "rank"

@@ -143,7 +143,7 @@ def test_a_failed_allocation_is_a_clear_error(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("tensorstore_ck.engine.write.put.write_part", fail)
+        patch.setattr("tensorstore_ck.engine.write.write_and_commit.write_part", fail)
         with pytest.raises(tsck.NoSpaceError, match=r"ran out of host memory .*: free memory on this host"):
             call(job)
     job.require_sound()

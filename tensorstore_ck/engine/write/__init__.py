@@ -1,7 +1,8 @@
 """Writes a snapshot: blocks into packs, then parts, then the record, then the log entry. Known blocks are not written again.
 
-put.py               a save of one process, and the destinations of saves
-request.py           what a save says besides the state
+write_and_commit.py  the phases "write" and "commit" of every save
+destination.py       where a save's bytes become durable
+request.py           what a save says besides the state, as of one entry of the log
 part_writer.py       one rank's blocks and its part
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written

@@ -21,7 +21,7 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.step_counters import find_counters
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 
 LOOK_BACK: Final = 4
 """With how many of a ref's last snapshots a save is compared, if it looks suspicious against the last one."""
@@ -42,12 +42,12 @@ class _Predecessor(NamedTuple):
 class ParentComparison:
     """Compares a part that one rank has written with its predecessors."""
 
-    def __init__(self, engine: Engine, written: WrittenPart, captured: CapturedState, claim: SaveClaim) -> None:
+    def __init__(self, engine: Engine, view: RefTable, written: WrittenPart, captured: CapturedState, claim: SaveClaim) -> None:
         self._part = written.part
         self._tensors = written.tensors
         self._captured = captured
         self._step = claim.step
-        self._past = _snapshots_before(engine, written.part, claim)
+        self._past = _snapshots_before(engine, view, written.part, claim)
         self._known: list[_Predecessor] = []
         specs = captured.layout.tensors
         self._counters = find_counters(captured.layout)
@@ -163,9 +163,8 @@ class ParentComparison:
             yield before
 
 
-def _snapshots_before(engine: Engine, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
+def _snapshots_before(engine: Engine, view: RefTable, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
     """Newest first, as far as they can be compared."""
-    view = engine.log.view()
     info = snapshot_before(view, claim)
     while info is not None:
         try:

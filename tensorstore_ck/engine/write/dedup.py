@@ -18,14 +18,17 @@ from tensorstore_ck.log.block_index import Location
 class DedupIndex:
     """Looks blocks up in the parent's parts, then in this host's index; only in packs that are complete and stay."""
 
-    def __init__(self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True, view: RefTable | None = None
+    ) -> None:
         """`rank` of how many `ranks`: which of the parent's parts to look at; `ranks` and more are those of the ranks' own states.
 
-        With `elsewhere` false the index is not used: then a pin on the parent holds everything that is relied on.
+        With `elsewhere` false the index is not used: then a pin on the parent holds everything that is relied on. `view`: by default the
+        log as this host knows it.
         """
         self._engine = engine
         self._elsewhere = elsewhere
-        self._view = engine.log.view()
+        self._view = view or engine.log.view()
         self._parts: list[tuple[Part, BlockLocations]] = []
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
@@ -40,7 +43,7 @@ class DedupIndex:
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=2)
         for number, (part, _) in enumerate(self._parts):
-            self._rows |= {part.block_id(row): (number, row) for row in range(part.block_count)}
+            self._rows |= {block: (number, row) for row, block in enumerate(part.block_ids())}
 
     def __call__(self, block: Digest) -> Location | None:
         """Where a block lies, if it may be relied on."""

@@ -6,6 +6,7 @@ A location is final only once its pack is sealed, that is durable: until `close`
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class EncodedBlock(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """Its size in a pack."""
-        return sum(memoryview(piece).nbytes for piece in self.pieces)
+        return sum([memoryview(piece).nbytes for piece in self.pieces])
 
 
 class _OpenPack:
@@ -119,7 +120,7 @@ class PackWriter:
         with self._lock:
             fresh = [number for number, block in enumerate(ids) if self._claim(block)]
         if fresh:
-            with self._meter.timed("encode", sum(len(run[number]) for number in fresh)):
+            with self._meter.timed("encode", sum([len(run[number]) for number in fresh])):
                 encoded = [encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
             made = zip(fresh, encoded, strict=True)
             self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.flags) for number, each in made])
@@ -223,7 +224,7 @@ class PackWriter:
 
     def _seal(self, pack: _OpenPack) -> None:
         """Writes the footer and makes the pack durable."""
-        pack.rows.sort(key=lambda row: row[1])
+        pack.rows.sort(key=itemgetter(1))
         entries = np.array(pack.rows, ENTRY_DTYPE)
         header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
         bases = [

@@ -202,7 +202,7 @@ def write_tensors(
     Raises:
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
     """
-    sample = CaptureSample(captured, sampling)
+    sample, specs = CaptureSample(captured, sampling), captured.layout.tensors[:]
     inline: list[memoryview] = []
     inlined: list[Inline] = []
     inline_size = 0
@@ -227,7 +227,9 @@ def write_tensors(
             for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
                 ids[row] = block
 
-    computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
+    computed: Mapping[int, Digest] = {}
+    if captured.device_blocks is not None:
+        computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
 
     def store(run: list[TensorBlock]) -> None:
         buffers: list[Buffer] = []
@@ -240,7 +242,7 @@ def write_tensors(
 
         def encode(number: int) -> BlockEncoding:
             block, raw = run[number], buffers[number]
-            spec = captured.layout.tensors[block.tensor]
+            spec = specs[block.tensor]
             elements = elements_of(spec.dtype, spec.item_bytes)
             if masters is not None and block.tensor in weights and (bases := masters.blocks(block)):
                 cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
@@ -259,9 +261,9 @@ def write_tensors(
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
     weights = masters.of if masters is not None else {}
     for later in (False, True):  # weights after their masters
-        unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later)
-        runs = batches(unread, lambda block: block.stop - block.start, RUN_BYTES, RUN_BLOCKS)
-        for_each(runs, store, cpu_threads() + 1)
+        unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
+        runs = [*batches(unread, lambda block: block.stop - block.start, RUN_BYTES, RUN_BLOCKS)]
+        for_each(runs, store, min(cpu_threads() + 1, len(runs)))
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
@@ -279,12 +281,11 @@ def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tupl
     return inlined, bytes(data)
 
 
-def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
+def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[int, int, BlockShare]]:
     """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
     held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
-    bases = source_offsets(captured, held)
-    for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
-        yield held[share.region].tensor, bases[share.region] + share.start, share
+    bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
+    return [(held[share.region].tensor, bases[share.region] + share.start, share) for share in shares]
 
 
 def store_part(
@@ -324,8 +325,9 @@ def store_part(
         _require_readable(captured, part, slot)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
-    added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
-    return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
+    new = [item for writer in packs for item in writer.added.items()]
+    added = {block: with_bases(place, places) if place.bases else place for block, place in new}
+    return WrittenPart(ulid, part, added, sum([writer.new_bytes for writer in packs]) + len(encoded), tensors)
 
 
 def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> None:
@@ -354,12 +356,11 @@ def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> No
 
 def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:
     """Where each region that a rank holds begins in its tensor's source, which has one region after another."""
-    ends: dict[int, int] = {}
-    bases = []
-    for region in held:
-        base = ends.get(region.tensor, 0)
-        bases.append(base)
-        ends[region.tensor] = base + region.size_bytes(captured.layout.tensors[region.tensor])
+    bases = [0] * len(held)
+    for number in range(1, len(held)):
+        before = held[number - 1]
+        if before.tensor == held[number].tensor:  # a tensor's regions follow each other
+            bases[number] = bases[number - 1] + before.size_bytes(captured.layout.tensors[before.tensor])
     return bases
 
 

@@ -10,7 +10,7 @@ from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.publish import at_branch, condemned_of, publish, store_record
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record
@@ -66,7 +66,8 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *
     Raises:
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
     """
-    head = engine.log.sync() if sync else engine.log.view().head()
+    view = engine.log.newest_view() if sync else engine.log.view()
+    head = view.head()
     checked = head.n if head is not None else 0
     return RankParts(
         [each.ulid for each in written],
@@ -74,11 +75,11 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *
         sum(each.new_bytes for each in written),
         anchor,
         checked,
-        condemned_of(engine, engine.log.view(), (), [(each.ulid, each.part) for each in written]),
+        condemned_of(engine, view, (), [(each.ulid, each.part) for each in written]),
     )
 
 
-def record_of(engine: Engine, request: PutRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
+def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
     """The record of what all `ranks`, in their order, have written.
 
     `streams` is the rule of derived streams, if there are rank states.
@@ -108,7 +109,7 @@ def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
 
 def publish_parts(
     engine: Engine,
-    request: PutRequest,
+    request: SaveRequest,
     record: Record,
     ranks: Sequence[RankParts],
     *,

@@ -5,13 +5,13 @@ from typing import NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.publish import Expected
-from tensorstore_ck.engine.write.sampled_checks import Finiteness, Sampling, turn_of
+from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.record import SaveOrigin, with_store_metadata
 
 
-class PutRequest(NamedTuple):
+class SaveRequest(NamedTuple):
     """What a save says besides the state."""
 
     ref: str
@@ -44,17 +44,13 @@ class PutRequest(NamedTuple):
         """What the save claims of its place in the training."""
         return SaveClaim(self.ref, self.step, self.parent)
 
-    def judged(self, engine: Engine, found: SaveFindings) -> "PutRequest":
-        """As `noted`, after what all ranks found was judged.
+    def judged(self, engine: Engine, found: SaveFindings) -> "SaveRequest":
+        """Judges what all ranks found; returns the same request, with the share of numbers that are not finite in its metadata.
 
         Raises:
             SuspiciousSaveError: it must not be published.
         """
         judge(engine, found, self.checks, self.claim)
-        return self.noted(found.finiteness)
-
-    def noted(self, finiteness: Finiteness) -> "PutRequest":
-        """The same, with the share of numbers that are not finite in its metadata."""
-        if not finiteness.non_finite:
+        if not found.non_finite:
             return self
-        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": finiteness.share}))
+        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": found.finiteness.share}))

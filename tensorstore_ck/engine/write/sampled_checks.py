@@ -6,7 +6,8 @@ have equal samples.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -91,16 +92,18 @@ def share_of(state_bytes: int, share: float) -> float:
     return min(1.0, max(share, MIN_SAMPLE_BYTES / max(state_bytes, 1)))
 
 
-def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> Iterator[tuple[int, int]]:
+def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[tuple[int, int]]:
     """The sampled pieces of bytes [start, stop) of a tensor."""
     length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
     offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
+    found = []
     while at < stop:
         first, last = max(at, start), min(at + length, stop)
         if first < last:
-            yield first, last
+            found.append((first, last))
         at += STRIDE_BYTES
+    return found
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:
@@ -178,7 +181,7 @@ class CaptureSample:
     def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
         """All small tensors, as they were read one by one, and together."""
         self._reads = reads
-        tensors, first = self._captured.layout.tensors, 0
+        tensors, first = self._captured.layout.tensors[:], 0
         for last, each in enumerate(inlined, start=1):
             kind = tensors[each.tensor].dtype
             if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
@@ -197,7 +200,7 @@ class CaptureSample:
         captured = self._captured
         spec, source = captured.layout.tensors[tensor], captured.sources[tensor]
         mask, word_bytes = _mask_of(spec.dtype, spec.item_bytes), elements_of(spec.dtype, spec.item_bytes).item_bytes
-        sampled = list(pieces(tensor, 0, source.size_bytes, self._share, self._turn))
+        sampled = pieces(tensor, 0, source.size_bytes, self._share, self._turn)
         if not sampled or mask is None or captured.device_blocks is None:
             return False
         longest = max(last - first for first, last in sampled)
@@ -265,6 +268,7 @@ def require_unchanged(captured: CapturedState, changed: set[int]) -> None:
         )
 
 
+@lru_cache(256)
 def _mask_of(dtype: str, item_bytes: int) -> int | None:
     elements = elements_of(dtype, item_bytes)
     if not elements.is_float or dtype in _WITHOUT:

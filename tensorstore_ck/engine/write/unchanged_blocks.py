@@ -16,7 +16,8 @@ def skip_unchanged(
     captured: CapturedState, blocks: Sequence[TensorBlock], ids: MutableSequence[Digest], packs: PackWriter, sample: CaptureSample
 ) -> Mapping[int, Digest]:
     """Sets the `ids` of those `blocks` that need not be read, and returns those that devices computed of others, by row."""
-    if captured.device_blocks is None or not blocks:
+    assert captured.device_blocks is not None
+    if not blocks:
         return {}
     ranges = [BlockRange(block.tensor, block.start, block.stop) for block in blocks]
     computed = captured.device_blocks.ids(captured.sources, ranges)

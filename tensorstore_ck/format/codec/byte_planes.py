@@ -6,6 +6,7 @@ Source: ZipNN (arXiv:2411.05239): in weights only the exponents repeat. A sample
 """
 
 import struct
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import CorruptObjectError
@@ -28,6 +29,7 @@ class Elements(NamedTuple):
 BYTES: Final = Elements(1, False)
 
 
+@lru_cache(256)
 def elements_of(dtype: str, item_bytes: int) -> Elements:
     """The elements of a tensor; `dtype` as in a layout, `item_bytes` its bytes per element."""
     name = dtype.removeprefix("np:").lstrip("<>=|")

@@ -5,7 +5,7 @@ flat_layout.py       DCP's flat names as a layout
 plans.py             DCP's plans in terms of a store: which rank writes which part
 byte_items.py        DCP's byte items as native values, and back
 duplicate_items.py   finds ranks with different copies under one name
-put.py               one rank's side of a save: writes its part; the coordinator's publishes
+dcp_save.py          one rank's side of a save: writes its part; the coordinator's commits
 writer.py            Writer: what ``dcp.save`` and ``dcp.async_save`` call
 reader.py            Reader: what ``dcp.load`` calls
 shadow.py            ShadowWriter: a DCP checkpoint and a snapshot of one state, compared bit for bit

@@ -23,8 +23,8 @@ from torch.futures import Future
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.engine.write.part_writer import places_of
 from tensorstore_ck.integrations.dcp.byte_items import decode_item
+from tensorstore_ck.integrations.dcp.dcp_save import Begun
 from tensorstore_ck.integrations.dcp.plans import Tiny
-from tensorstore_ck.integrations.dcp.put import Begun
 from tensorstore_ck.integrations.dcp.target import CheckpointId
 from tensorstore_ck.integrations.dcp.writer import Writer
 from tensorstore_ck.log.snapshot import Snapshot

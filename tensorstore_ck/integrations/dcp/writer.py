@@ -22,18 +22,19 @@ from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.quota_check import check_quotas
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
+from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
-from tensorstore_ck.integrations.dcp.put import Begun, DcpPut, Gathered, WriterReport
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.queued_put import QueuedPut
+from tensorstore_ck.session.save.queued_save import QueuedSave
+from tensorstore_ck.session.save_options import check_options
 from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import Store
 
@@ -51,9 +52,9 @@ class _Saving(threading.local):
         self.turn: int | None = None
         """Selects the duplicate items that are compared; None: all."""
         self.local_plan: SavePlan | None = None
-        self.put: DcpPut | None = None
+        self.save: DcpSave | None = None
         """Until `finish` on the coordinator."""
-        self.queued: QueuedPut | None = None
+        self.queued: QueuedSave | None = None
         """The same, for the save queue."""
 
 
@@ -142,7 +143,7 @@ class Writer(StorageWriter):
             )
         saving = self._saving
         saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
-        saving.checkpoint_id = saving.put = saving.queued = saving.local_plan = None  # of this save only
+        saving.checkpoint_id = saving.save = saving.queued = saving.local_plan = None  # of this save only
         saving.rank = kwargs.get("rank", 0)
         saving.step = step if self._step is None else self._step
         saving.turn = None if not self._saves else self._saves if saving.step is None else turn_of(None, saving.step)
@@ -179,7 +180,7 @@ class Writer(StorageWriter):
         """`write_data`; returns the written part, if this rank has one, and the results for DCP."""
         role, saving = plan.storage_data, self._saving
         if not isinstance(role, Role):
-            if plan.items or saving.put is not None:
+            if plan.items or saving.save is not None:
                 raise InvalidOptionError(
                     "DCP reused a plan that was made for another storage writer: use a separate planner class for each writer, or "
                     "enable_plan_caching=False",
@@ -188,7 +189,7 @@ class Writer(StorageWriter):
             return None, self._look_at_copies(planner)  # other ranks write all its items
         held = resolve_items(plan, planner, role)
         results = list(held.results)
-        if saving.put is not None:
+        if saving.save is not None:
             begun = self._stored(lambda put, meter: put.write_tensors(role, held.captured, meter))
         else:
             self._begin(self._ranks_request)
@@ -207,16 +208,16 @@ class Writer(StorageWriter):
             ConflictError: the ref moved meanwhile; nothing is visible.
             SuspiciousSaveError: with ``unchanged="error"``; nothing is visible.
         """
-        put, queued = self._saving.put, self._saving.queued
+        put, queued = self._saving.save, self._saving.queued
         assert put is not None
         assert queued is not None
         put.gather = lambda put: self._gather(put, metadata, results)
-        self._saving.put = self._saving.queued = None
+        self._saving.save = self._saving.queued = None
         self.snapshot = self._target.store.session.queue.finish(queued)
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _gather(self, put: DcpPut, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
+    def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
         """What the ranks have written, checked against DCP's metadata; warns of differing copies."""
         parts: dict[int, WriterReport] = {}
         values: dict[str, OpaqueItem] = {}
@@ -239,7 +240,7 @@ class Writer(StorageWriter):
         self._compare_copies(put, metadata, results)
         return Gathered(captured, [told for _, told in sorted(parts.items())])
 
-    def _compare_copies(self, put: DcpPut, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _compare_copies(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of differing copies, once for each name."""
         told = {
             at: result.storage_data
@@ -259,19 +260,19 @@ class Writer(StorageWriter):
             address = put.ref if put.step is None else f"{put.ref}@{put.step}"
             warnings.warn(f"{address}: {explain(found)}", SuspiciousSaveWarning, stacklevel=2)
 
-    def _begin(self, make_request: Callable[[], PutRequest]) -> None:
+    def _begin(self, make_request: Callable[[], SaveRequest]) -> None:
         """This rank's save begins, after the saves in progress of the same store handle."""
         session, saving = self._target.store.session, self._saving
 
-        def make() -> DcpPut:
-            saving.put = DcpPut(session.context, make_request(), saving.rank)
-            return saving.put
+        def make() -> DcpSave:
+            save = saving.save = DcpSave(session.context, make_request(), saving.rank)
+            return save
 
         saving.queued = session.queue.begin(make)
 
-    def _stored(self, write: Callable[[DcpPut, PutMeter], T]) -> T:
+    def _stored(self, write: Callable[[DcpSave, PutMeter], T]) -> T:
         """What `write` returns; if it raises, the save has failed."""
-        put, queued = self._saving.put, self._saving.queued
+        put, queued = self._saving.save, self._saving.queued
         assert put is not None
         assert queued is not None
         try:
@@ -281,7 +282,7 @@ class Writer(StorageWriter):
             self._target.store.session.queue.finish(queued)
             raise
 
-    def _coordinators_request(self) -> PutRequest:
+    def _coordinators_request(self) -> SaveRequest:
         session, ref = self._target.store.session, self._saving.ref
         engine = session.engine
         engine.require_writable()
@@ -289,19 +290,20 @@ class Writer(StorageWriter):
         if not self._target.is_shared:
             session.fence.adopt(engine.log.view(), ref)
         checks = self._checks._asdict()
-        request = session.fence.request(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
+        options = check_options(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
+        request = session.fence.at_head(engine, options)
         check_expected(engine, engine.log.view(), ref, request.expect)
         check_quotas(engine.log.view(), ref)
         return request
 
-    def _ranks_request(self) -> PutRequest:
+    def _ranks_request(self) -> SaveRequest:
         """Of a rank that publishes nothing: it takes the branch's head for the parent."""
         engine, ref = self._target.store.session.engine, self._saving.ref
         engine.require_writable()
         engine.log.sync()
         branch = engine.log.view().branch(ref)
         parent = None if branch is None else branch.root
-        return PutRequest(ref, self._saving.step, parent, None, b"", {}, engine.codecs.coding(ref), checks=self._checks)
+        return SaveRequest(ref, self._saving.step, parent, None, b"", {}, engine.codecs.coding(ref), checks=self._checks)
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:

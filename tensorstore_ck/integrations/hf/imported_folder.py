@@ -15,7 +15,7 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.exporting import export_snapshot
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES, is_model_file
 from tensorstore_ck.integrations.trainer_names import TRAINER_STATE
-from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.store import Store
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_p
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.states import convert_state
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
+from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed
 from tensorstore_ck.store import Store
@@ -188,4 +188,4 @@ def opened(
 
 def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:
     """`Store.put_snapshot` of a captured state; its content and step are the checkpoint's, and are not doubted."""
-    return store.session.put_captured(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)
+    return store.session.put(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)

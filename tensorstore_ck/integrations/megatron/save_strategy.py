@@ -30,7 +30,7 @@ from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.session.save.group_put import UnpreparedState
+from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
 

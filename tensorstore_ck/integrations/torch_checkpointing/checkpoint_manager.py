@@ -25,7 +25,7 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
-from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.state import LoadReport, LoadWarning
 from tensorstore_ck.store import Store

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import lmdb
 
@@ -31,6 +31,7 @@ with suppress(ImportError):  # some versions import it at the first `lmdb.open`:
     import_module("lmdb._envid")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _MAX_READERS: Final = 1024
@@ -85,11 +86,11 @@ class Environment:
 
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
-        return self._read(lambda txn: get_row(txn, key))
+        return self._read(get_row, key)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `scan_pages`."""
-        return self._read(lambda txn: read_page(txn, low, high, reverse))
+        return self._read(read_page, low, high, reverse)
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
@@ -100,7 +101,7 @@ class Environment:
             self._views.add(view)
             return view
 
-        return self._guarded(lambda: self._in_map(begin, write=False))
+        return self._in_map(begin)
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
@@ -163,27 +164,33 @@ class Environment:
                 self._close_data_file()
                 self.lock.close()
 
-    def _read(self, read: Callable[[Any], T]) -> T:
+    def _read(self, read: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `read` in a transaction."""
 
         def use(txn: Any) -> T:
             with txn:
-                return read(txn)
+                return read(txn, *args, **kwargs)
 
-        return self._guarded(lambda: self._in_map(use, write=False))
+        return self._in_map(use)
 
-    def _in_map(self, use: Callable[[Any], T], *, write: bool) -> T:
+    def _in_map(self, use: Callable[[Any], T], *, write: bool = False) -> T:
         """The result of `use` with a new transaction, in a map as large as other processes made it; the map does not grow meanwhile.
 
         No context manager: Ctrl-C could leave one with its locks held.
         """
+        self._require_usable()  # in a child, a thread that it does not have may hold the lock
         try:
-            with self._map_lock:
-                return use(self.begin(write=write))
-        except lmdb.MapResizedError:  # only `begin` raises it: nothing was used
-            with self._write_lock, self._map_lock:  # the size can be adopted only while no thread of ours writes
-                self._set_map_bytes(0)
-                return use(self.begin(write=write))
+            try:
+                with self._map_lock:
+                    return use(self.begin(write=write))
+            except lmdb.MapResizedError:  # only `begin` raises it: nothing was used
+                with self._write_lock, self._map_lock:  # the size can be adopted only while no thread of ours writes
+                    self._set_map_bytes(0)
+                    return use(self.begin(write=write))
+        except lmdb.Error as exc:
+            if write:
+                raise  # `batch` reports it when it has given its lock back
+            raise self._failed(exc) from exc
 
     def _set_map_bytes(self, map_bytes: int) -> None:
         """Enlarges the map; 0: to the size that another process gave it. The caller holds `_map_lock`, and no thread of ours writes."""
@@ -192,12 +199,15 @@ class Environment:
                 view.copy_into_memory()
         self._lmdb.set_mapsize(map_bytes)
 
-    def _guarded(self, use: Callable[[], T]) -> T:
+    def _guarded(self, use: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `use`; checks the environment before, and reports what LMDB raises as damage."""
-        self._require_usable()
+        if self._failure or self._pid != os.getpid():
+            self._require_usable()
         try:
-            self._require_intact()
-            return use()
+            found = os.fstat(self._data_file)
+            if (found.st_mtime_ns, found.st_size) != self._intact:
+                self._require_intact()
+            return use(*args, **kwargs)
         except lmdb.Error as exc:
             raise self._failed(exc) from exc
 
@@ -327,15 +337,12 @@ class _LmdbBatch:
         if len(self._journal) % PAGE_ITEMS == 0:
             self._environment.lock.show_progress()
         try:
-            self._apply(key, value)
+            if value is None:
+                self._txn.delete(key)
+            else:
+                self._txn.put(key, value)
         except lmdb.MapFullError:
             self._grow()
-
-    def _apply(self, key: bytes, value: bytes | None) -> None:
-        if value is None:
-            self._txn.delete(key)
-        else:
-            self._txn.put(key, value)
 
     def _grow(self) -> None:
         """Repeats all writes so far. Nobody else wrote meanwhile, so what was read in this batch is still valid."""
@@ -346,7 +353,10 @@ class _LmdbBatch:
             self._txn = self._environment.begin_writing()
             try:
                 for key, value in self._journal:
-                    self._apply(key, value)
+                    if value is None:
+                        self._txn.delete(key)
+                    else:
+                        self._txn.put(key, value)
                 return
             except lmdb.MapFullError:
                 continue

@@ -1,7 +1,7 @@
 """Rows in LMDB, read by key or in pages. Each has a checksum, since LMDB has none."""
 
-import zlib
 from typing import Any, Final
+from zlib import crc32
 
 import lmdb
 
@@ -12,7 +12,7 @@ _CRC_BYTES: Final = 4
 
 def protect(key: bytes, value: bytes) -> bytes:
     """A value as it is stored."""
-    return value + _checksum(key, value)
+    return value + crc32(value, crc32(key)).to_bytes(_CRC_BYTES, "little")
 
 
 def get_row(txn: Any, key: bytes) -> bytes | None:
@@ -48,12 +48,8 @@ def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[I
     return items
 
 
-def _checksum(key: bytes, value: bytes) -> bytes:
-    return zlib.crc32(value, zlib.crc32(key)).to_bytes(_CRC_BYTES, "little")
-
-
 def _unprotect(key: bytes, stored: bytes) -> bytes:
     value = stored[:-_CRC_BYTES]
-    if _checksum(key, value) != stored[-_CRC_BYTES:]:
+    if crc32(value, crc32(key)) != int.from_bytes(stored[-_CRC_BYTES:], "little") or len(stored) < _CRC_BYTES:
         raise lmdb.CorruptedError("a value does not match its checksum")
     return value

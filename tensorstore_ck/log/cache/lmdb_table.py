@@ -97,7 +97,7 @@ class LmdbTable:
 
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""
-        return self._opened(wait=False).get(key)
+        return (self._environment or self._opened(wait=False)).get(key)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
@@ -105,7 +105,7 @@ class LmdbTable:
 
     def view(self, prefix: bytes) -> Reader:
         """See `Table.view`."""
-        return self._opened(wait=False).view(prefix)
+        return (self._environment or self._opened(wait=False)).view(prefix)
 
     def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
         """See `Table.batch`."""

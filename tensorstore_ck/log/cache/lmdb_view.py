@@ -6,19 +6,20 @@ of this process is open: the environment then lets each view copy its rows into 
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from tensorstore_ck.log.cache.lmdb_rows import get_row, read_page
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import Item, scan_pages
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Guarded(Protocol):
     """Calls a read after a check of the environment, and turns errors of LMDB into `TableError`."""
 
-    def __call__(self, use: Callable[[], T]) -> T:
+    def __call__(self, use: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `use`."""
 
 
@@ -42,7 +43,7 @@ class LmdbView:
         with self._lock:
             if self._copied is not None:
                 return self._copied.get(key)
-            return self._guarded(lambda: get_row(self._txn, key))
+            return self._guarded(get_row, self._txn, key)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
@@ -71,4 +72,4 @@ class LmdbView:
         with self._lock:
             if self._copied is not None:
                 return list(self._copied._page(low, high, reverse))
-            return self._guarded(lambda: read_page(self._txn, low, high, reverse))
+            return self._guarded(read_page, self._txn, low, high, reverse)

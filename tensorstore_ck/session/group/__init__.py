@@ -13,7 +13,7 @@ failure_reason.py      why a round failed, as ranks report it to each other
 rank_messages.py       how messages name ranks and what they report
 matching_arguments.py  arguments that must be the same on all ranks
 process_groups.py      the process groups that a store handle has used
-rank_put.py            one rank's side of a save
+rank_save.py           one rank's side of a save
 planning_round.py      one rank's side of planning a save, within its round
 put_plan.py            the plan: one layout, a layout for each kind of ranks, or a merged one
 planned_state.py       a rank's state in the form that the plan gives it

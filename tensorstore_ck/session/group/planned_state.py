@@ -43,7 +43,7 @@ def planned(
             own = kept.get(tensor, StoredRegions(NOTHING, ()))
             united[tensor] = own.source
             explicit.append(ExplicitRegions(tensor, own.boxes))
-    return CapturedState(layout, values, blobs, united, explicit, frozen, captured.device_blocks)
+    return CapturedState(layout, values, blobs, united, explicit, frozen, captured.device_blocks, captured.own)
 
 
 class ReportedTensor(NamedTuple):

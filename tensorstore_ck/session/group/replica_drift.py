@@ -14,8 +14,8 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot, source_offsets
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.put import put
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.write_and_commit import save_captured
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.block_assignment import Region, assign_blocks, regions_of_rank
 from tensorstore_ck.format.layout import Layout, TensorSpec
@@ -110,7 +110,7 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
     try:
         found = _differing(engine, captured, slot, info, owner)
         request = _request(engine, info, slot.rank, owner)
-        put(engine, _cut_out(captured, found), request)
+        save_captured(engine, _cut_out(captured, found), request)
         kept = f"its own are kept at {request.ref!r}"
     except StoreError as exc:
         found, kept = [], f"its own could not be kept: {exc}"
@@ -181,12 +181,12 @@ def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sn
     return found
 
 
-def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> PutRequest:
+def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> SaveRequest:
     ref = copy_ref(info.ref, rank)
     engine.log.sync()
     branch = engine.log.view().branch(ref)
     metadata = encode_metadata({"drift": {"snapshot": info.root.hex(), "written_by_rank": owner, "rank": rank}})
-    return PutRequest(ref, info.step, branch.root if branch is not None else None, ANY, metadata, {})
+    return SaveRequest(ref, info.step, branch.root if branch is not None else None, ANY, metadata, {})
 
 
 def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:

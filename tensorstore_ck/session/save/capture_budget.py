@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
-from tensorstore_ck.session.save.queued_put import QueuedPut
+from tensorstore_ck.session.save.queued_save import Capturable, QueuedSave
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
@@ -27,7 +27,7 @@ class CaptureMemory:
         self._changed = changed
         self.arena: Arena | None = None
 
-    def try_take(self, queued: QueuedPut) -> bool:
+    def try_take(self, queued: QueuedSave, save: Capturable) -> bool:
         """Gives `queued` a slot for its capture; returns False if there is none now.
 
         Raises:
@@ -38,7 +38,7 @@ class CaptureMemory:
         with self._changed.lock:
             if self.arena is None:
                 self.arena = self._open_arena()
-        needed, limit = queued.put.needed_bytes, self.arena.limit_bytes
+        needed, limit = save.needed_bytes, self.arena.limit_bytes
         if needed > limit:
             raise NoSpaceError(
                 f"the save of {queued.status} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
@@ -48,16 +48,16 @@ class CaptureMemory:
         queued.slot = Slot(self.arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
         return self.arena.fill(queued.slot)
 
-    def wait(self, queued: QueuedPut, under_way: int) -> bool:
+    def wait(self, queued: QueuedSave, save: Capturable, under_way: int) -> bool:
         """Waits some seconds for a slot; returns whether `queued` has one.
 
         Raises:
             WaitTimeoutError: the other ranks do not wait for it any longer.
         """
-        began, patience = time.monotonic(), queued.put.patience_seconds
+        began, patience = time.monotonic(), save.patience_seconds
         queued.waited_for = queued.waited_for or under_way
         left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
-        found = self._changed.wait_for(lambda: self.try_take(queued), min(left, SAY_SECONDS))
+        found = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
         was_quiet = queued.waited_seconds < SAY_SECONDS
         queued.waited_seconds += time.monotonic() - began
         if was_quiet and queued.waited_seconds >= SAY_SECONDS:
@@ -66,7 +66,7 @@ class CaptureMemory:
             raise WaitTimeoutError(
                 f"no memory came free for the save of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
-                object_id=queued.put.ref,
+                object_id=save.ref,
             )
         return found
 

@@ -3,7 +3,8 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -13,19 +14,17 @@ from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, UndecidedError
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
-from tensorstore_ck.session.save.put_status import PutStatus
-from tensorstore_ck.session.staging.staged_chain import StagedChain
+from tensorstore_ck.session.save.save_status import SaveStatus
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.session.peers import Replicator
-    from tensorstore_ck.session.save.publish_staged import PublishStaged
 
 T = TypeVar("T")
 
@@ -45,17 +44,10 @@ class SaveContext:
     wait_for_upload: Callable[[], bool]
     """Waits until a staged save has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
-    chains: dict[str, StagedChain] = field(default_factory=dict)
-    unpublished: "dict[str, list[PublishStaged]]" = field(default_factory=dict)
-    """Ref -> its staged saves that are neither published nor given up, oldest first."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """For groups whose ranks keep copies of each other's staged files."""
 
-    def chain(self, ref: str) -> StagedChain:
-        """The staged saves of a ref."""
-        return self.chains.setdefault(ref, StagedChain(lambda: self.fence.current(ref)))
-
-    def note_speed(self, status: PutStatus) -> None:
+    def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
         Not for file systems, whose reads come from the page cache however slow their writes are, nor for a store with a rate limit.
@@ -90,7 +82,24 @@ class SaveContext:
             else:
                 return
 
-    def retry_until_dropped(self, status: PutStatus, what: str, action: Callable[[], T]) -> T:
+    @contextmanager
+    def explains_full_disk(self) -> Iterator[None]:
+        """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
+        try:
+            yield
+        except NoSpaceError as exc:
+            if self.engine.tier is not None or not self.engine.backend.is_local:
+                raise
+            from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
+
+            hints: list[str] = []
+            with suppress(StoreError, OSError):  # the cache may be full, too
+                hints = plan_gc(self.engine.of_store()).freeable.describe()
+            if not hints:
+                raise
+            raise NoSpaceError(". ".join([str(exc), *hints]), object_id=exc.object_id) from exc
+
+    def retry_until_dropped(self, status: SaveStatus, what: str, action: Callable[[], T]) -> T:
         """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""
         for attempt in range(1_000_000):
             try:
@@ -103,7 +112,7 @@ class SaveContext:
                 status.pause(delay)
         raise AssertionError("unreachable")
 
-    def retried(self, status: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
+    def retried(self, status: SaveStatus, what: str, error: Exception, delay_seconds: float) -> None:
         """Emits an event for a transient error."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
         self.engine.observers.emit(Event("retried", status.id, status.ref, status.step, status.rank, time.time_ns(), fields))

@@ -7,7 +7,7 @@ from typing import Self
 from tensorstore_ck.errors import ConflictError, DamageError, SnapshotAbortedError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
+from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class DrainReport:
     """The newest snapshot that this handle published."""
 
     @classmethod
-    def of(cls, statuses: Sequence[PutStatus], safe: Snapshot | None) -> Self:
+    def of(cls, statuses: Sequence[SaveStatus], safe: Snapshot | None) -> Self:
         """The report on these saves."""
         unpublished = [status for status in statuses if status.snapshot is None]
         on_disk = [status for status in unpublished if _is_on_disk(status)]
@@ -46,10 +46,10 @@ class DrainReport:
         return said
 
 
-def _is_on_disk(status: PutStatus) -> bool:
+def _is_on_disk(status: SaveStatus) -> bool:
     """Whether it stays on the staging disk: not if it was cancelled, or can never be published."""
     gone = isinstance(status.error, ConflictError | SnapshotAbortedError | DamageError) and status.dropped != "abandoned"
-    return status.has_reached(PutMilestone.STAGED) and not gone
+    return status.has_reached(SaveMilestone.STAGED) and not gone
 
 
 def _address(of: Snapshot | PendingSnapshot) -> str:

@@ -5,13 +5,13 @@ from typing import Self
 
 from tensorstore_ck.common.put_progress import Progress
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
+from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
 
 
 class Milestone:
     """A point in the course of a save, which can be waited for."""
 
-    def __init__(self, pending: "PendingSnapshot", status: PutStatus, stage: PutMilestone) -> None:
+    def __init__(self, pending: "PendingSnapshot", status: SaveStatus, stage: SaveMilestone) -> None:
         self._pending = pending
         self._status = status
         self._stage = stage
@@ -44,13 +44,13 @@ class PendingSnapshot:
     As a context manager it waits at the end of the block. If nobody waits, the next save raises the error.
     """
 
-    def __init__(self, status: PutStatus) -> None:
+    def __init__(self, status: SaveStatus) -> None:
         self._status = status
-        self.captured = Milestone(self, status, PutMilestone.CAPTURED)
+        self.captured = Milestone(self, status, SaveMilestone.CAPTURED)
         """The state may be mutated. Reached when `Store.put_snapshot_async` returns, unless the save was skipped."""
-        self.staged = Milestone(self, status, PutMilestone.STAGED)
+        self.staged = Milestone(self, status, SaveMilestone.STAGED)
         """Survives a crash of this host's processes: durable on the staging disk; without one, in the store."""
-        self.published = Milestone(self, status, PutMilestone.PUBLISHED)
+        self.published = Milestone(self, status, SaveMilestone.PUBLISHED)
         """Durable in the store, and visible to all."""
 
     def __enter__(self) -> Self:

@@ -7,23 +7,23 @@ is incomplete stays for a job that has the missing hosts.
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.backend.staging import StagingFolder, StagingTier
-from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.publish_staged import PublishStaged
-from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
+from tensorstore_ck.session.save.publish_rounds import PublishRounds
+from tensorstore_ck.session.save.staged_save import PublishAlone, StagedSave
+from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
-from tensorstore_ck.session.staging.publish import clean_up, give_up
 from tensorstore_ck.session.staging.staged_chain import StagedLink
+from tensorstore_ck.session.staging.staged_entries import clean_up, give_up
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +50,7 @@ def sweep(tier: StagingTier) -> None:
         tier.uploader.drop(tier.folder.orphans({name for manifest in found for name in manifest.names}))
 
 
-def resume_alone(context: SaveContext, tier: StagingTier) -> list[PublishStaged]:
+def resume_alone(context: SaveContext, tier: StagingTier) -> list[StagedSave]:
     """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
     found = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
@@ -59,7 +59,7 @@ def resume_alone(context: SaveContext, tier: StagingTier) -> list[PublishStaged]
 
 def resume_here(
     context: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
-) -> list[PublishStaged]:
+) -> list[StagedSave]:
     """The saves that lie on this disk in full, for a process that publishes what no job continues.
 
     `is_wanted` is called with the manifests of each snapshot, before anything is appended to the log.
@@ -83,23 +83,29 @@ def _claimed(folder: StagingFolder, manifests: Sequence[Manifest]) -> bool:
     return True
 
 
-def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> PublishStaged:
+def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> StagedSave:
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
+    upload = _found(context, first.txn, first.ref, record.root(), manifests)
+    save = StagedSave(context, upload, PublishAlone(context, upload), first.step)
+    save.announce_soon()
+    return save
+
+
+def _found(context: SaveContext, txn: Ulid, ref: str, root: Digest, manifests: Sequence[Manifest]) -> StagedUpload:
+    """What an earlier process staged, in the order of what this handle publishes."""
     names = frozenset(name for manifest in manifests for name in manifest.names)
-    context.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
-    put = PublishStaged(context, first.txn, first.ref, first.step, manifests)
-    put.announce_soon()
-    return put
+    context.fence.chain(ref).add(StagedLink(txn, root, {}, names, None))
+    return StagedUpload(context, txn, ref, manifests)
 
 
-def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[PublishStaged]:
+def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[StagedSave]:
     """The saves that groups of ranks left; all ranks of `group` call it."""
     own, _ = context.groups.of(group)
     title = "the search for what was staged before"
     here: dict[tuple[bytes, int], Manifest] = {}
-    puts: list[PublishStaged] = []
+    saves: list[StagedSave] = []
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
@@ -120,19 +126,9 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
             others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = context.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
-                names = frozenset(name for each in mine for name in each.names)
-                context.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
-                put = PublishStagedGroup(
-                    context,
-                    Ulid(txn),
-                    info.ref,
-                    info.step,
-                    mine,
-                    group=context.groups.publishing(group),
-                    timeout_seconds=timeout_seconds,
-                    on_end=partial(_drop_copies, tier, others),
-                )
-                puts.append(put)
+                upload = _found(context, Ulid(txn), info.ref, info.root, mine)
+                rounds = PublishRounds(context, upload, context.groups.publishing(group), timeout_seconds=timeout_seconds)
+                saves.append(StagedSave(context, upload, rounds, info.step, copies=others))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
@@ -148,13 +144,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
         for manifest in here.values():
             tier.folder.release(manifest.key)
         raise
-    return puts
-
-
-def _drop_copies(tier: StagingTier, manifests: Sequence[Manifest]) -> None:
-    """Frees files that another rank published, which lie on this disk too: as copies for a lost host, or because both share the disk."""
-    for manifest in manifests:
-        clean_up(tier, manifest, published=False)
+    return saves
 
 
 class _Finders(NamedTuple):

@@ -1,9 +1,9 @@
 """The queue of saves of one store handle. One thread stores captured states, in order; of staged saves, a second thread copies the files to
 other hosts, and a third uploads and publishes them.
 
-Only memory can run out. Whether a save waits for memory, is skipped, or replaces queued saves is decided before anything is captured; for
-many ranks by rank 0 (`Put.decide`), so that ranks never drop different snapshots. An error is kept until it is raised: by a wait, or by the
-next save. The threads live only while there is work. Knows no torch and no store.
+Only memory can run out. Whether a save waits for memory, is skipped, or replaces queued saves is decided before anything is copied; for
+many ranks by rank 0 (`Capturable.decide`), so that ranks never drop different snapshots. An error is kept until it is raised: by a wait, or
+by the next save. The threads live only while there is work. Knows no torch and no store.
 """
 
 import logging
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.host_memory import memory_error
@@ -23,8 +23,8 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
-from tensorstore_ck.session.save.queued_put import Admission, Put, QueuedPut, StagedPut, UnraisedErrors, WaitedPut, pop_error
+from tensorstore_ck.session.save.queued_save import Admission, Capturable, Publishable, QueuedSave, Runnable, UnraisedErrors, pop_error
+from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
 from tensorstore_ck.session.save.worker import Worker, items_of
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class SaveQueue:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = Changes()
-        self._stores: Worker[QueuedPut] = Worker("tsck-save", self._changed, self._store, self._broken)
-        self._copies: Worker[QueuedPut] = Worker("tsck-copy", self._changed, self._copy, self._broken)
-        self._uploads: Worker[QueuedPut] = Worker("tsck-publish", self._changed, self._publish, self._broken)
+        self._stores: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._store, self._broken)
+        self._copies: Worker[QueuedSave] = Worker("tsck-copy", self._changed, self._copy, self._broken)
+        self._uploads: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish, self._broken)
         self._workers = (self._uploads, self._copies, self._stores)
         self._memory = CaptureMemory(self._open_arena, self._changed)
         self._unraised = UnraisedErrors()
@@ -70,7 +70,7 @@ class SaveQueue:
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
-    def submit(self, make: Callable[[], Put], on_full: OnFull) -> PendingSnapshot:
+    def submit(self, make: Callable[[], Capturable], on_full: OnFull) -> PendingSnapshot:
         """Captures the save that `make` returns; the thread does the rest.
 
         Raises:
@@ -80,60 +80,59 @@ class SaveQueue:
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
         self._enter()
         self.require_no_worker()
-        called, put = time.monotonic(), make()
-        queued = QueuedPut(put, called, is_background=True)
+        called, save = time.monotonic(), make()
+        queued = QueuedSave.of(save, called, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
-            admission = put.decide(lambda: self._admit(queued, on_full))
+            admission = save.decide(lambda: self._admit(queued, save, on_full))
         except BaseException:
             self._release(queued)
             raise
         if admission.failed:
-            put.skip()
-            self._raise_error_of(admission.failed, put)
+            save.skip()
+            self._raise_error_of(admission.failed, save.ref)
         if not admission.admitted:
-            put.skip()
+            save.skip()
             self._end_dropped(queued, "skipped")
             return pending
         try:
             for number in admission.dropped:
                 self._drop_number(number)
-            while not queued.has_memory and not self._memory.wait(queued, len(self._queued())):
+            while not queued.has_memory and not self._memory.wait(queued, save, len(self._queued())):
                 pass
             if queued.waited_seconds:
                 self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
-            queued.capture()
+            queued.copy(save)
             if not shielded(lambda: self._enqueue(queued), finish=True):
                 self._store_here(queued)
         except BaseException as exc:
             if not queued.is_handed_over:  # else Ctrl-C came when it was whole: the thread goes on with it
                 self._release(queued)
-                put.fail(exc)
+                save.fail(exc)
             raise
-        queued.status.reach(PutMilestone.CAPTURED)
-        self._emit(queued.status, "captured", **queued.capture_fields(put), **self._in_use())
+        queued.status.reach(SaveMilestone.CAPTURED)
+        self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
-    def run(self, make: Callable[[], Put]) -> Snapshot:
+    def run(self, make: Callable[[], Runnable]) -> Snapshot:
         """Saves in the caller's thread, after the saves in progress; copies nothing."""
-        queued = self.begin(make)
-        self._store(queued)
-        return self.finish(queued)
+        return self.finish(self.begin(make))
 
-    def begin(self, make: Callable[[], WaitedPut]) -> QueuedPut:
-        """A save that the caller stores, after the saves in progress: then it calls `finish`. Without that, nothing remains of it."""
+    def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
+        """A save that the caller ends with `finish`, after the saves in progress. Without that, nothing remains of it."""
         self._enter()
         self.wait_idle()
-        called, put = time.monotonic(), cast(Put, make())
-        queued = QueuedPut(put, called, is_background=False)
+        called, save = time.monotonic(), make()
+        queued = QueuedSave.of(save, called, is_background=False)
         if (unraised := self._first_unraised()) is not None:
             error = pop_error(unraised)
-            queued.put.fail(error)
+            save.fail(error)
             raise error
         return queued
 
-    def finish(self, queued: QueuedPut) -> Snapshot:
-        """Publishes a stored save; raises its error."""
+    def finish(self, queued: QueuedSave) -> Snapshot:
+        """Writes and publishes a save; raises its error."""
+        self._store(queued)
         if not queued.status.has_ended:
             self._publish(queued)
         return PendingSnapshot(queued.status).wait()
@@ -147,12 +146,12 @@ class SaveQueue:
         """Whether no save is in progress and no error is left to raise."""
         return not self._queued() and self._first_unraised() is None
 
-    def resume(self, put: StagedPut) -> None:
+    def resume(self, staged: Publishable, ref: str, step: int | None, rank: int) -> None:
         """Continues a save that an earlier process staged."""
         self._enter()
-        queued = QueuedPut(cast(Put, put), time.monotonic(), is_background=True)
-        queued.status.is_raised = queued.is_resumed = True
-        queued.status.reach(PutMilestone.STAGED)
+        queued = QueuedSave(SaveStatus(ref, step, rank), time.monotonic(), staged=staged, is_background=True)
+        queued.status.is_raised = True
+        queued.status.reach(SaveMilestone.STAGED)
         shielded(lambda: self._hand_over(queued, self._uploads, self._publish), finish=True)
 
     def wait_idle(self, *, uploads: bool = True) -> None:
@@ -221,12 +220,12 @@ class SaveQueue:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _admit(self, queued: QueuedPut, on_full: OnFull) -> Admission:
+    def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
         unraised = self._first_unraised()
         if unraised is not None:
             return Admission(admitted=False, failed=unraised.number)
         dropped: list[int] = []
-        while not self._memory.try_take(queued):
+        while not self._memory.try_take(queued, save):
             with self._changed.lock:
                 oldest = next((each for each in self._stores.waiting() if not each.status.dropped), None)
             if on_full == "skip":
@@ -234,11 +233,11 @@ class SaveQueue:
             if on_full == "replace" and oldest is not None:
                 oldest.status.drop("replaced")
                 dropped.append(oldest.number)
-            elif self._memory.wait(queued, len(self._queued())):
+            elif self._memory.wait(queued, save, len(self._queued())):
                 break
         return Admission(True, tuple(dropped))
 
-    def _enqueue(self, queued: QueuedPut) -> bool:
+    def _enqueue(self, queued: QueuedSave) -> bool:
         """Hands a captured save over to the thread; False: none can be started."""
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
         queued.is_handed_over = True
@@ -249,7 +248,7 @@ class SaveQueue:
             return False
         return True
 
-    def _store_here(self, queued: QueuedPut) -> None:
+    def _store_here(self, queued: QueuedSave) -> None:
         self._store(queued)
         error = queued.status.error
         if error is not None and not isinstance(error, Exception):  # Ctrl-C
@@ -262,17 +261,17 @@ class SaveQueue:
             if queued.number == number:
                 queued.status.drop("replaced")
 
-    def _release(self, queued: QueuedPut) -> None:
+    def _release(self, queued: QueuedSave) -> None:
         queued.release()
         self._changed.notify_all()
 
-    def _release_if_waiting(self, queued: QueuedPut) -> None:
+    def _release_if_waiting(self, queued: QueuedSave) -> None:
         """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
         with self._changed.lock:
             if any(queued is each for each in self._stores.waiting()):
                 self._release(queued)
 
-    def _end_dropped(self, queued: QueuedPut, reason: str) -> None:
+    def _end_dropped(self, queued: QueuedSave, reason: str) -> None:
         queued.status.drop(reason)
         queued.status.is_ending = True
         error = SnapshotDroppedError(
@@ -283,11 +282,11 @@ class SaveQueue:
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def _first_unraised(self) -> QueuedPut | None:
+    def _first_unraised(self) -> QueuedSave | None:
         with self._changed.lock:
             return self._unraised.first()
 
-    def _raise_error_of(self, number: int, put: Put) -> NoReturn:
+    def _raise_error_of(self, number: int, ref: str) -> NoReturn:
         """Raises the error that rank 0 raises, of an earlier save; this rank may not have it yet."""
         self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
         with self._changed.lock:
@@ -295,12 +294,12 @@ class SaveQueue:
         if queued is not None:
             raise pop_error(queued)
         raise SnapshotAbortedError(
-            f"the save to {put.ref!r} was not made: rank 0 raised the error of an earlier save; try again", object_id=put.ref
+            f"the save to {ref!r} was not made: rank 0 raised the error of an earlier save; try again", object_id=ref
         )
 
     # --- the threads --------------------------------------------------------------------------------------------------
 
-    def _queued(self, *workers: Worker[QueuedPut]) -> list[QueuedPut]:
+    def _queued(self, *workers: Worker[QueuedSave]) -> list[QueuedSave]:
         """What these workers have, by default all; each once, although two have one that is handed over."""
         with self._changed.lock:
             return items_of(workers or self._workers)
@@ -315,57 +314,62 @@ class SaveQueue:
     def _is_worker(self) -> bool:
         return any(worker.thread is threading.current_thread() for worker in self._workers)
 
-    def _store(self, queued: QueuedPut) -> None:
-        queued.begun = time.monotonic()
+    def _store(self, queued: QueuedSave) -> None:
+        assert queued.save is not None
+        if queued.is_background:
+            queued.begun = time.monotonic()
         try:
-            info = queued.put.run(queued.status)
+            outcome = queued.save.run(queued.status)
         except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
             self._release(queued)
             self._fail(queued, exc)
             return
         self._release(queued)
-        if info is not None:
-            self._succeed(queued, info)
+        if isinstance(outcome, SnapshotInfo):
+            self._succeed(queued, outcome)
             return
+        queued.save, queued.staged = None, outcome
         progress = queued.status.meter.snapshot()
         self._emit(queued.status, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
-        queued.status.reach(PutMilestone.STAGED)
+        queued.status.reach(SaveMilestone.STAGED)
         if queued.is_background:
             self._hand_over(queued, self._copies, self._copy)
 
     @staticmethod
-    def _broken(queued: QueuedPut, exc: BaseException) -> None:
+    def _broken(queued: QueuedSave, exc: BaseException) -> None:
         _logger.error("the steps after the save of %s failed", queued.status, exc_info=exc)
         if not queued.status.has_ended:
             queued.status.fail(exc)
 
-    def _copy(self, queued: QueuedPut) -> None:
+    def _copy(self, queued: QueuedSave) -> None:
+        assert queued.staged is not None
         try:
-            queued.put.replicate(queued.status)
+            queued.staged.replicate(queued.status)
         finally:
             self._hand_over(queued, self._uploads, self._publish)
 
     @staticmethod
-    def _hand_over(queued: QueuedPut, worker: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
+    def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
         try:
             worker.put(queued)
         except (RuntimeError, MemoryError):  # no thread can be started, as while the interpreter ends
             work(queued)
 
-    def _publish(self, queued: QueuedPut) -> None:
+    def _publish(self, queued: QueuedSave) -> None:
+        assert queued.staged is not None
         try:
-            self._succeed(queued, queued.put.publish(queued.status))
+            self._succeed(queued, queued.staged.publish(queued.status))
         except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
             self._fail(queued, exc)
 
-    def _succeed(self, queued: QueuedPut, info: SnapshotInfo) -> None:
+    def _succeed(self, queued: QueuedSave, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
         queued.forget_state()
         self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(queued), **queued.sizes(snapshot))
         queued.status.succeed(snapshot)
 
-    def _fail(self, queued: QueuedPut, exc: BaseException) -> None:
+    def _fail(self, queued: QueuedSave, exc: BaseException) -> None:
         status = queued.status
         exc = memory_error(exc, f"the save of {status}")
         status.is_ending = True
@@ -384,11 +388,11 @@ class SaveQueue:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _emit(self, status: PutStatus, kind: Kind, **fields: int | float | str) -> None:
+    def _emit(self, status: SaveStatus, kind: Kind, **fields: int | float | str) -> None:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
         return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
 
-    def _totals(self, queued: QueuedPut) -> dict[str, int | float]:
+    def _totals(self, queued: QueuedSave) -> dict[str, int | float]:
         return {**queued.seconds_fields(), **self._in_use()}

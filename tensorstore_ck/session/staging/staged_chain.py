@@ -1,4 +1,4 @@
-"""What one store handle has staged on a ref and not published yet, oldest first: the next save builds on it. Thread-safe.
+"""What one store handle has staged on a ref and not published yet, oldest first: the next save builds on it. Thread-safe; see `RefFence`.
 
 A save borrows the chain before it looks up the ref: so a snapshot that is published meanwhile is in one of the two, and one that is given
 up meanwhile keeps its files.
@@ -6,7 +6,7 @@ up meanwhile keeps its files.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.part_extents import chain_of
@@ -66,15 +66,43 @@ class StagedLinks:
         return next((link.added[block] for link in self._links if block in link.added), None)
 
 
+class UnpublishedSave(Protocol):
+    """A staged save that is neither published nor given up."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process can publish it without others."""
+
+    def publish_before(self, later: Any, /) -> None:
+        """Publishes it, so that the `later` save can go on."""
+
+
 class StagedChain:
     """The staged saves of one ref."""
 
-    def __init__(self, restored: Callable[[], Digest | None] = lambda: None) -> None:
-        """`restored`: see `StagedLinks`."""
+    def __init__(self, restored: Callable[[], Digest | None] = lambda: None, lock: "threading.Lock | None" = None) -> None:
+        """`restored`: see `StagedLinks`; called under the lock."""
         self._restored = restored
-        self._lock = threading.Lock()
+        self._lock = lock or threading.Lock()
         self._links: list[StagedLink] = []
         self._borrowed: list[StagedLinks] = []
+        self._unpublished: list[UnpublishedSave] = []
+
+    def line_up(self, save: UnpublishedSave) -> None:
+        """From now on, later saves of this handle to the ref wait for this one."""
+        with self._lock:
+            self._unpublished.append(save)
+
+    def leave(self, save: UnpublishedSave) -> None:
+        """A save is published or given up. Idempotent."""
+        with self._lock:
+            self._unpublished = [each for each in self._unpublished if each is not save]
+
+    def unpublished(self, before: UnpublishedSave | None = None) -> list[UnpublishedSave]:
+        """The saves that are neither published nor given up, oldest first; only those `before` one, none if that is not among them."""
+        with self._lock:
+            at = next((number for number, each in enumerate(self._unpublished) if each is before), 0 if before is not None else None)
+            return self._unpublished[:at]
 
     def add(self, link: StagedLink) -> None:
         """Adds a save that was staged, or found."""

@@ -20,7 +20,7 @@ from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.stage import staged_info
+from tensorstore_ck.session.staging.staging_destination import staged_info
 
 _PIECE_BYTES: Final = 4 << 20
 

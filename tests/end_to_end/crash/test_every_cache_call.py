@@ -19,7 +19,7 @@ from tensorstore_ck.engine import opening
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.integrations.dcp import Writer
 from tensorstore_ck.log.cache import CacheWarning, failover_table
-from tensorstore_ck.session.save.publish_staged import PublishStaged
+from tensorstore_ck.session.save.staged_save import StagedSave
 from tests.effort import effort, in_turns
 from tests.group_of_one import group_of_one
 from tests.log.cache.faultytable import CacheFaults, FaultyTable
@@ -260,7 +260,7 @@ def test_a_log_that_fails_once_behind_a_locked_cache_leaves_out_no_upload(tmp_pa
     with shared_cache(monkeypatch) as faults, tsck.open(tmp_path / "store", create=True) as store:
         store.put_snapshot(make_state(1), ref="another", step=1)
         with monkeypatch.context() as patched, tsck.open(tmp_path / "store", staging=tmp_path / "stage") as staging:
-            patched.setattr(PublishStaged, "announce_soon", lambda _: None)  # as where the store did not answer
+            patched.setattr(StagedSave, "announce_soon", lambda _: None)  # as where the store did not answer
             patched.setattr(LocalBackend, "create", create_and_lock)
             patched.setattr(LocalBackend, "list", fail_once)
             staging.put_snapshot(make_state(2), ref="job", step=2)

@@ -8,8 +8,8 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import ANY, Expected, check_expected
-from tensorstore_ck.engine.write.put import put
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.write_and_commit import save_captured
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, NotFoundError, UndecidedError
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata
@@ -62,7 +62,7 @@ def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None
     check_expected(engine, view, ref, expect)
     branch = view.branch(ref)
     before = branch.root if branch else None
-    return put(engine, captured(words), PutRequest(ref, step, before, expect, encode_metadata({"labels": words}), {}))
+    return save_captured(engine, captured(words), SaveRequest(ref, step, before, expect, encode_metadata({"labels": words}), {}))
 
 
 def _synced(engine: Engine) -> RefTable:

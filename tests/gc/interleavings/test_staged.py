@@ -14,16 +14,16 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.write_and_commit import write_and_commit
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.publish import publish_staged
-from tensorstore_ck.session.staging.stage import announce
-from tensorstore_ck.session.staging.stage import stage as stage_alone
 from tensorstore_ck.session.staging.staged_chain import StagedChain
+from tensorstore_ck.session.staging.staged_entries import announce, publish_staged
+from tensorstore_ck.session.staging.staging_destination import StagingDestination
 from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.scenes import FAILED, Scene, captured, collector, user
 from tests.gc.interleavings.schedule import FAULTS, explore
@@ -51,13 +51,14 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
     """The first step of a save."""
     words = labels.split()
 
-    def ask() -> tuple[PutRequest, bool]:
+    tier: Any = SimpleNamespace(folder=disk, uploader=SimpleNamespace(drop=disk.unsent.delete))
+    with StagingDestination(engine, tier, StagedChain(), engine.new_id()) as destination:
         engine.log.sync()
         branch = engine.log.view().branch(ref)
-        return PutRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {}), False
-
-    tier: Any = SimpleNamespace(folder=disk, uploader=SimpleNamespace(drop=disk.unsent.delete))
-    return stage_alone(engine, tier, captured(words), ask, chain=StagedChain(), meter=PutMeter()).manifest
+        request = SaveRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {})
+        write_and_commit(destination, captured(words), request, PutMeter())
+    assert destination.manifest is not None
+    return destination.manifest
 
 
 def finish(engine: Engine, disk: Disk, manifest: Manifest) -> SnapshotInfo:

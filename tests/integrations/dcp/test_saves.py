@@ -22,7 +22,7 @@ from tensorstore_ck.common.free_space import MinFree, Space
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
 from tensorstore_ck.integrations.dcp import Reader, Writer
-from tensorstore_ck.integrations.dcp.put import Begun, DcpPut
+from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave
 from tests.integrations.dcp.dcp_states import blank, causes, clear_plan_cache, difference
 from tests.integrations.dcp.test_failures import sharded
 from tests.session.group.pool import GROUPS, Pool, make_store
@@ -71,7 +71,7 @@ def test_nothing_keeps_the_state_after_a_save(place: Scene) -> None:
     gc.freeze()  # what is there is not looked at
     try:
         save(place, 1)
-        assert not [found for found in gc.get_objects() if type(found) in (DcpPut, Begun)]
+        assert not [found for found in gc.get_objects() if type(found) in (DcpSave, Begun)]
     finally:
         gc.unfreeze()
         gc.enable()

@@ -26,7 +26,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.log import Log
 from tensorstore_ck.session.group import Channel, Group
-from tensorstore_ck.session.group.rank_put import RankPut
+from tensorstore_ck.session.group.rank_save import RankSave
 from tests.effort import PATIENCE_SECONDS
 
 dist: Any = torch.distributed
@@ -44,7 +44,7 @@ POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
     "in packs": (PackWriter, "add", "", "after"),
     "after its part": (LocalBackend, "put", "parts/", "after"),
     "after result": (Channel, "put", "result/", "after"),
-    "before commit": (RankPut, "commit", "", "before"),
+    "before commit": (RankSave, "commit", "", "before"),
     "after the record": (LocalBackend, "put", "snapshots/", "after"),
     "after the log entry": (Log, "append", "", "after"),
     "before outcome": (Channel, "put_first", "outcome", "before"),

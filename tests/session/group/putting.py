@@ -13,9 +13,10 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.engine.write.publish import Expected
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     ConflictError,
@@ -28,9 +29,9 @@ from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.session.group import Group
+from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
+from tensorstore_ck.session.group.rank_save import RankSave
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.session.group.simulation import TIMEOUT, Actor, DiedError, Simulation
 from tests.session.group.states import Spreading, captured, sharded, whole
@@ -46,7 +47,7 @@ class Put:
     """What one rank saves."""
 
     step: int
-    take_apart: Callable[[], RankStates]
+    take_apart: Callable[[], CapturedState]
     ref: str = "job"
     parent: Digest | str | None = "last seen"
     expect: Expected | str = "last seen"
@@ -131,14 +132,14 @@ class PutRank:
             self.faults.armed = number == self._faulty
             parent = root if isinstance(put.parent, str) else put.parent
             expect = root if isinstance(put.expect, str) else put.expect
-            request = PutRequest(put.ref, put.step, parent, expect, put.metadata, put.metrics)
+            request = SaveRequest(put.ref, put.step, parent, expect, put.metadata, put.metrics)
             started = actor.clock()
             info, error = None, None
             try:
                 info = put_ranks(
                     self.engine,
                     group,
-                    lambda put=put, request=request: PreparedPut(request, put.take_apart()),  # type: ignore[misc]
+                    lambda put=put, request=request: (request, put.take_apart()),  # type: ignore[misc]
                     ref=put.ref,
                     memory=memory,
                     timeout=TIMEOUT,
@@ -157,6 +158,18 @@ class PutRank:
             if number == self._faulty:
                 self.faults.armed = False
                 self.steps_of_faulty = actor.steps
+
+
+def put_ranks(
+    engine: Engine, group: Group, prepare: Callable[[], tuple[SaveRequest, CapturedState]], *, ref: str, memory: Memory, timeout: float
+) -> SnapshotInfo:
+    """One rank's side of a save, without a session."""
+    attempt = group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
+    side = RankSave(engine, group, attempt, memory=memory)
+    outcome = attempt.run(Participant(lambda: side.propose(*prepare()), side.execute, side.resolve, side.compare, side.commit))
+    info = side.published(outcome)
+    side.keep(info, outcome)
+    return info
 
 
 def open_engine(simulation: Simulation, backend: Backend, sleep: Callable[[float], object] = lambda _: None) -> Engine:
@@ -217,24 +230,24 @@ def tensors_of(step: int, ranks: int, rows: int = 0) -> dict[str, Spreading]:
     }
 
 
-def teller(step: int, ranks: int, *, rows: int = 0, with_own: bool = True) -> Callable[[int], RankStates]:
+def teller(step: int, ranks: int, *, rows: int = 0, with_own: bool = True) -> Callable[[int], CapturedState]:
     """What each rank takes apart at a step."""
     tensors, meshes = tensors_of(step, ranks, rows), [Mesh((ranks,), tuple(range(ranks)))]
 
-    def tell(rank: int) -> RankStates:
+    def tell(rank: int) -> CapturedState:
         shared = captured(tensors, meshes, rank, ranks, ["text", step])
-        return RankStates(shared, own_of(step, rank) if with_own else None)
+        return shared._replace(own=own_of(step, rank) if with_own else None)
 
     return tell
 
 
-def teller_of_kinds(step: int, ranks: int) -> Callable[[int], RankStates]:
+def teller_of_kinds(step: int, ranks: int) -> Callable[[int], CapturedState]:
     """As `teller`; besides, each rank has a tensor that no other has, and one a value."""
     tensors, meshes = tensors_of(step, ranks), [Mesh((ranks,), tuple(range(ranks)))]
 
-    def tell(rank: int) -> RankStates:
+    def tell(rank: int) -> CapturedState:
         mine = {**tensors, f"of {rank}": Spreading(whole((1100,), 100 * step + rank), None)}
-        return RankStates(captured(mine, meshes, rank, ranks, ["text", step, *["of one"] * (rank == 2)], named=True), own_of(step, rank))
+        return captured(mine, meshes, rank, ranks, ["text", step, *["of one"] * (rank == 2)], named=True)._replace(own=own_of(step, rank))
 
     return tell
 

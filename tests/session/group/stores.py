@@ -12,16 +12,16 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import open_store
+from tests.session.group.putting import put_ranks
 from tests.session.group.states import Spreading, captured, whole
 
 T = TypeVar("T")
@@ -63,8 +63,8 @@ class Hosts:
             engine = self.stores[rank].engine
             engine.log.sync()
             head = engine.log.view().branch(ref)
-            request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
-            prepared = PreparedPut(request, RankStates(shared(rank), own(rank) if own is not None else None))
+            request = SaveRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
+            prepared = request, shared(rank)._replace(own=own(rank) if own is not None else None)
             return put_ranks(engine, self._groups[rank], lambda: prepared, ref=ref, timeout=PATIENCE_SECONDS, memory=self._memory[rank])
 
         with ThreadPoolExecutor(len(self.stores)) as pool:

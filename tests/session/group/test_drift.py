@@ -117,7 +117,7 @@ def test_a_copy_that_cannot_be_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -
         raise NoSpaceError("disk full")
 
     job.save(replicated)
-    monkeypatch.setattr(replica_drift, "put", fail)
+    monkeypatch.setattr(replica_drift, "save_captured", fail)
     with pytest.warns(UserWarning, match="its own could not be kept: disk full"), pytest.warns(UserWarning, match="is marked drift"):
         infos = job.save_often(lambda rank: replicated(rank, {2: 0}))
     assert "drift" in [job.stores[0].resolve(info.root.hex()).mark for info in infos]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import (
     InvalidOptionError,
@@ -18,7 +19,6 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sharding import Mesh
 from tensorstore_ck.maintenance.quotas import remove_quota, set_quota
-from tensorstore_ck.session.group.rank_put import RankStates
 from tests.gc.stores import stay_in_one_thread
 from tests.session.group.putting import (
     new_backend,
@@ -91,17 +91,17 @@ def test_a_quota_that_is_used_up_ends_the_save_on_all_ranks() -> None:
     require_no_garbage(world.engine)
 
 
-def with_another_mesh(step: int, rank: int) -> RankStates:
+def with_another_mesh(step: int, rank: int) -> CapturedState:
     """A rank that takes the group for one rank larger."""
     meshes = [Mesh((RANKS + 1,), tuple(range(RANKS + 1)))]
-    return teller(step, RANKS)(rank)._replace(shared=captured(tensors_of(step, RANKS), meshes, rank, RANKS, ["text", step]))
+    return captured(tensors_of(step, RANKS), meshes, rank, RANKS, ["text", step])._replace(own=teller(step, RANKS)(rank).own)
 
 
-def without_own(step: int, rank: int) -> RankStates:
+def without_own(step: int, rank: int) -> CapturedState:
     return teller(step, RANKS, with_own=False)(rank)
 
 
-def refused(step: int, rank: int) -> RankStates:
+def refused(step: int, rank: int) -> CapturedState:
     raise UnsupportedValueError("state.loader is a generator, which cannot be stored", object_id="state.loader")
 
 
@@ -114,7 +114,7 @@ def refused(step: int, rank: int) -> RankStates:
         (refused, "rank {odd}: UnsupportedValueError: state.loader is a generator"),
     ],
 )
-def test_a_rank_with_another_state(tell: Callable[[int, int], RankStates], said: str, odd: int) -> None:
+def test_a_rank_with_another_state(tell: Callable[[int, int], CapturedState], said: str, odd: int) -> None:
     """Which other states do not fit is in `test_united` and `test_pipelines`."""
     world = World()
     world.group[odd].puts[SECOND] = world.group[odd].puts[SECOND].but(take_apart=lambda: tell(2, odd))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import BackendUnavailableError
-from tensorstore_ck.session import restore
+from tensorstore_ck.session import restoring
 from tensorstore_ck.state import shared_parts
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 
@@ -83,7 +83,7 @@ def checkout(folder: str, kinds: Sequence[str], spoil: str = "") -> tuple[set[st
             target["model"]["w0"] = torch.zeros(7)
     error = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "SHARED_PARTS", RANKS)
+        patch.setattr(restoring, "SHARED_PARTS", RANKS)
         patch.setattr(shared_parts, "FEW_PARTS", 1)
         patch.setattr(shared_parts, "gather_bytes", gather)
         patch.setattr(shared_parts.SharedParts, "_read_stored", read_stored)

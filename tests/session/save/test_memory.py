@@ -13,8 +13,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
-from tensorstore_ck.session.save.put import SinglePut
-from tensorstore_ck.session.save.queued_put import Admission
+from tensorstore_ck.session.save.queued_save import Admission
+from tensorstore_ck.session.save.ranks import Alone
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 PutInAThread = Callable[..., "Future[tsck.PendingSnapshot]"]
@@ -42,9 +42,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a save begins to wait for memory."""
     event, plain = threading.Event(), CaptureMemory.wait
 
-    def wait(self: CaptureMemory, item: Any, under_way: int) -> bool:
+    def wait(self: CaptureMemory, item: Any, save: Any, under_way: int) -> bool:
         event.set()
-        return plain(self, item, under_way)
+        return plain(self, item, save, under_way)
 
     monkeypatch.setattr(CaptureMemory, "wait", wait)
     return event
@@ -251,7 +251,7 @@ def raised_in_a_capture(*_: object, **__: object) -> None:
     raise MemoryError
 
 
-def interrupted_once_it_has_memory(_: SinglePut, admit: Callable[[], Admission]) -> Admission:
+def interrupted_once_it_has_memory(_: Alone, admit: Callable[[], Admission]) -> Admission:
     """As when the other ranks cannot be reached, or by Ctrl-C."""
     assert admit().admitted
     raise KeyboardInterrupt
@@ -259,14 +259,14 @@ def interrupted_once_it_has_memory(_: SinglePut, admit: Callable[[], Admission])
 
 @pytest.mark.parametrize(
     ("where", "fails", "error"),
-    [("copy_captured", raised_in_a_capture, NoSpaceError), ("SinglePut.decide", interrupted_once_it_has_memory, KeyboardInterrupt)],
+    [("save.copy_captured", raised_in_a_capture, NoSpaceError), ("ranks.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt)],
 )
 def test_a_save_that_fails_once_it_has_memory_gives_it_back(
     monkeypatch: pytest.MonkeyPatch, where: str, fails: object, error: type[BaseException]
 ) -> None:
     with scene(host_memory_bytes=COPY) as place:
         with monkeypatch.context() as patch:
-            patch.setattr(f"tensorstore_ck.session.save.put.{where}", fails)
+            patch.setattr(f"tensorstore_ck.session.save.{where}", fails)
             with pytest.raises(error):
                 put_beside(place.store, 1, size_bytes=COPY)
         assert place.in_use_bytes == 0

@@ -204,7 +204,7 @@ def test_what_is_held_of_a_save_does_not_hold_its_state(place: Scene) -> None:
     stop = place.gate.stop("put parts/")
     puts = [put_beside(place.store, step) for step in (1, 2, 3, 4)]
     stop.await_reached()
-    states = [weakref.ref(queued.put) for queued in place.store.session.queue._queued()]
+    states = [weakref.ref(queued.save) for queued in place.store.session.queue._queued()]
     assert len(states) == 4
     puts[1].cancel()
     place.gate.fail("put snapshots/", BackendUnavailableError("injected"))

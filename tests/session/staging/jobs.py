@@ -17,11 +17,11 @@ from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError
 from tensorstore_ck.log import RefTable
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.group.channel import ChannelError
-from tensorstore_ck.session.group.rank_put import RankPut
+from tensorstore_ck.session.group.rank_save import RankSave
 from tensorstore_ck.session.group.round import Round
 from tensorstore_ck.session.save import resume_staged
-from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
-from tensorstore_ck.session.staging import stage
+from tensorstore_ck.session.save.publish_rounds import PublishRounds
+from tensorstore_ck.session.staging import staging_destination
 from tests.session.group.pool import GROUPS
 from tests.session.group.pool import TIMEOUT_SECONDS as SECONDS
 
@@ -111,7 +111,7 @@ def leave_staged(folder: str, ranks: int, disks: tuple[str, ...], steps: tuple[i
 def leave_packs_staged(folder: str, ranks: int, disks: tuple[str, ...]) -> None:
     """Publishes step 0, and ends when step 1 is staged: small packs, too, are only on the disks then."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "SMALL_BYTES", 0)
+        patch.setattr(staging_destination, "SMALL_BYTES", 0)
         leave_staged(folder, ranks, disks, (1,))
 
 
@@ -242,9 +242,9 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
         with (
-            patched(stage, "announce", die),
-            patched(stage.StagingDestination, "give_up", lambda *_: None),
-            patched(RankPut, "resolve", lambda *_: None),
+            patched(staging_destination, "announce", die),
+            patched(staging_destination.StagingDestination, "give_up", lambda *_: None),
+            patched(RankSave, "resolve", lambda *_: None),
             suppress(BaseException),
         ):
             job.put(1).wait(SECONDS)
@@ -268,7 +268,7 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     with Job(folder, ranks, disks) as job:
         job.put(0).wait(SECONDS)
         job.upload_later()
-        with patched(Round, "_wait_for_outcome", lose), patched(RankPut, "resolve", resolve):
+        with patched(Round, "_wait_for_outcome", lose), patched(RankSave, "resolve", resolve):
             pending = job.put(1)
             try:
                 pending.staged.wait(SECONDS)
@@ -284,5 +284,5 @@ def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> 
         with patched(RefTable, "snapshot", lambda *_: None) if dist.get_rank() == 1 else nullcontext():
             return real(*args)
 
-    with Job(folder, ranks, disks) as job, patched(PublishStagedGroup, "_conclude", conclude):
+    with Job(folder, ranks, disks) as job, patched(PublishRounds, "_conclude", conclude):
         return error_of(job.put(0))

@@ -144,7 +144,7 @@ DISK: Final = FaultyOs()
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small pieces, no waiting, and a disk that can fail."""
     monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", PIECE_BYTES)
-    for module in ("context", "publish_staged"):
+    for module in ("context", "staged_save"):
         monkeypatch.setattr(f"tensorstore_ck.session.save.{module}.next_delay", lambda *_, **__: NAP_SECONDS)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
     monkeypatch.setattr(folder_module, "os", DISK)

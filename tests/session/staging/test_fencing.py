@@ -8,7 +8,7 @@ import pytest
 from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import ConflictError, SnapshotAbortedError, SnapshotDroppedError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.session.staging.publish import drop
+from tensorstore_ck.session.staging.staged_entries import drop
 from tests.backend.staging.places import PieceStore
 from tests.session.staging.places import (
     SECONDS,

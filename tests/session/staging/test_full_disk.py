@@ -11,8 +11,8 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.errors import NoSpaceError, PermissionDeniedError, SnapshotDroppedError
-from tensorstore_ck.session.save.group_put import GroupPut
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tensorstore_ck.session.save.staged_save import StagedSave
 from tests.backend.staging.places import PieceStore
 from tests.end_to_end.crash.faulty import Faults
 from tests.group_of_one import group_of_one
@@ -187,7 +187,7 @@ def test_a_save_of_ranks_waits_for_space_that_one_has_whose_copies_go_to_peers(
             raise
 
     monkeypatch.setattr(StagingFolder, "evict", watched)
-    monkeypatch.setattr(GroupPut, "replicate", lambda *_: lacks_space.wait(SECONDS))
+    monkeypatch.setattr(StagedSave, "replicate", lambda *_: lacks_space.wait(SECONDS))
     with group_of_one(), process(server, tmp_path / "stage", capacity_bytes=450 * KIB) as job:
         queues.append(job.store.session.queue)
         pendings = [job.put(step, group=dist.group.WORLD) for step in (0, 1)]

@@ -1,18 +1,22 @@
 """Which errors end a staged save, over every class of errors; and who may take one over."""
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from tensorstore_ck import errors
 from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tensorstore_ck.session.staging.outcome import can_never_be_published
 from tests.backend.staging.places import PACK, PART, UUID, PieceStore
-from tests.session.staging.places import UPLOADS, Server, check, ended, process, published, require_all_well
+from tests.session.staging.places import SECONDS, UPLOADS, Server, check, ended, process, published, require_all_well, state_of
 
 KEY = "01ARZ3NDEKTSV4RRFFQ69G5F0C-0"
 FINAL = {
@@ -115,3 +119,24 @@ def test_a_second_process_leaves_a_save_to_the_living_one(server: PieceStore, pa
         connection.refuse()
         assert ended(pending) is None
     require_all_well(server, path, [0, 1])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_waited_save_that_stays_on_the_disk_does_not_keep_its_state(
+    server: PieceStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise errors.PermissionDeniedError("the token has expired")
+
+    with process(server, path) as job:
+        job.put(0).wait(SECONDS)
+        memory = state_of(1)["moving"].numpy().copy()
+        state, is_alive = {**state_of(1), "moving": torch.from_numpy(memory)}, weakref.ref(memory)
+        with monkeypatch.context() as patch, suppress(errors.PermissionDeniedError):
+            patch.setattr(StagedUpload, "append", refuse)
+            job.store.put_snapshot(state, ref="job", step=1)
+        del state, memory
+        gc.collect()
+        assert is_alive() is None
+        job.store.put_snapshot(state_of(2), ref="job", step=2)
+    require_all_well(server, path, [0, 1, 2])

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.cli import main
-from tensorstore_ck.session.save.publish_staged_group import TRIES
+from tensorstore_ck.session.save.publish_rounds import TRIES
 from tests.session.group.pool import Pool, make_store
 from tests.session.staging import jobs
 

@@ -9,7 +9,7 @@ import pytest
 from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.session.save.publish_staged import PublishStaged
+from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tests.backend.staging.places import PieceStore
 from tests.session.staging.places import SECONDS, UPLOADS, Server, ended, half_uploaded, process, published, require_all_well
 
@@ -27,7 +27,7 @@ def leave_uploaded(server: PieceStore, path: Path, *steps: int) -> set[str]:
         if 0 not in steps:
             job.put(0).wait(SECONDS)
         before = names(server)
-        patch.setattr(PublishStaged, "_append", refuse)
+        patch.setattr(StagedUpload, "append", refuse)
         connection.refuse(*UPLOADS)
         pendings = [job.stage(step) for step in steps]
         connection.refuse()
@@ -66,15 +66,15 @@ def test_after_days(server: PieceStore, path: Path, steps: tuple[int, ...], tomb
 def test_gc_between_the_new_upload_and_its_entry(server: PieceStore, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_uploaded(server, path, 1)
     gc(server, path)
-    append, left = PublishStaged._append, [1, 1]
+    append, left = StagedUpload.append, [1, 1]
 
-    def after_gc(self: PublishStaged, attempt: object) -> object:
+    def after_gc(self: StagedUpload, attempt: object) -> object:
         if left:
             left.pop()
             gc(server, path)
         return append(self, attempt)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PublishStaged, "_append", after_gc)
+    monkeypatch.setattr(StagedUpload, "append", after_gc)
     with process(server, path) as job:
         job.store.finish_staged("job")
         assert left == []

@@ -22,8 +22,8 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.save.resume_staged import resume_here
+from tensorstore_ck.session.save.save_status import SaveStatus
 from tests.backend.staging.places import PieceStore
 from tests.effort import SOAK, effort, in_turns
 from tests.end_to_end.crash.faulty import Death, Faults
@@ -130,7 +130,7 @@ class Taker(threading.Thread):
             engine.log.sync()
             context = SaveContext(engine, RefFence(), ProcessGroups(engine), wait_for_upload=lambda: False)
             for put in resume_here(context, engine.tier):
-                self.found.append(put.publish(PutStatus(put.ref, put.step)))
+                self.found.append(put.publish(SaveStatus(put.ref, put.step)))
         except BaseException as exc:  # noqa: BLE001 - the test looks at it
             self.error = exc
         finally:

@@ -3,11 +3,11 @@
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.put_status import PutStatus
+from tensorstore_ck.session.save.save_status import SaveStatus
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Slot
@@ -23,8 +23,18 @@ class Admission(NamedTuple):
     """The number of an earlier save, whose error is raised instead."""
 
 
-class StagedPut(Protocol):
+class Publishable(Protocol):
     """A save that is staged."""
+
+    def replicate(self, status: SaveStatus, /) -> None:
+        """Copies the staged files to other hosts, if that is wanted; never fails."""
+
+    def publish(self, status: SaveStatus, /) -> SnapshotInfo:
+        """Uploads the staged objects and publishes the snapshot."""
+
+
+class Runnable(Protocol):
+    """A save that can be written and committed."""
 
     @property
     def number(self) -> int:
@@ -42,23 +52,19 @@ class StagedPut(Protocol):
     def rank(self) -> int:
         """This process's."""
 
-    def publish(self, status: PutStatus) -> SnapshotInfo:
-        """Uploads the staged objects and publishes the snapshot."""
-
-
-class WaitedPut(StagedPut, Protocol):
-    """A save that its caller stores and waits for: see `SaveQueue.begin`."""
-
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, /) -> None:
         """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
 
+    def run(self, status: SaveStatus, /) -> SnapshotInfo | Publishable:
+        """Writes and commits: returns the snapshot, or what is staged."""
 
-class Put(WaitedPut, Protocol):
-    """One save of this process."""
+
+class Capturable(Runnable, Protocol):
+    """A save in the background: its state is copied."""
 
     @property
     def needed_bytes(self) -> int:
-        """How much memory the capture needs."""
+        """How much memory the copy needs."""
 
     @property
     def frozen_bytes(self) -> int:
@@ -68,29 +74,33 @@ class Put(WaitedPut, Protocol):
     def patience_seconds(self) -> float | None:
         """How long it may wait for memory; None: without limit."""
 
-    def replicate(self, status: PutStatus) -> None:
-        """Copies the staged files to other hosts, if that is wanted; never fails."""
-
-    def decide(self, admit: Callable[[], Admission]) -> Admission:
+    def decide(self, admit: Callable[[], Admission], /) -> Admission:
         """The result of `admit` on the rank that decides."""
 
     def skip(self) -> None:
         """The save does not take place; all ranks know it."""
 
-    def capture_into(self, slot: "Slot") -> None:
-        """Copies the state, which may be mutated afterwards."""
-
-    def run(self, status: PutStatus) -> SnapshotInfo | None:
-        """Stores and publishes the captured state; or only stages it, and returns None."""
+    def copy_into(self, slot: "Slot", /) -> None:
+        """Copies the state, which may be changed afterwards."""
 
 
-class QueuedPut:
-    """A save in the queue."""
+class QueuedSave:
+    """A save in the queue: before it is staged its `save`, then what is `staged`."""
 
-    def __init__(self, put: Put, called: float, *, is_background: bool) -> None:
-        self.put = put
-        self.number = put.number
-        self.status = PutStatus(put.ref, put.step, put.rank)
+    def __init__(
+        self,
+        status: SaveStatus,
+        called: float,
+        *,
+        number: int = 0,
+        save: Runnable | None = None,
+        staged: Publishable | None = None,
+        is_background: bool,
+    ) -> None:
+        self.status = status
+        self.number = number
+        self.save = save
+        self.staged = staged
         self.slot: Slot | None = None
         self.is_background = is_background
         """Whether it was started by `put_snapshot_async`, or resumed."""
@@ -100,9 +110,15 @@ class QueuedPut:
         """How many saves were in progress when the wait began."""
         self.is_handed_over = False
         """Whether it is whole, and goes on even if its caller is interrupted."""
-        self.is_resumed = False
+        self.is_resumed = save is None
         """Whether an earlier process started it."""
         self.called = self.captured = self.begun = called
+
+    @classmethod
+    def of(cls, save: Runnable, called: float, *, is_background: bool) -> Self:
+        """A save of this process, which was `called` for then."""
+        status = SaveStatus(save.ref, save.step, save.rank)
+        return cls(status, called, number=save.number, save=save, is_background=is_background)
 
     @property
     def has_memory(self) -> bool:
@@ -114,11 +130,11 @@ class QueuedPut:
         """How long the training was blocked."""
         return self.captured - self.called
 
-    def capture(self) -> None:
-        """Copies the state into the slot."""
+    def copy(self, save: Capturable) -> None:
+        """Copies the state of `save`, which is this one's, into the slot."""
         assert self.slot is not None
-        with self.status.meter.timed("capture", self.put.needed_bytes):
-            self.put.capture_into(self.slot)
+        with self.status.meter.timed("capture", save.needed_bytes):
+            save.copy_into(self.slot)
         self.captured = time.monotonic()
 
     def release(self) -> None:
@@ -128,18 +144,18 @@ class QueuedPut:
 
     def forget_state(self, error: BaseException | None = None) -> None:
         """Drops all references to the state, including traceback frames of `error`."""
-        del self.put
+        self.save = self.staged = None
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
 
-    def capture_fields(self, put: Put) -> dict[str, int | float]:
-        """What an event reports of the capture; `put` is this one's, which the thread may have dropped already."""
+    def capture_fields(self, save: Capturable) -> dict[str, int | float]:
+        """What an event reports of the capture; `save` is this one's, which the thread may have dropped already."""
         return {
             "capture_seconds": self.status.meter.snapshot().stage_seconds["capture"],
             "stall_seconds": self.stall_seconds,
-            "captured_bytes": put.needed_bytes,
-            "frozen_bytes": put.frozen_bytes,
+            "captured_bytes": save.needed_bytes,
+            "frozen_bytes": save.frozen_bytes,
         }
 
     def seconds_fields(self) -> dict[str, float]:
@@ -165,17 +181,17 @@ class UnraisedErrors:
     """The failed saves whose errors were not raised, oldest first. The caller locks."""
 
     def __init__(self) -> None:
-        self._failed: list[QueuedPut] = []
+        self._failed: list[QueuedSave] = []
 
-    def add(self, queued: QueuedPut) -> None:
+    def add(self, queued: QueuedSave) -> None:
         """Adds a failed save."""
         self._failed = [*self._waiting(), queued]
 
-    def first(self) -> QueuedPut | None:
+    def first(self) -> QueuedSave | None:
         """The oldest one."""
         return next(iter(self._waiting()), None)
 
-    def numbered(self, number: int) -> QueuedPut | None:
+    def numbered(self, number: int) -> QueuedSave | None:
         """The save of that number, even if its error was raised meanwhile."""
         return next((each for each in self._failed if each.number == number), None)
 
@@ -187,11 +203,11 @@ class UnraisedErrors:
             errors[0].add_note(f"and another save failed: {other}")
         return errors[0] if errors else None
 
-    def _waiting(self) -> list[QueuedPut]:
+    def _waiting(self) -> list[QueuedSave]:
         return [queued for queued in self._failed if not queued.status.is_raised]
 
 
-def pop_error(queued: QueuedPut) -> BaseException:
+def pop_error(queued: QueuedSave) -> BaseException:
     """The error of a save, for the caller to raise; marks it as raised."""
     error = queued.status.error
     assert error is not None

@@ -1,4 +1,4 @@
-"""`DcpPut`: one rank's side of one save. It writes the rank's part; the coordinator's then publishes the parts of all ranks.
+"""`DcpSave`: one rank's side of one save. DCP calls its phases: each rank writes its part, and the coordinator commits those of all.
 
 Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
 """
@@ -11,20 +11,20 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.destination import StoreDestination
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.publish import retry_expired
-from tensorstore_ck.engine.write.put import StoreDestination
-from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings
+from tensorstore_ck.engine.write.write_and_commit import commit
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.put import freeable_said
-from tensorstore_ck.session.save.put_status import PutStatus
+from tensorstore_ck.session.save.save_status import SaveStatus
 
 
 class WriterReport(NamedTuple):
@@ -57,24 +57,24 @@ class Gathered(NamedTuple):
     """By the number of the part."""
 
 
-class DcpPut:
-    """See `WaitedPut`: the save queue has it between the calls of DCP."""
+class DcpSave:
+    """See `Runnable`: the save queue has it between the calls of DCP. `run` is the coordinator's commit."""
 
     number = 0
 
-    def __init__(self, context: SaveContext, request: PutRequest, rank: int) -> None:
+    def __init__(self, context: SaveContext, request: SaveRequest, rank: int) -> None:
         self.ref, self.step, self.rank = request.ref, request.step, rank
         self.begun: Begun | None = None
         """This rank's part, until its values are known."""
-        self.gather: Callable[[DcpPut], Gathered]
-        """On the coordinator: set before `publish`. It gets this object: a cycle would keep the state until Python's next collection."""
+        self.gather: Callable[[DcpSave], Gathered]
+        """On the coordinator: set before `run`. It gets this object: a cycle would keep the state until Python's next collection."""
         self._request = request
         self._context, self._engine = context, context.engine
         self._destination = StoreDestination(context.engine)
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """`publish` raises it; DCP informs the other ranks."""
+        """`run` raises it; DCP informs the other ranks."""
         self._error = error
 
     # --- every rank ---------------------------------------------------------------------------------------------------
@@ -113,13 +113,13 @@ class DcpPut:
         if engine.limit is not None:
             engine.limit.share(role.parts)
         is_first = engine.log.view().branch(self.ref) is None
-        with freeable_said(engine):
+        with self._context.explains_full_disk():
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
 
     def _begin(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
-        anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
+        anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
-        known, coding = self._destination.known(self._request, role.part, role.parts), self._request.coding
+        known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
         tensors.sample.verify(tensors.inlined, tensors.inline)
@@ -127,8 +127,8 @@ class DcpPut:
 
     def _complete(self, begun: Begun, captured: CapturedState, meter: PutMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
-        engine, slot = self._engine, begun.role.slot
-        with open_packs(engine, self._destination.known(self._request, slot.rank, slot.world_size), meter) as packs:
+        engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
+        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
             blobs = write_blobs(captured, packs, slot, self._request.coding)
         inlined, inline = inline_of(captured, slot, begun.block_bytes)
         tensors = begun.tensors._replace(inline=inline, inlined=inlined)
@@ -136,32 +136,37 @@ class DcpPut:
         return (
             written,
             checked_parts(engine, [written], begun.anchor),
-            ParentComparison(engine, written, captured, self._request.claim).examine(),
+            ParentComparison(engine, view, written, captured, self._request.claim).examine(),
         )
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
 
-    def publish(self, status: PutStatus) -> SnapshotInfo:
-        """Writes the coordinator's part, and publishes what all ranks have written."""
+    def run(self, status: SaveStatus) -> SnapshotInfo:
+        """Writes the coordinator's part, and commits what all ranks have written."""
         if self._error is not None:
             raise self._error
-        with freeable_said(self._engine):
+        with self._context.explains_full_disk():
             info = self._commit(status.meter)
         self._context.note_speed(status)
         self._context.fence.note(self.ref, info.root, info.root)
         return info
 
     def _commit(self, meter: PutMeter) -> SnapshotInfo:
-        engine, (captured, others) = self._engine, self.gather(self)
+        captured, others = self.gather(self)
+        reports = [RankParts.of_record(each.parts) for each in others]
+        findings = [SaveFindings.of_record(each.findings) for each in others]
 
         def attempt() -> SnapshotInfo:
             assert self.begun is not None
-            written, own, findings = self._complete(self.begun, captured, meter)
-            parts = [own, *(RankParts.of_record(each.parts) for each in others)]
-            request = self._request.judged(engine, merged([findings, *(SaveFindings.of_record(each.findings) for each in others)]))
-            with meter.timed("commit"):
-                record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
-                info = self._destination.commit(request, record, parts, engine.put_id())
+            written, own, found = self._complete(self.begun, captured, meter)
+            info = commit(
+                self._destination,
+                self._request,
+                [own, *reports],
+                [found, *findings],
+                logical_bytes=captured.logical_bytes,
+                meter=meter,
+            )
             self._destination.keep(info, [written])
             return info
 

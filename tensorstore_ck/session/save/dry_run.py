@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.group.rank_messages import in_the_job
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
+from tensorstore_ck.session.group.rank_save import RankSave
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences
 from tensorstore_ck.state.check import StateCheck, StateProblem, build_check, inspect_state
 from tensorstore_ck.state.sharded_tensors import describer_of
@@ -30,7 +30,9 @@ def check_ranks(
     problems: list[StateProblem] = []
     looked_at: list[CapturedState] = []
 
-    def prepare() -> PreparedPut:
+    side = RankDryRun(engine, own, attempt, memory={})
+
+    def propose() -> Body:
         for each, describer in ((state, describer_of(group)), (rank_state, None)):
             found, captured = inspect_state(each, describer)
             problems.extend(found)
@@ -38,12 +40,12 @@ def check_ranks(
         if problems:
             others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UnsupportedValueError(f"{problems[0].message}{others}", object_id=problems[0].path)
-        states = RankStates(looked_at[0], None if rank_state is None else looked_at[1])
-        return PreparedPut(PutRequest("", None, None, ANY, encode_metadata({}), {}), states)
+        captured = looked_at[0] if rank_state is None else looked_at[0]._replace(own=looked_at[1])
+        return side.propose(SaveRequest("", None, None, ANY, encode_metadata({}), {}), captured)
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(RankDryRun(engine, own, prepare, attempt=attempt, memory={}).participant())
+        outcome = attempt.run(Participant(propose, side.execute, None, side.compare, side.commit))
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [StateProblem(exc.object_id, str(exc))]
@@ -52,18 +54,14 @@ def check_ranks(
     return build_check(problems, looked_at[0], engine.backend, tensor_bytes, writers=own.ranks)
 
 
-class RankDryRun(RankPut):
+class RankDryRun(RankSave):
     """One rank's side. Compares everything that is known before parts are written."""
-
-    def participant(self) -> Participant:
-        """For a round that leaves nothing in the log."""
-        return Participant(self.propose, self.execute, None, self.compare, self.commit)
 
     def execute(self, go: Body) -> Body:
         """Plans the save, and hashes what this rank has in common with others."""
         if go["explain"]:
             return super().execute(go)
-        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
+        self._captured = self._planning.follow(go, self._captured)
         slot = self.take_slot()
         return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}
 
@@ -71,7 +69,7 @@ class RankDryRun(RankPut):
         """Compares the hashes; returns the size of the snapshot in bytes."""
         self.require_same_options(records)
         digests = [ReplicaDigests.of_record(take(record, "replicas", dict)) for record in records]
-        problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))
+        problem = differences(digests, [None if self._planning.layout_of else self._captured.layout] * len(digests))
         if problem:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id="state")
-        return {"bytes": self._states.shared.logical_bytes + sum(take_count(record, "reported_bytes") for record in records)}
+        return {"bytes": self._captured.logical_bytes + sum(take_count(record, "reported_bytes") for record in records)}

@@ -6,7 +6,6 @@ published once or given up. An object that a rank's disk damaged is replaced in 
 """
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
@@ -24,50 +23,40 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.heal_staged import NOT_DAMAGED, Healing, heal, plan, report
-from tensorstore_ck.session.save.publish_staged import PublishStaged
-from tensorstore_ck.session.save.put_status import PutStatus
-from tensorstore_ck.session.staging.manifest import Manifest, decode_lead, encode_lead
+from tensorstore_ck.session.save.save_status import SaveStatus
+from tensorstore_ck.session.save.staged_upload import StagedUpload
+from tensorstore_ck.session.staging.manifest import decode_lead, encode_lead
 from tensorstore_ck.session.staging.outcome import published_as
-from tensorstore_ck.session.staging.publish import give_up
-from tensorstore_ck.session.staging.renew import RenewedParts, is_lost
+from tensorstore_ck.session.staging.renew import RenewedParts
+from tensorstore_ck.session.staging.staged_entries import give_up
 
 TRIES: Final = 5
 
 
-class PublishStagedGroup(PublishStaged):
-    """One rank's side of one staged put."""
+class PublishRounds:
+    """The rounds in which the ranks of a group publish a staged save: see `Publisher`."""
 
     is_alone = False
 
-    def __init__(
-        self,
-        context: SaveContext,
-        txn: Ulid,
-        ref: str,
-        step: int | None,
-        manifests: Sequence[Manifest],
-        *,
-        group: Group,
-        timeout_seconds: float,
-        on_end: Callable[[], object],
-    ) -> None:
-        """See `PublishStaged`."""
-        super().__init__(context, txn, ref, step, manifests, on_end=on_end)
+    def __init__(self, context: SaveContext, upload: StagedUpload, group: Group, *, timeout_seconds: float) -> None:
         self.rank = group.rank
+        self.ref = upload.ref
+        self._context = context
+        self._upload = upload
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._healed: set[str] = set()
         """On rank 0, the damaged objects that were replaced."""
 
-    def _is_given_up_alone(self, status: PutStatus) -> bool:
+    def gives_up_alone(self, status: SaveStatus) -> bool:
         """Ranks give up together, except one whose process ends."""
         return status.dropped == "abandoned"
 
-    def _publish_one(self, status: PutStatus) -> SnapshotInfo:
-        """See `PublishStaged`.
+    def publish(self, status: SaveStatus) -> SnapshotInfo | StoreError:
+        """See `Publisher`.
 
         Raises:
-            SnapshotAbortedError: it was given up; or ranks did not come in any round, and it stays on the disks.
+            SnapshotAbortedError: ranks did not come in any round.
         """
         tries_left = TRIES
         while True:
@@ -77,18 +66,18 @@ class PublishStagedGroup(PublishStaged):
             elif "healed" not in outcome:
                 return self._conclude(outcome, status)
 
-    def _upload_problem(self, status: PutStatus) -> StoreError | None:
+    def _upload_problem(self, status: SaveStatus) -> StoreError | None:
         """Uploads this rank's files; returns the error if it cannot, for the other ranks, which would wait for it otherwise."""
         try:
             if not status.dropped:
-                self._upload(status, lambda: _check_abandoned(status))
+                self._upload.upload(status, lambda: _check_abandoned(status))
         except StoreError as exc:
             if status.dropped == "abandoned":
                 raise
             return None if status.dropped else exc
         return None
 
-    def _try(self, status: PutStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
+    def _try(self, status: SaveStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
         """One round: what became of the staged snapshot, or of a damaged object of it; None if all ranks must try again.
 
         The log decides the outcome of a round, so no rank goes on to the next one before the log has answered.
@@ -112,7 +101,7 @@ class PublishStagedGroup(PublishStaged):
                 self._context.retried(status, "publishing what was staged", exc, 0.0)
             return outcome
 
-    def _participant(self, status: PutStatus, txn: Ulid, problem: StoreError | None) -> Participant:
+    def _participant(self, status: SaveStatus, txn: Ulid, problem: StoreError | None) -> Participant:
         def propose() -> Body:
             damage = problem if isinstance(problem, StagedDamageError) else None
             if problem is not None and damage is None:
@@ -120,11 +109,11 @@ class PublishStagedGroup(PublishStaged):
             if status.dropped == "abandoned":
                 status.check()
             return {
-                "txn": self._txn,
+                "txn": self._upload.txn,
                 "cancelled": status.dropped,
-                "lead": None if self._lead is None else encode_lead(self._lead),
-                "renewed": [[rank, parts.record()] for rank, parts in self._renewed.items()],
-                "disk": report(self._tier, self._txn, self._manifests, damage),
+                "lead": None if self._upload.lead is None else encode_lead(self._upload.lead),
+                "renewed": [[rank, parts.record()] for rank, parts in self._upload.renewed.items()],
+                "disk": report(self._upload.tier, self._upload.txn, self._upload.manifests, damage),
             }
 
         def compare(proposals: list[Body]) -> Body:
@@ -133,16 +122,16 @@ class PublishStagedGroup(PublishStaged):
             said = next((proposal["lead"] for proposal in proposals if proposal.get("lead") is not None), None)
             if said is None:
                 raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self.ref)
-            self._lead = decode_lead(said)
+            self._upload.lead = decode_lead(said)
             for proposal in proposals:
-                self._renewed |= {int(rank): RenewedParts.of_record(parts) for rank, parts in take(proposal, "renewed", list)}
+                self._upload.renewed |= {int(rank): RenewedParts.of_record(parts) for rank, parts in take(proposal, "renewed", list)}
             cancelled = next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")
             healing = NOT_DAMAGED if cancelled else plan([take(proposal, "disk", dict) for proposal in proposals], self._healed)
             return {"cancelled": cancelled, "healing": list(healing)}
 
         def execute(go: Body) -> Body:
             healing = Healing(*take(go, "healing", list))
-            lost = heal(self._tier, healing, self.rank, lambda: _check_abandoned(status))
+            lost = heal(self._upload.tier, healing, self.rank, lambda: _check_abandoned(status))
             return {"cancelled": take(go, "cancelled", str), "lost": lost, "healed": healing.name}
 
         def commit(results: list[Body]) -> Body:
@@ -155,11 +144,11 @@ class PublishStagedGroup(PublishStaged):
                 return {"healed": healed}
             try:
                 with status.meter.timed("commit"):
-                    self._append(txn)
+                    self._upload.append(txn)
             except ConflictError as exc:
                 return self._lost(str(exc))
             except SnapshotExpiredError as exc:
-                if not is_lost(self._context.engine, self._tier.folder, self._manifests, self._lead):
+                if not self._upload.is_lost:
                     raise  # in the next round the ranks use new names for what gc freed
                 return self._lost(str(exc))
             return {}
@@ -176,30 +165,28 @@ class PublishStagedGroup(PublishStaged):
         return self._state(self._context.engine.log.view())
 
     def _lost(self, reason: str) -> Body:
-        published = give_up(self._context.engine, self._txn)
+        published = give_up(self._context.engine, self._upload.txn)
         return {"lost": reason} if published is None else {}
 
     def _state(self, view: RefTable) -> Body | None:
         """What the log says: published ({}), given up, or neither yet (None)."""
-        if published_as(self._context.engine, view, self._txn) is not None:
+        if published_as(self._context.engine, view, self._upload.txn) is not None:
             return {}
-        return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
+        return {"lost": "the log says that it was given up"} if view.outcome(self._upload.txn) is not None else None
 
-    def _conclude(self, outcome: Body, status: PutStatus) -> SnapshotInfo:
+    def _conclude(self, outcome: Body, status: SaveStatus) -> SnapshotInfo | StoreError:
         if "lost" in outcome:
-            self._end(status, None)
-            raise SnapshotAbortedError(f"the save to {self.ref!r} was staged, but not published: {outcome['lost']}", object_id=self.ref)
+            return SnapshotAbortedError(f"the save to {self.ref!r} was staged, but not published: {outcome['lost']}", object_id=self.ref)
         self._context.retry_until_dropped(status, "the log", self._context.engine.log.sync)
-        info = published_as(self._context.engine, self._context.engine.log.view(), self._txn)
+        info = published_as(self._context.engine, self._context.engine.log.view(), self._upload.txn)
         if info is None:
             raise BackendUnavailableError(
                 f"this rank does not see the snapshot that was published for {self.ref!r}: do all ranks open one store?",
                 object_id=self.ref,
             )
-        self._end(status, info)
         return info
 
 
-def _check_abandoned(status: PutStatus) -> None:
+def _check_abandoned(status: SaveStatus) -> None:
     if status.dropped == "abandoned":
         raise SnapshotDroppedError(f"the upload of {status} was given up; it stays on the staging disk", object_id=status.ref)

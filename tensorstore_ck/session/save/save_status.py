@@ -18,7 +18,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
-class PutMilestone(IntEnum):
+class SaveMilestone(IntEnum):
     """Milestones, in order."""
 
     CAPTURED = 1
@@ -26,7 +26,7 @@ class PutMilestone(IntEnum):
     PUBLISHED = 3
 
 
-class PutStatus:
+class SaveStatus:
     """One save, from its call to its end."""
 
     def __init__(self, ref: str, step: int | None, rank: int = 0) -> None:
@@ -48,14 +48,14 @@ class PutStatus:
         self._pid = os.getpid()
         self._on_drop: Callable[[], object] = _nothing
         self._changed = Changes()
-        self._callbacks: list[tuple[PutMilestone, Callable[[], object]]] = []
+        self._callbacks: list[tuple[SaveMilestone, Callable[[], object]]] = []
 
     def __str__(self) -> str:
         return self.ref if self.step is None else f"{self.ref}@{self.step}"
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def reach(self, stage: PutMilestone) -> None:
+    def reach(self, stage: SaveMilestone) -> None:
         """It has passed this milestone and those before it."""
         with self._changed.lock:
             self._reached = max(self._reached, stage)
@@ -64,7 +64,7 @@ class PutStatus:
     def succeed(self, snapshot: Snapshot) -> None:
         """It is published."""
         with self._changed.lock:
-            self.snapshot, self._reached, self._ended = snapshot, PutMilestone.PUBLISHED, True
+            self.snapshot, self._reached, self._ended = snapshot, SaveMilestone.PUBLISHED, True
             self._on_drop = _nothing
         self._tell()
 
@@ -116,11 +116,11 @@ class PutStatus:
         """Whether it is published or failed."""
         return self._ended
 
-    def has_reached(self, stage: PutMilestone) -> bool:
+    def has_reached(self, stage: SaveMilestone) -> bool:
         """Whether it has passed a milestone."""
         return self._reached >= stage
 
-    def wait(self, stage: PutMilestone, timeout_seconds: float | None) -> None:
+    def wait(self, stage: SaveMilestone, timeout_seconds: float | None) -> None:
         """Waits for a milestone.
 
         Raises:
@@ -145,7 +145,7 @@ class PutStatus:
         """Waits until it has ended in any way; returns whether it has."""
         return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
-    def call_when_settled(self, stage: PutMilestone, callback: Callable[[], object]) -> None:
+    def call_when_settled(self, stage: SaveMilestone, callback: Callable[[], object]) -> None:
         """Calls back when the milestone is reached or never will be; at once if that is known."""
         with self._changed.lock:
             if not self._is_settled(stage):
@@ -153,7 +153,7 @@ class PutStatus:
                 return
         _call(callback)
 
-    def _is_settled(self, stage: PutMilestone) -> bool:
+    def _is_settled(self, stage: SaveMilestone) -> bool:
         return self._ended or self._reached >= stage
 
     def _tell(self) -> None:

@@ -1,11 +1,10 @@
-"""Saves one snapshot of many ranks: each writes and checks its part, and rank 0 commits for all, from a small record of each.
+"""One rank's side of a save of many ranks: each writes and checks its part, and rank 0 commits for all, from a small record of each.
 
 Knows no torch: it gets states that were taken apart.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -14,24 +13,22 @@ from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
+from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.part_writer import PartSlot, WrittenPart, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
-from tensorstore_ck.engine.write.put import Destination, StoreDestination
-from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
-from tensorstore_ck.engine.write.request import PutRequest
-from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings
+from tensorstore_ck.engine.write.write_and_commit import commit
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layout
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
-from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import replica_drift
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
-from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.put_plan import Memory
@@ -43,22 +40,6 @@ COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
 
 REPORTED: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
-
-
-class RankStates(NamedTuple):
-    """The state of one rank."""
-
-    shared: CapturedState
-    """Its side of the state that all ranks share."""
-    own: CapturedState | None
-    """The state that belongs to this rank alone."""
-
-
-class PreparedPut(NamedTuple):
-    """What one rank saves, and how."""
-
-    request: PutRequest
-    states: RankStates
 
 
 class RankResult(NamedTuple):
@@ -93,64 +74,19 @@ class RankResult(NamedTuple):
         )
 
 
-def put_ranks(
-    engine: Engine, group: Group, prepare: Callable[[], PreparedPut], *, ref: str, memory: Memory, timeout: float
-) -> SnapshotInfo:
-    """Stores the state of all ranks as one snapshot, or nothing; all ranks get the same outcome. See `run_put`."""
-    return run_put(engine, group, begin_put(group, ref, timeout), prepare, memory=memory)
-
-
-def begin_put(group: Group, ref: str, timeout: float) -> Round:
-    """The next round of the group, for `run_put`.
-
-    Raises:
-        SnapshotAbortedError: rank 0 did not begin it.
-    """
-    return group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
-
-
-def run_put(
-    engine: Engine,
-    group: Group,
-    attempt: Round,
-    prepare: Callable[[], PreparedPut],
-    *,
-    memory: Memory,
-    meter: PutMeter | None = None,
-    destination: Destination | None = None,
-) -> SnapshotInfo:
-    """Saves in a round that was begun; to the store, or another `destination`.
-
-    Everything that can fail on one rank alone belongs into `prepare`: a rank that misses a round counts differently from the others from
-    then on.
+class RankSave:
+    """One rank's side of one save: what it proposes, writes and compares in the round, and what rank 0 commits.
 
     `memory` keeps the plans of this group, and how often each was used. The first save with a plan checks that all replicas are equal;
     later ones check one more replica of each block, in rotation.
-
-    Raises:
-        StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an
-            `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
-        SnapshotAbortedError: a rank failed in another way, or is gone. Nothing is visible.
-        UndecidedError: on this rank alone: the log could not be read for the outcome.
     """
-    with deleted_if_full(engine) if destination is None else nullcontext(engine) as engine_of_save:
-        put = RankPut(engine_of_save, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
-        outcome = attempt.run(put.participant())
-        info = put.published(outcome)
-        put.keep(info, outcome)
-    return info
-
-
-class RankPut:
-    """One rank's side."""
 
     def __init__(
         self,
         engine: Engine,
         group: Group,
-        prepare: Callable[[], PreparedPut],
-        *,
         attempt: Round,
+        *,
         memory: Memory,
         meter: PutMeter | None = None,
         destination: Destination | None = None,
@@ -159,9 +95,8 @@ class RankPut:
         self._destination = destination or StoreDestination(engine, group.rank)
         self._meter = meter or PutMeter()
         self._group = group
-        self._prepare = prepare
-        self._request: PutRequest
-        self._states: RankStates
+        self._request: SaveRequest
+        self._captured: CapturedState
         self._txn = attempt.txn
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._differing_copies = ""
@@ -169,17 +104,12 @@ class RankPut:
         self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
-    def participant(self) -> Participant:
-        """For a round."""
-        return Participant(self.propose, self.execute, self.resolve, self.compare, self.commit)
-
     # --- every rank -------------------------------------------------------------------------------------------------------
 
-    def propose(self) -> Body:
+    def propose(self, request: SaveRequest, captured: CapturedState) -> Body:
         """What this rank is about to save."""
         self._engine.require_writable()
-        self._request, self._states = self._prepare()  # here, so that an error reaches all ranks at once
-        request, shared = self._request, self._states.shared
+        self._request, self._captured = request, captured
         self._destination.admit(request)
         expect = None if self._destination.is_staging else request.expect  # rank 0 decides where the ref may be then
         return {
@@ -189,8 +119,8 @@ class RankPut:
             "expect": expect if expect is None or isinstance(expect, bytes) else repr(expect),
             "metadata": derived_hash("metadata of a put", request.metadata),
             "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
-            "rank_state": self._states.own is not None,
-        } | self._planning.propose(shared)
+            "rank_state": captured.own is not None,
+        } | self._planning.propose(captured)
 
     def execute(self, go: Body) -> Body:
         """Writes this rank's part; or reports its options if they differ."""
@@ -198,7 +128,7 @@ class RankPut:
             return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._destination.begin(self._request)
-        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
+        self._captured = self._planning.follow(go, self._captured)
         result = retry_expired(self._write).record()
         self._destination.wrote(self._request)
         return result
@@ -254,27 +184,27 @@ class RankPut:
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
             if rank == self._group.rank:
-                replica_drift.keep_copy(engine, self._states.shared, self._slot, info, owner)
+                replica_drift.keep_copy(engine, self._captured, self._slot, info, owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
 
     def _write(self) -> "RankResult":
-        engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._states.own
+        engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own
         turn, slot = self._planning.turn, self.take_slot()
-        anchor = engine.log.sync().n
-        known = self._destination.known(self._request, rank, ranks)
+        anchor, view = engine.log.sync().n, engine.log.view()
+        known = self._destination.known(self._request, view, rank, ranks)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
-        self._written = [write(self._states.shared, known, slot=slot, apart=self._destination.is_staging)]
+        self._written = [write(self._captured, known, slot=slot, apart=self._destination.is_staging)]
         if own is not None:
             alone = PartSlot(ranks + rank, ranks, (ranks + rank,), None)
-            known = self._destination.known(self._request, ranks + rank, ranks)
+            known = self._destination.known(self._request, view, ranks + rank, ranks)
             self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
-        replica_hashes = replica_drift.hash_replicas(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
-        findings = ParentComparison(engine, self._written[0], self._states.shared, self._request.claim).examine()
+        replica_hashes = replica_drift.hash_replicas(self._captured, slot, self._written[0].part, block_bytes, turn) if turn else None
+        findings = ParentComparison(engine, view, self._written[0], self._captured, self._request.claim).examine()
         return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:
@@ -287,12 +217,14 @@ class RankPut:
         """Of everything that this rank shares with others; or, with `only_copies`, a part of what `replica_drift` does not compare."""
         reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
-        return digests_of(self._states.shared, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
+        return digests_of(self._captured, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
     def _reported_bytes(self, slot: PartSlot) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
-        own, shared = self._states.own, self._states.shared
-        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0)
+        own = self._captured.own
+        return (own.logical_bytes if own is not None else 0) + (
+            self._captured.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0
+        )
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------------
 
@@ -301,7 +233,7 @@ class RankPut:
         if mismatches(proposals, COMPARED):
             require_same([self._in_words(proposal) for proposal in proposals], COMPARED, self._group.in_job)
         self._differing = Differing(proposals, HASHED)
-        plan = self._planning.compare(proposals, self._states.shared)
+        plan = self._planning.compare(proposals, self._captured)
         return plan | {"nearest": self._request.nearest, "explain": self._differing.reporters}
 
     def _in_words(self, proposal: Body) -> Body:
@@ -322,11 +254,19 @@ class RankPut:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
         self._differing_copies = problem
         self._planning.count()
-        self._request = self._request.judged(self._engine, merged([result.findings for result in results]))
         drifted = replica_drift.drifted([result.replica_hashes for result in results])
-        with self._meter.timed("commit"):
-            n = self._append(results, drifted)
-        return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
+        info = commit(
+            self._destination,
+            self._request,
+            [result.parts for result in results],
+            [result.findings for result in results],
+            logical_bytes=self._captured.logical_bytes + sum(result.reported_bytes for result in results),
+            meter=self._meter,
+            txn=self._txn,
+            streams="" if self._captured.own is None else RULE,
+            mark=self._mark(drifted),
+        )
+        return self._outcome(info.n) | {"drift": [[*pair] for pair in drifted]}
 
     def require_same_options(self, records: Sequence[Body]) -> None:
         """Raises if `compare` found options that differ, with the values that a few ranks reported.
@@ -336,19 +276,6 @@ class RankPut:
         """
         if self._differing.reporters:
             raise self._differing.error({rank: records[rank] for rank in self._differing.reporters}, self._group.in_job)
-
-    def _append(self, results: Sequence[RankResult], drifted: Sequence[tuple[int, int]]) -> int:
-        """Appends the log entry; returns its number."""
-        record = self._record(results)
-        parts = [result.parts for result in results]
-        return self._destination.commit(self._request, record, parts, self._txn, self._mark(drifted)).n
-
-    def _record(self, results: Sequence[RankResult]) -> Record:
-        parts, logical = (
-            [result.parts for result in results],
-            self._states.shared.logical_bytes + sum(result.reported_bytes for result in results),
-        )
-        return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
 
     def _mark(self, drifted: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
         if drifted:
@@ -372,5 +299,5 @@ class RankPut:
             stages.append(PipelineStage(self._engine, own, [results[rank].parts.ulids[0] for rank in own]))
             layouts |= dict.fromkeys(own, stages[-1].layout)
         digests = [result.replicas or ReplicaDigests({}, b"") for result in results]
-        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(results))])
+        problem = differences(digests, [layouts.get(rank, self._captured.layout) for rank in range(len(results))])
         return problem or (contradiction(stages) if stages else "")

@@ -1,22 +1,69 @@
-"""The second step of a staged save: after its objects are uploaded, one log entry publishes it.
+"""The log entries of a staged save: that it is staged, that it is published once its objects are uploaded, or that it is given up.
 
-It may be tried again, by several processes: uploads continue, and of several entries that publish one staged snapshot the first counts. A
-save that can never be published is given up, in the log.
+Publishing may be tried again, by several processes: uploads continue, and of several entries that publish one staged snapshot the first
+counts. A save that can never be published is given up, in the log.
 """
 
 from collections.abc import Iterable, Sequence
 
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.publish import moving, publish, store_record
+from tensorstore_ck.engine.reachability import rescue_if_expired
+from tensorstore_ck.engine.write.publish import AnyHead, check_expected, is_expected, moving, publish, store_record
 from tensorstore_ck.engine.write.rank_parts import RankParts, condemned_of_ranks, ulids_of
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, read_manifests
+from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
-from tensorstore_ck.session.staging.stage import check_accepted, owner_of, pin_for
+
+
+def check_accepted(engine: Engine, view: RefTable, ref: str, accepts: Accepts) -> None:
+    """The precondition of a staged put.
+
+    Raises:
+        ConflictError: the ref is not where it may be.
+    """
+    branch, roots = view.branch(ref), (accepts,) if isinstance(accepts, AnyHead) else accepts
+    check_expected(engine, view, ref, next((root for root in roots if is_expected(branch, root)), roots[-1]))
+
+
+def owner_of(txn: Ulid) -> str:
+    """The owner of the pin on the base."""
+    return f"staged:{ulid_text(txn)}"
+
+
+def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
+    """Pins a snapshot with which a staged one shares blocks."""
+    return Op.pin(root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)
+
+
+def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int | None:
+    """Appends to the log that it is staged, with pins on what it shares; returns that entry's number, None if the log has its outcome.
+
+    Raises:
+        SnapshotExpiredError: gc has freed blocks that it shares.
+    """
+    record = decode_record(lead.record, record_name(txn))
+
+    def build(view: RefTable) -> list[Op]:
+        if view.outcome(txn) is not None or view.staged(txn) is not None or view.snapshot(txn) is not None:
+            return []
+        if lead.pinned is not None and view.snapshot(lead.pinned) is None:
+            raise SnapshotExpiredError(f"a staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
+        pins: list[Op] = []
+        for shared in (lead.pinned, *lead.after):
+            info = published_as(engine, view, shared) if shared is not None else None
+            if info is not None:
+                pins += [*rescue_if_expired(engine, view, info), pin_for(ref, txn, info.root)]
+        return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]
+
+    appended = engine.log.append(build)
+    if appended.ops:
+        return appended.n
+    staged = engine.log.view().staged(txn)
+    return staged.n if staged is not None else None
 
 
 def publish_staged(

@@ -1,0 +1,126 @@
+"""Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.dedup import DedupIndex
+from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
+from tensorstore_ck.engine.write.publish import MAX_TRIES, check_expected
+from tensorstore_ck.engine.write.quota_check import check_quotas
+from tensorstore_ck.engine.write.rank_parts import RankParts, publish_parts
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.errors import SnapshotExpiredError, StoreError
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.log import RefTable, SnapshotInfo
+
+
+class Destination(Protocol):
+    """Where a save's bytes become durable, and the log entry that then says so."""
+
+    @property
+    def engine(self) -> Engine:
+        """Writes packs and parts there."""
+
+    @property
+    def txn(self) -> Ulid | None:
+        """The snapshot's ULID, if it has one before it is committed."""
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether the store does not answer: then nothing is read from it, and no block in it is relied on."""
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether the entry says "staged", and not "put"."""
+
+    def admit(self, request: SaveRequest) -> None:
+        """Refuses a save whose ref is not where it must be, or has no quota left; checked again when the entry is appended."""
+
+    def begin(self, request: SaveRequest) -> None:
+        """Finds the snapshot with which the save may share blocks."""
+
+    def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
+        """Which blocks of part `number` need not be written, by a `view` whose head is the anchor."""
+
+    def wrote(self, request: SaveRequest) -> None:
+        """Called when a rank of several has written its parts: rank 0 must be able to read them, and a crash must lose nothing."""
+
+    def commit(
+        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+    ) -> SnapshotInfo:
+        """Makes the record durable, and appends the entry: see `publish_parts`."""
+
+    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+        """Remembers what the next save is likely to need."""
+
+    def go_offline(self) -> bool:
+        """Continues without the store, if it does not answer; returns False if that is not possible."""
+
+    def recovers(self, error: StoreError) -> bool:
+        """After an error of a process that saves alone: prepares to write the state once more; returns False if that cannot help."""
+
+
+class StoreDestination:
+    """The store itself."""
+
+    is_offline = is_staging = False
+    txn: Ulid | None = None
+
+    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False) -> None:
+        """`rank`: of several that save together, or 0. A process alone finds out before it writes that the ref is elsewhere."""
+        self.engine = engine
+        self._rank = rank
+        self._is_alone = is_alone
+        self._tries = 1
+
+    def admit(self, request: SaveRequest) -> None:
+        """Checks quotas on rank 0, and of a process alone the ref. Both are checked again when the entry is appended.
+
+        Raises:
+            ConflictError: the ref is not where it must be.
+            QuotaExceededError: the quota of the ref is used up.
+        """
+        if self._rank == 0:
+            self.engine.log.look(lambda view: self._check(view, request))
+
+    def _check(self, view: RefTable, request: SaveRequest) -> None:
+        if self._is_alone:
+            check_expected(self.engine, view, request.ref, request.expect)
+        check_quotas(view, request.ref)
+
+    def begin(self, request: SaveRequest) -> None:
+        """Does nothing: `request` names the snapshot with which the save may share blocks."""
+
+    def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
+        """See `Destination`."""
+        return DedupIndex(self.engine, request.nearest, number, ranks, view=view)
+
+    def wrote(self, request: SaveRequest) -> None:
+        """Does nothing: all ranks can read what is in the store."""
+
+    def commit(
+        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+    ) -> SnapshotInfo:
+        """See `Destination`."""
+        return publish_parts(self.engine, request, record, parts, txn=txn, mark=mark)
+
+    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+        """See `Destination`."""
+        self.engine.note_published()
+        for each in written:
+            self.engine.keep_part(each.ulid, each.part)
+            self.engine.index.add(each.added.items(), published_at=info.n)
+
+    def go_offline(self) -> bool:
+        """See `Destination`."""
+        return False
+
+    def recovers(self, error: StoreError) -> bool:
+        """Follows the log, a few times, after gc freed something that the save relied on: the bytes are still in memory."""
+        if not isinstance(error, SnapshotExpiredError) or self._tries == MAX_TRIES:
+            return False
+        self._tries += 1
+        self.engine.log.sync()
+        return True

@@ -1,0 +1,131 @@
+"""The last two phases of every save: `write` makes a part durable, and `commit` appends the one log entry. Knows neither ranks nor torch.
+
+A process alone writes and commits. Of many ranks each writes its part, and rank 0 commits for all.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.failed_save import deleted_if_full
+from tensorstore_ck.engine.write.part_writer import WrittenPart, slot_of_one, write_part
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
+from tensorstore_ck.errors import StoreError, UndecidedError
+from tensorstore_ck.log import SnapshotInfo
+
+
+class Written(NamedTuple):
+    """What one process has made durable, checked and compared with the snapshot before."""
+
+    parts: Sequence[WrittenPart]
+    report: RankParts
+    findings: SaveFindings
+
+
+def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter) -> Written:
+    """Writes the only part of a snapshot, and compares it with the snapshot before.
+
+    Raises:
+        SnapshotExpiredError: gc freed something that it relies on.
+    """
+    engine, is_offline = destination.engine, destination.is_offline
+    destination.admit(request)
+    destination.begin(request)
+    view = engine.log.view()
+    head, known = view.head(), destination.known(request, view, 0, 1)
+    anchor = head.n if head is not None else 0
+    written = write_part(
+        engine,
+        captured,
+        known,
+        anchor=anchor,
+        slot=slot_of_one(captured),
+        coding=request.coding,
+        meter=meter,
+        sampling=request.sampling,
+    )
+    if is_offline:  # a comparison might have to read from the store
+        found = written.tensors.sample.finiteness
+        findings = SaveFindings(elements=found.elements, non_finite=found.non_finite)
+    else:
+        findings = ParentComparison(engine, view, written, captured, request.claim).examine()
+    with meter.timed("commit"):
+        is_published_later = destination.is_staging and not is_offline
+        return Written([written], checked_parts(engine, [written], anchor, sync=is_published_later), findings)
+
+
+def commit(
+    destination: Destination,
+    request: SaveRequest,
+    reports: Sequence[RankParts],
+    findings: Sequence[SaveFindings],
+    *,
+    logical_bytes: int,
+    meter: PutMeter,
+    txn: Ulid | None = None,
+    streams: str = "",
+    mark: tuple[str, str] | None = None,
+) -> SnapshotInfo:
+    """Judges what all ranks have found, and commits what they have written: the record, then one log entry.
+
+    Args:
+        destination: Where the parts are.
+        request: What the save says besides the state.
+        reports: What each rank has written, in the order of ranks.
+        findings: What each rank has found.
+        logical_bytes: Of the whole state.
+        meter: Counts the progress.
+        txn: The snapshot's ULID; None: a new one.
+        streams: See `record_of`.
+        mark: A mark for the snapshot, and the reason.
+
+    Raises:
+        SuspiciousSaveError: the content contradicts the step; nothing is published.
+        ConflictError: the ref is elsewhere; nothing is visible.
+        UndecidedError: the backend went away in the middle of the commit.
+    """
+    engine = destination.engine
+    request = request.judged(engine, merged(findings))
+    with meter.timed("commit"):
+        record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
+        txn = txn or destination.txn or engine.put_id()
+        try:
+            return destination.commit(request, record, reports, txn, mark)
+        except UndecidedError as exc:
+            exc.txn = txn
+            raise
+
+
+def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: PutMeter | None = None) -> SnapshotInfo:
+    """Saves a state in the store; returns once it is durable and published. The caller has followed the log.
+
+    `meter` counts the progress; an error that it raises gives the save up.
+
+    Raises:
+        ConflictError: the ref is not where it was expected; nothing is visible.
+        UndecidedError: the backend went away in the middle of the commit.
+    """
+    engine.require_writable()
+    with deleted_if_full(engine) as engine_of_save:
+        return write_and_commit(StoreDestination(engine_of_save), captured, request, meter or PutMeter())
+
+
+def write_and_commit(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter) -> SnapshotInfo:
+    """Both phases for a process alone, again after errors that writing the state once more may help against."""
+    while True:
+        try:
+            written = write(destination, captured, request, meter)
+            info = commit(destination, request, [written.report], [written.findings], logical_bytes=captured.logical_bytes, meter=meter)
+        except StoreError as exc:
+            if not destination.recovers(exc):
+                raise
+        else:
+            destination.keep(info, written.parts)
+            return info

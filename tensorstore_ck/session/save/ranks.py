@@ -1,0 +1,179 @@
+"""Who takes part in a save: this process `Alone`, or the ranks of a group in one `RankRound`.
+
+An error of one rank is reported to all: otherwise they would wait for it, and count rounds differently from then on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.write_and_commit import write_and_commit
+from tensorstore_ck.errors import ConflictError
+from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.session.group import Participant
+from tensorstore_ck.session.group.rank_save import RankSave
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.publish_rounds import PublishRounds
+from tensorstore_ck.session.save.queued_save import Admission
+from tensorstore_ck.session.save.staged_save import PublishAlone, Publisher
+from tensorstore_ck.session.save.staged_upload import StagedUpload
+from tensorstore_ck.state.sharded_tensors import describer_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.state.sharded_tensors import SpreadDescriber
+
+Begin = Callable[[], tuple[SaveRequest, CapturedState]]
+"""What this process saves as of now; called again if the branch was moved by an earlier save of this handle."""
+
+
+@dataclass(frozen=True)
+class UnpreparedState:
+    """Takes the place of a state that could not be prepared on this rank: the save fails on all ranks."""
+
+    error: Exception
+
+
+class Alone:
+    """One process."""
+
+    is_alone = True
+    rank, ranks = 0, 1
+    patience_seconds: float | None = None
+    """How long the save may wait for memory; None: without limit."""
+    scope = b""
+    """Names the group, for what is remembered of frozen tensors."""
+    replicator: "Replicator | None" = None
+    """Copies staged files to other hosts, if that is wanted."""
+
+    def __init__(self, context: SaveContext, number: int) -> None:
+        self.number = number
+        self._context = context
+
+    def describer(self) -> "SpreadDescriber | None":
+        """Describes tensors that are spread over ranks."""
+        return None
+
+    def transaction(self) -> Ulid:
+        """The ULID of a snapshot that is staged."""
+        return self._context.engine.new_id()
+
+    def publisher(self, upload: StagedUpload) -> Publisher:
+        """Publishes what was staged."""
+        return PublishAlone(self._context, upload)
+
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """The decision of this process."""
+        return admit()
+
+    def skip(self) -> None:
+        """Does nothing: no other process waits."""
+
+    def fail(self, error: BaseException) -> None:
+        """Does nothing: no other process waits."""
+
+    def together(self, begin: Begin, destination: Destination, meter: PutMeter) -> SnapshotInfo:
+        """Writes and commits; again if an earlier save of this handle, whose answer was lost, is published meanwhile."""
+        engine, fence = self._context.engine, self._context.fence
+        while True:
+            request, captured = begin()
+            try:
+                return write_and_commit(destination, captured, request, meter)
+            except ConflictError:
+                if destination.is_staging or not fence.settle(engine, engine.log.newest_view(), request.ref):
+                    raise
+
+
+class RankRound:
+    """One rank of a group, in the round in which all of them save. See `Alone` for what both have."""
+
+    is_alone = False
+
+    def __init__(self, context: SaveContext, group: "ProcessGroup", ref: str, timeout_seconds: float) -> None:
+        """Begins the round, as the other ranks do.
+
+        Raises:
+            SnapshotAbortedError: rank 0 did not begin it.
+        """
+        self._own, self._memory = context.groups.of(group)
+        self._round = self._own.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout_seconds)
+        context.fence.note_attempt(ref, self._round.txn)
+        self._context, self._engine, self._group = context, context.engine, group
+        self.number, self.rank, self.ranks = self._round.n, self._own.rank, self._own.ranks
+        self.patience_seconds = timeout_seconds
+        self.scope = self._own.nonce
+        self.replicator = context.replicators.get(group)
+
+    def describer(self) -> "SpreadDescriber | None":
+        """See `Alone`."""
+        return describer_of(self._group)
+
+    def transaction(self) -> Ulid:
+        """See `Alone`: that of the round."""
+        return self._round.txn
+
+    def publisher(self, upload: StagedUpload) -> Publisher:
+        """See `Alone`."""
+        group = self._context.groups.publishing(self._group)
+        return PublishRounds(self._context, upload, group, timeout_seconds=self.patience_seconds)
+
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """The decision of rank 0, on all ranks."""
+
+        def admit_here() -> Body:
+            try:
+                admission = admit()
+            except BaseException as exc:
+                self.fail(exc)
+                raise
+            return {"admitted": admission.admitted, "dropped": list(admission.dropped), "failed": admission.failed}
+
+        decided = self._round.decide(admit_here)
+        return Admission(take(decided, "admitted", bool), tuple(map(int, take(decided, "dropped", list))), take(decided, "failed", int))
+
+    def skip(self) -> None:
+        """The save does not take place; all ranks know it."""
+        self._round.skip()
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the round fail on all ranks.
+
+        Raises:
+            SnapshotAbortedError: as on the others; `error` is its cause.
+        """
+
+        def refuse() -> NoReturn:
+            raise error
+
+        self.together(refuse, StoreDestination(self._engine, self.rank), PutMeter())
+
+    def together(self, begin: Begin, destination: Destination, meter: PutMeter) -> SnapshotInfo:
+        """All ranks write, and rank 0 commits; once only. `begin` is called in the round, so that its error reaches all ranks at once.
+
+        Raises:
+            StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an
+                `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
+            SnapshotAbortedError: a rank failed in another way, or is gone. Nothing is visible.
+            UndecidedError: on this rank alone: the log could not be read for the outcome.
+        """
+        side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=meter, destination=destination)
+        outcome = self._round.run(Participant(partial(_propose, side, begin), side.execute, side.resolve, side.compare, side.commit))
+        info = side.published(outcome)
+        side.keep(info, outcome)
+        return info
+
+
+def _propose(side: RankSave, begin: Begin) -> Body:
+    return side.propose(*begin())
+
+
+Ranks = Alone | RankRound

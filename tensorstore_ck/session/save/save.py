@@ -1,0 +1,233 @@
+"""`Save`: one save of this process, in four phases. Knows torch; loaded when there are tensors to save.
+
+    check     the arguments, and where the branch is, if no other save is in progress
+    capture   the state is taken apart; in the background it is copied, and may be changed afterwards
+    write     blocks, packs, the part and the record become durable
+    commit    one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
+
+`put_snapshot` runs all of them on its thread and reads the caller's memory. `put_snapshot_async` checks and captures, and the worker writes
+and commits. `Ranks` decides who takes part, and a destination where the bytes go.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any
+
+from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.failed_save import deleted_if_full
+from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.quota_check import check_quotas
+from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
+from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.queued_save import Admission
+from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
+from tensorstore_ck.session.save.save_status import SaveStatus
+from tensorstore_ck.session.save.staged_save import StagedSave
+from tensorstore_ck.session.save.staged_upload import StagedUpload
+from tensorstore_ck.session.save_options import SaveOptions, check_options
+from tensorstore_ck.session.staging.staging_destination import StagingDestination
+from tensorstore_ck.state.capture import capture
+from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
+
+
+class Save:
+    """One save. The phases are called in their order; see `SaveQueue` for the threads."""
+
+    def __init__(
+        self,
+        context: SaveContext,
+        ranks: Ranks,
+        state: object,
+        *,
+        ref: str,
+        step: int | None,
+        rank_state: object = None,
+        frozen: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`. `options`: see `check_options`."""
+        self.ref, self.step = ref, step
+        self.number, self.rank, self.patience_seconds = ranks.number, ranks.rank, ranks.patience_seconds
+        self._context, self._engine, self._ranks = context, context.engine, ranks
+        self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
+        self._given: Mapping[str, Any] = {"step": step, **options}
+        self._options: SaveOptions | None = None
+        self._captured: CapturedState | None = None
+        self._is_copied = False
+        """Whether the state is in memory that is reused once it is staged."""
+
+    # --- check --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> SaveOptions:
+        """Checks the arguments, once.
+
+        Raises:
+            InvalidOptionError, InvalidNameError: an argument is not what it must be.
+        """
+        if self._options is None:
+            self._options = check_options(self._engine, self.ref, **self._given)
+        return self._options
+
+    def check_branch(self) -> None:
+        """Raises if the save cannot be published, as far as this host knows the log. Only called if no other save is in progress.
+
+        Raises:
+            ConflictError: the ref is not where it must be.
+            InvalidOptionError: see `RefFence.check_step`.
+            QuotaExceededError: the quota of the ref is used up.
+        """
+        engine, fence, options = self._engine, self._context.fence, self.check()
+
+        def check(view: RefTable) -> None:
+            fence.settle(engine, view, self.ref)
+            fence.check_step(engine, view, options)
+            check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
+            check_quotas(view, self.ref)
+
+        engine.log.look(check)
+
+    # --- capture ------------------------------------------------------------------------------------------------------
+
+    def capture(self) -> CapturedState:
+        """Takes the state apart, once; its tensors stay in the caller's memory.
+
+        Raises:
+            UnsupportedValueError: it cannot be saved.
+        """
+        if self._captured is None:
+            assert self._state is not None
+            state, rank_state, frozen = self._state
+            if isinstance(state, UnpreparedState):
+                raise state.error
+            if isinstance(state, CapturedState):
+                captured = state
+            else:
+                captured = self._context.frozen.mark(capture(state, self._ranks.describer()), frozen, self._ranks.scope)
+            self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
+            self._state = None  # the caller's containers may be freed
+        return self._captured
+
+    def check_and_capture(self) -> None:
+        """The phases that come before any message to other ranks.
+
+        Raises:
+            StoreError: it cannot be saved; the other ranks are informed.
+        """
+        try:
+            self.check()
+            self.capture()
+        except BaseException as exc:
+            self.fail(exc)
+            raise
+
+    @cached_property
+    def needed_bytes(self) -> int:
+        """How much memory `copy_into` needs; asked for only if the state is copied."""
+        return sum(slot_bytes(each, each.frozen) for each in self._states())
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Bytes that are not copied."""
+        return sum(each.sources[tensor].size_bytes for each in self._states() for tensor in each.frozen)
+
+    def copy_into(self, slot: Slot) -> None:
+        """Copies the state, which may be changed afterwards."""
+        copies, start = [], 0
+        sampling, self._options = self.check().sampling_of_copies(self.number)
+        for each in self._states():
+            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
+            start += slot_bytes(each, each.frozen)
+        self._is_copied = True
+        self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
+
+    def _states(self) -> list[CapturedState]:
+        """The state, and that of this rank alone, if any."""
+        captured = self.capture()
+        return [captured] if captured.own is None else [captured, captured.own]
+
+    # --- write and commit ---------------------------------------------------------------------------------------------
+
+    def run(self, status: SaveStatus) -> SnapshotInfo | StagedSave:
+        """Writes and commits: returns the published snapshot, or with a staging disk the staged save."""
+        context, tier = self._context, self._engine.tier
+        with context.explains_full_disk():
+            if tier is not None:
+                return self._stage(tier, status)
+            with deleted_if_full(self._engine) as engine:
+                info = self._write_and_commit(StoreDestination(engine, self.rank, is_alone=self._ranks.is_alone), status)
+        context.note_speed(status)
+        context.fence.note(self.ref, info.root, info.root)
+        return info
+
+    def _stage(self, tier: StagingTier, status: SaveStatus) -> StagedSave:
+        context, ranks, chain = self._context, self._ranks, self._context.fence.chain(self.ref)
+        txn, stop = ranks.transaction(), None if ranks.is_alone else status.check
+        with StagingDestination(self._engine, tier, chain, txn, rank=ranks.rank, ranks=ranks.ranks, stop=stop) as destination:
+            info = self._write_and_commit(destination, status)
+        assert destination.manifest is not None
+        upload = StagedUpload(context, txn, self.ref, [destination.manifest])
+        source = None if self._is_copied else self
+        staged = StagedSave(context, upload, ranks.publisher(upload), self.step, source=source, replicator=ranks.replicator)
+        if ranks.is_alone:
+            staged.announce_soon()
+        context.fence.note_staged(self.ref, info.root)
+        return staged
+
+    def _write_and_commit(self, destination: Destination, status: SaveStatus) -> SnapshotInfo:
+        begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
+        return self._ranks.together(begin, destination, status.meter)
+
+    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState]:
+        """What is saved, as of the newest entry of the log; takes the state apart if it was not yet."""
+        status.check()
+        fence, options, captured = self._context.fence, self.check(), self.capture()
+        size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes
+        status.meter.expect("hash", size_bytes)
+        self._require_space(size_bytes, status)
+        try:
+            return fence.at_head(self._engine, options), captured
+        except BackendUnavailableError:
+            if not destination.go_offline():
+                raise
+            return fence.at_head(self._engine, options, sync=False), captured
+
+    def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
+        """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
+        while True:
+            try:
+                self._context.reserve_space(self.ref, needed_bytes)
+            except NoSpaceError:
+                if not (self._ranks.is_alone and self._publish_earlier(status)):
+                    raise
+            else:
+                return
+
+    def _publish_earlier(self, status: SaveStatus) -> bool:
+        """Publishes a save whose publication failed before; returns whether one was published or given up."""
+        for chain in self._context.fence.chains():
+            for staged in chain.unpublished()[:1]:
+                if staged.is_alone:
+                    with suppress(StoreError):  # it stays on the disk; its error was raised before
+                        staged.publish_before(status)
+                        return True
+        return False
+
+    # --- of all phases ------------------------------------------------------------------------------------------------
+
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """The result of `admit` on the rank that decides."""
+        return self._ranks.decide(admit)
+
+    def skip(self) -> None:
+        """The save does not take place; all ranks know it."""
+        self._ranks.skip()
+
+    def fail(self, error: BaseException) -> None:
+        """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
+        self._ranks.fail(error)

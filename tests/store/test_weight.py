@@ -1,0 +1,147 @@
+"""What one operation passes through, and how many lines an area has: a number rises only with a reason in the commit that raises it.
+
+A call is an entry of a Python frame of this package, on any thread. Python 3.12 and later count fewer, since comprehensions have no frame
+there.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
+
+PACKAGE = Path(tsck.__file__).parent
+TOPS = tuple(str(path.resolve()) for path in (PACKAGE, PACKAGE / "gc", PACKAGE / "chunker"))
+
+
+class Weight(NamedTuple):
+    """What an operation passes through."""
+
+    files: int
+    functions: int
+    calls: int
+
+
+HEAVIEST = {
+    "put_snapshot": Weight(98, 637, 2750),
+    "put_snapshot_async": Weight(98, 635, 2890),
+    "checkout": Weight(59, 301, 2280),
+}
+"""For a state of four linear layers and its optimizer, on CPython 3.11."""
+ASYNC_SHARE = 1.15
+"""How many times the calls of `put_snapshot` an asynchronous one may take."""
+
+MOST_LINES = {
+    "backend": 5600,
+    "catalog": 2400,
+    "chunker": 100,
+    "cli": 5000,
+    "common": 2200,
+    "engine": 4400,
+    "errors": 400,
+    "events": 300,
+    "format": 4000,
+    "gc": 3100,
+    "integrations": 19800,
+    "log": 6000,
+    "maintenance": 7100,
+    "redaction": 200,
+    "session": 10200,
+    "state": 6300,
+    "store": 1300,
+    "training": 4400,
+    "ui": 4000,
+}
+"""Of the Python files of each area, rounded up to hundreds."""
+
+
+class Tracer:
+    """Counts the calls of this package's functions."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str, int]] = set()
+        self.calls = 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(TOPS):
+            self.calls += 1
+            self.seen.add((code.co_filename, code.co_name, code.co_firstlineno))
+
+    def weight(self) -> Weight:
+        return Weight(len({file for file, _, _ in self.seen}), len(self.seen), self.calls)
+
+
+def weight_of(operation: Callable[[], object]) -> Weight:
+    tracer = Tracer()
+    former = sys.getprofile()
+    threading.setprofile(tracer)
+    sys.setprofile(tracer)
+    try:
+        operation()
+    finally:
+        sys.setprofile(former)
+        threading.setprofile(former)
+    return tracer.weight()
+
+
+@contextmanager
+def trained(tmp_path: Path) -> Iterator[tuple[tsck.Store, Callable[[], Any]]]:
+    """A store with two snapshots on two branches; and what trains the state one step further and returns it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> Any:
+        model(torch.randn(2, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", state_dir=tmp_path / "state") as store:
+        for number in (1, 2):
+            state = step()
+            store.put_snapshot(state, ref="waited", step=number)
+            store.put_snapshot_async(state, ref="async", step=number, unchanged="ok").wait(PATIENCE_SECONDS)
+            store.checkout("waited")
+        yield store, step
+
+
+def test_no_operation_takes_more_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # neither the number of cores nor the filesystem makes a difference
+    monkeypatch.setattr("tensorstore_ck.backend.local.use_direct", lambda _: False)
+    with trained(tmp_path) as (store, step):
+        state = step()
+        found = {
+            "put_snapshot": weight_of(lambda: store.put_snapshot(state, ref="waited", step=3)),
+            "put_snapshot_async": weight_of(lambda: store.put_snapshot_async(state, ref="async", step=3).wait(PATIENCE_SECONDS)),
+            "checkout": weight_of(lambda: store.checkout("waited")),
+        }
+    heavier = {name: weight for name, weight in found.items() if any(map(int.__gt__, weight, HEAVIEST[name]))}
+    assert heavier == {}, f"of at most {HEAVIEST}"
+    assert found["put_snapshot_async"].calls <= ASYNC_SHARE * found["put_snapshot"].calls
+
+
+def lines_of(area: str) -> int:
+    path = PACKAGE / area
+    files = [path.with_suffix(".py")] if not path.is_dir() else [*path.resolve().rglob("*.py")]
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("area", MOST_LINES)
+def test_no_area_grows(area: str) -> None:
+    assert lines_of(area) <= MOST_LINES[area]
+
+
+def test_every_area_has_a_number() -> None:
+    areas = {path.stem for path in PACKAGE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
+    assert areas - {"__init__", "__main__", "standalone"} == MOST_LINES.keys()
