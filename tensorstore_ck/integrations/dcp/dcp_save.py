@@ -3,7 +3,7 @@
 Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.free_space import require_free_space
@@ -66,8 +66,8 @@ class DcpSave:
         self.ref, self.step, self.rank = request.ref, request.step, rank
         self.begun: Begun | None = None
         """This rank's part, until its values are known."""
-        self.gather: Callable[[DcpSave], Gathered]
-        """On the coordinator: set before `run`. It gets this object: a cycle would keep the state until Python's next collection."""
+        self.gathered: Gathered | None = None
+        """On the coordinator: set before `run`."""
         self._request = request
         self._context, self._engine = context, context.engine
         self._destination = StoreDestination(context.engine)
@@ -152,7 +152,8 @@ class DcpSave:
         return info
 
     def _commit(self, meter: PutMeter) -> SnapshotInfo:
-        captured, others = self.gather(self)
+        assert self.gathered is not None
+        captured, others = self.gathered
         reports = [RankParts.of_record(each.parts) for each in others]
         findings = [SaveFindings.of_record(each.findings) for each in others]
 

@@ -211,8 +211,12 @@ class Writer(StorageWriter):
         put, queued = self._saving.save, self._saving.queued
         assert put is not None
         assert queued is not None
-        put.gather = lambda put: self._gather(put, metadata, results)
         self._saving.save = self._saving.queued = None
+        try:
+            put.gathered = self._gather(put, metadata, results)
+        except BaseException as exc:  # noqa: BLE001 - `finish` raises it, with the events of a save that failed
+            put.fail(exc)
+        del put  # the queue drops the state before it reports the end
         self.snapshot = self._target.store.session.queue.finish(queued)
 
     # --- the work -----------------------------------------------------------------------------------------------------
