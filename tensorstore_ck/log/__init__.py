@@ -20,7 +20,6 @@ contents.py                              what lies at a store's root, where othe
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
-contents.py                              which objects and folders are a store's
 create_entry.py                          creates the object of an entry, on a full disk in the reserve
 log.py                                   sync and append: the commit protocol
 """

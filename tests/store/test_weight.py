@@ -32,33 +32,33 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(98, 637, 2750),
-    "put_snapshot_async": Weight(98, 635, 2890),
-    "checkout": Weight(59, 301, 2280),
+    "put_snapshot": Weight(102, 655, 2810),
+    "put_snapshot_async": Weight(101, 652, 2940),
+    "checkout": Weight(60, 302, 2310),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
 MOST_LINES = {
-    "backend": 5600,
+    "backend": 5700,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5000,
+    "cli": 5200,
     "common": 2200,
     "engine": 4400,
     "errors": 400,
     "events": 300,
     "format": 4000,
     "gc": 3100,
-    "integrations": 19800,
-    "log": 6000,
+    "integrations": 19900,
+    "log": 6100,
     "maintenance": 7100,
     "redaction": 200,
-    "session": 10200,
+    "session": 10300,
     "state": 6300,
     "store": 1300,
-    "training": 4400,
+    "training": 4600,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
