@@ -118,7 +118,7 @@ def test_a_layout_that_expands_is_refused_before_it_is_parsed(store: tsck.Store,
 
 
 def test_values_that_expand_are_refused_before_they_are_parsed(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
-    items = pack_body([None] * 1_000_000)
+    items = pack_body(["u", [None] * 1_000_000])
     assert publish(store, Forged(layout_of(None), [["b", "m", 0]], [[items]])) < 10_000
     assert "more memory to parse" in refused(folder, tmp_path)
 
