@@ -109,7 +109,7 @@ def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> P
         name_snapshot(store, folder, snapshot.root)
         replace_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION))).encode())
         if snapshot.step is not None:
-            replace_file(parent / TRACKER, str(snapshot.step))
+            replace_file(parent / TRACKER, str(snapshot.step).encode())
         return str(folder).encode()
 
     return Path(ask_first_rank(store, group, f"the folder of {chosen}", write).decode())
