@@ -5,7 +5,7 @@ Three groups under `StoreError`: `RetryableError` (try again, perhaps after read
 ``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next, on one
 line without control characters.
 
-`retry` says when the same call can succeed, which the group alone does not: repeating a call never resolves a `ConflictError`.
+`retry` of an error says when the same call can succeed. The class does not: repeating a call never resolves a `ConflictError`.
 
     same           now, or after a pause: nothing has to change. Nothing of the failed call is visible
     after_resume   after restoring what the ref has now (`Checkpointer.resume`, `Store.checkout`) and continuing from it

@@ -29,6 +29,7 @@ BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
 _NOT_OPENED: Final = ("unable to open", "authentication failed", "pg_hba.conf", "does not exist", "no password supplied")
 """Texts of errors of SQLite and PostgreSQL that a retry does not resolve; psycopg has no codes for them."""
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITES: Final = "tsck_writes"
 _DRIVERS: Final = {
     "sqlite": "sqlite",
@@ -126,7 +127,7 @@ class Database:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not self.exists():
-                os.close(os.open(self.shown, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would create it readable by others
+                os.close(os.open(self.shown, _CREATE, 0o600))  # SQLite would create it readable by others, and through a link
         except OSError as error:
             raise PermissionDeniedError(f"cannot create the catalog {self.shown}: {error.strerror}", object_id=str(folder)) from error
 

@@ -77,11 +77,13 @@ def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, parallel
 
 def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parallel: int, rebuild: bool, as_json: bool) -> int:
     """Syncs the stores, prints the outcome of each, and returns the exit code."""
+    named = [*urls, *([choice.url] if choice.url else [])]
     wanted = list(dict.fromkeys(urls)) or _wanted(opened, choice, rebuild=rebuild)
 
     def open_store(url: str) -> "ReadOnlyStore":
         is_local = "://" not in url or url.startswith("file://")  # where options for a storage service mean nothing
-        return replace(choice, url=url, storage_options={} if is_local and len(wanted) > 1 else choice.storage_options).look()
+        options = {} if is_local and len(wanted) > 1 else choice.storage_options
+        return replace(choice, storage_options=options).at(url, named).look()
 
     def tell(outcome: "SyncOutcome") -> None:
         if outcome.report is not None and not as_json:

@@ -3,7 +3,6 @@
 import socket
 import webbrowser
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -48,10 +47,10 @@ def ui(
         wanted = [choice.require_url()]
 
     def open_store(url: str) -> "ReadOnlyStore":
-        return replace(choice, url=url).look()
+        return choice.at(url, wanted).look()
 
     def open_writable(url: str) -> "Store":
-        return replace(choice, url=url).open()
+        return choice.at(url, wanted).open()
 
     with ExitStack() as stack:
         catalog = stack.enter_context(private_catalog(choice.cache_dir, wanted)) if db is None else db

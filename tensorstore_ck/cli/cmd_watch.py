@@ -43,8 +43,10 @@ def watch(
     """
     words = program_words(program) if program is not None else None
     held = PIN_SECONDS if pin_for is None and words is not None else pin_for
-    options = {"since_step": since_step, "newest_only": newest_only, "pin_for": held, "poll_seconds": poll}
-    with choice.open(read_only=held is None) as store, closing(store.watch(ref, **options)) as watched:
+    with (
+        choice.open(read_only=held is None) as store,
+        closing(store.watch(ref, since_step=since_step, newest_only=newest_only, pin_for=held, poll_seconds=poll)) as watched,
+    ):
         for number, snapshot in enumerate(watched, start=1):
             emit_line(snapshot) if as_json else say(snapshot_line("published", snapshot))
             if words is not None:

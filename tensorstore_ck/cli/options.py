@@ -6,15 +6,15 @@ allowed locations; it opens the store when the command asks for it.
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
 
 import click
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
+from tensorstore_ck.backend.cold.allowed_locations import is_in_same_bucket, parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.picklable import PicklableBackend
@@ -24,7 +24,7 @@ from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
 from tensorstore_ck.cli.known_stores import note_store
-from tensorstore_ck.cli.output import printable
+from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
@@ -33,7 +33,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.log import ROLLBACK, Rollback
-from tensorstore_ck.redaction import hidden_options
+from tensorstore_ck.redaction import display_url, hidden_options
 
 if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore, Store
@@ -114,6 +114,20 @@ class StoreChoice:
         )
         note_store(url, self.storage_options, self.cache_dir, f"{engine.config.uuid}-{engine.config.log}")
         return engine
+
+    def at(self, url: str, named: Collection[str]) -> "StoreChoice":
+        """This choice for the store at `url`, which a catalog may name that others can write.
+
+        The storage options, which may be secrets, go only to the buckets and hosts of the URLs that the user `named`.
+        """
+        is_named = url in named or any(is_in_same_bucket(url, each) for each in named)
+        if self.storage_options and not is_named:
+            say(
+                f"tsck: {printable(display_url(url))} is opened without the storage options: they are for stores that the command names; "
+                "name it, or another store in its bucket, if they are for it too",
+                err=True,
+            )
+        return replace(self, url=url, storage_options=self.storage_options if is_named else {})
 
     def open_options(self) -> dict[str, Any]:
         """The arguments of `tensorstore_ck.open` that reach the store from a program, without secrets."""

@@ -17,12 +17,13 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
-from itertools import count, pairwise, product
+from itertools import chain, count, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -38,13 +39,18 @@ def well_formed(what):
     """Converts any failure inside to a `ReadError`: stored data is not trusted."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as exc:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error) as exc:
         raise ReadError(f"{what} is damaged or malformed: {exc!r}") from None
+
+
+def printable(text):
+    """`text` with control, bidi and line-separating characters escaped: a name in a store may contain what a terminal obeys."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 # --- hashes, msgpack, sealed objects ----------------------------------------------------------------------------------
 
-MAX_OBJECT_BYTES, MAX_ITEMS, MAX_DEPTH, MAX_BLOCK_BYTES = 256 << 20, 1 << 24, 128, 64 << 20
+MAX_OBJECT_BYTES, MAX_ITEMS, MAX_DEPTH, MAX_BLOCK_BYTES, MAX_BLOB_BLOCK_BYTES = 256 << 20, 1 << 24, 128, 64 << 20, 4 << 20
 NUMBERS = dict(zip(range(0xCA, 0xD4), (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"), strict=True))
 SIZED = {0xC4: (1, bytes), 0xC5: (2, bytes), 0xC6: (4, bytes), 0xD9: (1, str), 0xDA: (2, str), 0xDB: (4, str)}
 SIZED |= {0xDC: (2, list), 0xDD: (4, list), 0xDE: (2, dict), 0xDF: (4, dict)}
@@ -56,9 +62,32 @@ def derived(kind, *pieces):
     return blake3(b"".join(pieces), derive_key_context=f"tensorstore_ck v1 {kind}").digest()
 
 
-def unpack(data, name):
+class Budget:
+    """Limits the cost of parsing one snapshot, in proportion to its stored bytes: few bytes can be decompressed to gigabytes."""
+
+    def __init__(self):
+        self.left_bytes = 64 << 20
+
+    def add_stored(self, size_bytes):
+        """Counts a part, or an encoded block of what is parsed."""
+        self.left_bytes += 2048 * size_bytes
+
+    def spend(self, size_bytes, name):
+        """Raises if the stored bytes do not allow that much more."""
+        self.left_bytes -= size_bytes
+        if self.left_bytes < 0:
+            raise ReadError(f"{name} would take far more memory to parse than the snapshot's stored bytes allow: do not use this snapshot")
+
+
+ITEM_BYTES = 256
+"""The cost of one msgpack item."""
+
+
+def unpack(data, name, budget=None):
     """Exactly one msgpack value, without extension types; depth and items are checked before anything is allocated."""
     data, at, items = memoryview(data), 0, 0
+    if budget:
+        budget.spend(len(data), name)
 
     def take(count):
         nonlocal at
@@ -85,6 +114,8 @@ def unpack(data, name):
         items += count * (2 if kind is dict else 1)
         if depth >= MAX_DEPTH or count > len(data) - at or items > MAX_ITEMS:
             raise ValueError("it is nested too deep, or claims too many items")
+        if budget:
+            budget.spend(ITEM_BYTES * count * (2 if kind is dict else 1), name)
         if kind is list:
             return [value(depth + 1) for _ in range(count)]
         pairs = [(value(depth + 1), value(depth + 1)) for _ in range(count)]
@@ -99,12 +130,12 @@ def unpack(data, name):
         return found
 
 
-def unseal(kind, data, name):
+def unseal(kind, data, name, budget=None):
     """The map in a sealed object, and its seal."""
     magic = {"snapshot": b"SNAP", "log": b"LOGE", "moved": b"MOVE", "layout": b"LAYO", "part": b"PART"}[kind]
     if data[:8] != b"TSCK" + magic or derived(f"{kind} object", data[:-32]) != data[-32:]:
         raise ReadError(f"{name} is damaged: it does not match its hash")
-    body = unpack(data[8:-32], name)
+    body = unpack(data[8:-32], name, budget)
     if type(body) is not dict or body.get("v") != 1:
         raise ReadError(f"{name} is not of format version 1")
     return body, data[-32:]
@@ -141,6 +172,19 @@ class Snapshot(NamedTuple):
     metrics: dict
 
 
+def open_object(path, flags):
+    """Opens a file of the store: never through a link, and without waiting for the writer of a FIFO."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
+def numbers_in(folder):
+    """The numbers of the log's entries or checkpoints in a folder."""
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(folder):
+            is_group = re.fullmatch("[0-9]{17}", entry.name) and entry.is_dir(follow_symlinks=False)
+            yield from (int(name) for name in (os.listdir(entry.path) if is_group else [entry.name]) if re.fullmatch("[0-9]{20}", name))
+
+
 class Store:
     """A folder with a store, and the content of its log: snapshots, branches, tags and moved packs."""
 
@@ -157,6 +201,9 @@ class Store:
             found = config["format"], config["hash"], config["features"]
         if found != (1, "blake3", []):
             raise ReadError(f"store.json: format, hash and features are {found}; this reader knows (1, 'blake3', [])")
+        is_log = type(self.log) is str and re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]{0,63}", self.log)
+        if not is_log or type(self.block_bytes) is not int or not 4096 <= self.block_bytes <= MAX_BLOCK_BYTES:
+            raise ReadError("store.json is damaged: its log or block_bytes cannot be those of a store")
         self.snapshots, self.roots, self.notes, self.transactions, self.windows = {}, {}, {}, set(), {}
         self.relocations, self.moved = {}, {}
         """Pack -> its current relocations, by moved object; and moved object -> that pack."""
@@ -170,7 +217,9 @@ class Store:
         """An object, or `most` bytes of it from `offset`. A moved object is also found as a copy in the store's own folder."""
         folder = place if os.path.isabs(place) and os.path.isdir(place) else self.folder
         try:
-            with open(os.path.join(folder, *name.split("/")), "rb") as file:
+            with open(os.path.join(folder, *name.split("/")), "rb", opener=open_object) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ReadError(f"{name} is not a file")
                 file.seek(offset)
                 data = file.read(most if offset else most + 1)
         except OSError as exc:
@@ -187,8 +236,8 @@ class Store:
     def read_log(self, previous):
         """Reads all entries up to the last one that a log file or checkpoint names."""
         folders = [self.log, "checkpoint" if self.log == "log" else f"{self.log}-checkpoint"]
-        files = [file for folder in folders for _, _, files in os.walk(os.path.join(self.folder, folder)) for file in files]
-        for n in range(1, max([0, *(int(file) for file in files if re.fullmatch("[0-9]{20}", file))]) + 1):
+        numbers = [number for folder in folders for number in numbers_in(os.path.join(self.folder, folder))]
+        for n in range(1, max(numbers, default=0) + 1):
             name = f"{self.log}/{n // 1000:017d}/{n:020d}"
             body, seal = unseal("log", self.read(name, 1 << 20), name)
             if body.get("n") != n or body.get("prev") != previous:
@@ -295,6 +344,10 @@ class Tensor(NamedTuple):
     """Dims in memory, outermost first; empty: row-major."""
 
 
+MAX_BOXES, MAX_ALL_BOXES, BOXES_A_TENSOR = 4096, 1 << 16, 64
+"""Boxes of one tensor on a rank, and of all tensors, which is `MAX_ALL_BOXES` plus `BOXES_A_TENSOR` for each tensor."""
+
+
 class Region(NamedTuple):
     """A piece of a tensor on a rank: a box, or an interval of the flattened tensor."""
 
@@ -315,17 +368,22 @@ def shard(runs, pieces, count, index):
     """The part of `runs` (start, length) along a dim that shard `index` of `count` gets: one shard of each piece."""
     taken, size = [], sum(length for _, length in runs)
     piece = max(1, -(-size // pieces))
+    number, position = 0, 0  # run `number` begins at `position`
     for start in range(0, size, piece):
         stop = min(start + piece, size)
-        each, position = -(-(stop - start) // count), 0
+        each = -(-(stop - start) // count)
         first, last = start + index * each, min(start + (index + 1) * each, stop)
-        for run, length in runs:
-            a, b = max(first - position, 0), min(last - position, length)
-            if a < b and taken and sum(taken[-1]) == run + a:
+        while first < last:
+            run, length = runs[number]
+            if position + length <= first:
+                number, position = number + 1, position + length
+                continue
+            a, b = first - position, min(last - position, length)
+            if taken and sum(taken[-1]) == run + a:
                 taken[-1] = (taken[-1][0], taken[-1][1] + b - a)
-            elif a < b:
+            else:
                 taken.append((run + a, b - a))
-            position += length
+            first = position + b
     return taken
 
 
@@ -353,10 +411,11 @@ def regions_of(side, rank, boxes_of):
 
 
 def lengths_of(region, target):
-    """The sizes of a region's blocks, by the block grid."""
+    """The sizes of a region's blocks, by the block grid; one by one, since a layout can claim more blocks than fit into memory."""
     offsets, sizes, row, dim = region.offsets, region.sizes, region.tensor.item_bytes, 0
     if size_of(region) <= target // 2:
-        return [size_of(region)]
+        yield size_of(region)
+        return
     if region.is_flat:
         rows = max(target // row, 1)
     else:
@@ -364,8 +423,9 @@ def lengths_of(region, target):
         row *= math.prod(sizes[dim + 1 :])
         rows = 1 << max(target // row, 1).bit_length() - 1
     start, stop = offsets[dim], offsets[dim] + sizes[dim]
-    borders = [start, *range(start // rows * rows + rows, stop, rows), stop]
-    return [(b - a) * row for a, b in pairwise(borders)] * math.prod(sizes[:dim])
+    for _ in range(math.prod(sizes[:dim])):
+        for a, b in pairwise(chain((start,), range(start // rows * rows + rows, stop, rows), (stop,))):
+            yield (b - a) * row
 
 
 def shares_of(regions, rank, target):
@@ -386,7 +446,8 @@ def shares_of(regions, rank, target):
 
 # --- parts, layouts and blocks ------------------------------------------------------------------------------------------
 
-EXTENT = np.dtype("<u4, <u4, <u8, <u4, <u4, <i4, <u2, <u2")  # pack, entry, offset, stored, raw, base, codec, flags
+EXTENT = np.dtype("<u4, <u4, <u8, <u4, <u4, <i4, <u2, <u2")
+EXTENT.names = ("pack", "entry", "offset", "stored", "raw", "base", "codec", "flags")
 BLOB = np.dtype("<u4, <u4, <u8")  # blocks, zero, size
 MOVED = np.dtype("<u4, <u4, <u4, <u4, <u8, <u2, <u2, <u4")  # from, target, entry, stored, offset, codec, flags, zero
 
@@ -399,7 +460,7 @@ class Record:
         with well_formed(name):
             ids, self.metadata, step, parent = (body[key] for key in ("part_ids", "metadata", "step", "parent"))
             head = struct.pack("<QBqBQ", len(ids), step is not None, step or 0, parent is not None, len(self.metadata))
-            self.part_ids, self.parts = split(ids, 32), split(body["parts"])
+            self.part_ids, self.parts, self.budget = split(ids, 32), split(body["parts"]), Budget()
             if derived("root", head, ids, parent or bytes(32), self.metadata) != snapshot.root or not 0 < len(self.parts) == len(
                 self.part_ids
             ):
@@ -411,10 +472,15 @@ class Part:
 
     def __init__(self, store, record, rank):
         self.store, self.rank = store, rank
-        body, _, self.name = store.unseal("part", "parts", record.parts[rank])
+        self.name, self.budget = name_of("parts", record.parts[rank]), record.budget
+        data = store.read(self.name)
+        self.budget.add_stored(len(data))
+        body, _ = unseal("part", data, self.name)
         with well_formed(self.name):
             keys = ("layout", "ids", "values", "inline", "world_size", "coordinate")
             self.layout_id, self.ids, self.values, self.inline, self.ranks, self.coordinate = (body[key] for key in keys)
+            if type(self.ranks) is not int or not 0 < self.ranks <= len(record.parts):
+                raise ValueError("it is one of more ranks than there are parts")
             blobs, regions = body["blobs"], body["regions"] or b""
             sizes = struct.pack("<IIQQQQ", rank, self.ranks, len(blobs), len(self.ids), len(self.values), len(self.inline))
             pieces = [self.layout_id, sizes, blobs, self.ids, self.values, self.inline]
@@ -456,11 +522,13 @@ class Part:
             raise ReadError(f"{self.name}: a block of {what} is too large, or without its bases")
         if count and (depth == 200 or count > (1 if depth else 64)):
             raise ReadError(f"{self.name}: a block of {what} has more bases than there can be")
+        if count and sum(self.extents["raw"][base : base + count].tolist()) > (raw if codec == 3 else 2 * raw):
+            raise ReadError(f"{self.name}: a block of {what} has larger bases than there can be")
         data = self.store.read(name, stored, offset, self.store.places.get(pack, ""))
         bases = [self.decoded(each, what, depth + 1)[2] for each in range(base, base + count)]
         try:
             found = decode(codec, data, raw, bases)
-        except (ValueError, IndexError, struct.error) as exc:
+        except (ValueError, IndexError, ArithmeticError, TypeError, MemoryError, struct.error) as exc:
             raise ReadError(f"{name} is damaged: the block at offset {offset}, of {what}, does not match its id: {exc}") from exc
         return name, offset, found
 
@@ -490,7 +558,12 @@ class Part:
     def blob(self, index, what):
         """The verified bytes of a blob."""
         first = sum(blocks for blocks, _, _ in self.blobs[:index])
-        data = b"".join(self.block(row, what) for row in range(first, first + self.blobs[index][0]))
+        rows = range(first, first + self.blobs[index][0])
+        extents = self.extents[first : rows.stop]
+        if len(extents) != len(rows) or max(extents["raw"].tolist(), default=0) > MAX_BLOB_BLOCK_BYTES:
+            raise ReadError(f"{self.name}: {what} has missing blocks, or too large ones")
+        self.budget.add_stored(sum(extents["stored"].tolist()))
+        data = b"".join(self.block(row, what) for row in rows)
         if len(data) != self.blobs[index][2]:
             raise ReadError(f"{self.name}: {what} does not have its size")
         return data
@@ -557,6 +630,8 @@ def planes(data, raw):
         if how == 1:
             part = unzstd(part, elements * width)
         elif how == 2:
+            if size != width:
+                raise ValueError("a repeated element does not have its size")
             part *= elements
         words |= np.frombuffer(part, f"<u{width}", elements).astype(words.dtype) << shift
     if at != len(data) or shift:
@@ -570,6 +645,8 @@ def delta(data, raw, base):
     """Decodes elements that are stored as differences to another block."""
     form, is_float, item, changed, first = struct.unpack_from("<BBBxII", data)
     bits, rest = 8 * item, data[12:]
+    if changed * item > raw:
+        raise ValueError("it changes more elements than it has")
     words = np.frombuffer(base, f"<u{item}").copy()
 
     def ordered(values):
@@ -621,7 +698,8 @@ class Side:
     def __init__(self, part, prefix=""):
         self.ranks, self.layout_id, self.coordinate = part.alike, part.layout_id, part.coordinate
         self.tensors, self.leaves, self.values, self.containers, self.names = [], [], {}, {}, Counter(["__metadata__"])
-        body, seal = unseal("layout", part.blob(0, "the layout"), f"the layout of {part.name}")
+        with well_formed(f"the layout of {part.name}"):
+            body, seal = unseal("layout", part.blob(0, "the layout"), f"the layout of {part.name}", part.budget)
         if seal != part.layout_id:
             raise ReadError(f"the layout of {part.name} is not the one that it names")
         with well_formed(f"the layout of {part.name}"):
@@ -638,7 +716,21 @@ class Side:
             self.meshes = [np.frombuffer(ranks, "<u4").reshape(shape) for shape, ranks in body["mesh"] or ()]
             placements = body["placements"] or {"kinds": [], "of": b""}
             self.kinds, self.kind_of = placements["kinds"], np.frombuffer(placements["of"], "<u2").tolist()
+            self.blobs_used = set()
+            self.check_boxes()
             self.fill(body["tree"], (prefix,) if prefix else (), unpack(part.values, part.name), part)
+
+    def check_boxes(self):
+        """Limits the boxes: they are computed, not stored, so a small layout could ask for any number."""
+        every = 0
+        for number, tensor in zip(self.kind_of, self.tensors, strict=bool(self.kinds)):
+            pieces = dict.fromkeys(range(len(tensor.shape)), 1)
+            for dim, several in filter(None, self.kinds[number][1] if type(self.kinds[number]) is list else ()):
+                pieces[dim] *= several
+            boxes = math.prod(min(several, max(tensor.shape[dim], 1)) for dim, several in pieces.items())
+            every += boxes
+            if min(pieces.values(), default=1) < 1 or boxes > MAX_BOXES or every > MAX_ALL_BOXES + BOXES_A_TENSOR * len(self.tensors):
+                raise ValueError("its tensors are sharded into more boxes than a snapshot may have")
 
     def fill(self, tree, path, values, part):
         """Walks a tree, and fills its holes with `values`, in order."""
@@ -650,6 +742,7 @@ class Side:
     def walk(self, node, path, left, part):
         """Walks one node; `left`: the values of the remaining holes, the next one last."""
         name = ".".join(path) or "."
+        part.budget.spend(len(name), part.name)
         if node is None:
             self.value(left.pop(), path, part)
         elif type(node) is int or node[0] in ("t", "w"):
@@ -676,8 +769,13 @@ class Side:
         name = ".".join(path) or "."
         if type(encoded) is list and encoded[0] == "b":
             _, kind, index = encoded
+            if index in self.blobs_used:
+                raise ValueError("two values are in one blob")
+            self.blobs_used.add(index)
             data = part.blob(index + 1, f"value {name!r}")  # the layout is blob 0
-            encoded = {"bytes": lambda: data, "str": data.decode, "m": lambda: unpack(data, name)}.get(kind, lambda: [kind, data])()
+            encoded = {"bytes": lambda: data, "str": data.decode, "m": lambda: unpack(data, name, part.budget)}.get(
+                kind, lambda: [kind, data]
+            )()
         if type(encoded) is list and encoded[0] == "tree":  # a subtree without tensors
             self.fill(encoded[1], path, encoded[2], part)
         else:
@@ -738,10 +836,17 @@ def form_of(leaf):
     return code, item_bytes, item_bytes * math.prod(leaf.shape)
 
 
+def new_file(path):
+    """Makes a file in place of any other with its name, and never writes through a link."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "x+b")
+
+
 class Output:
     """The output: a header, the bytes of every leaf; temporarily also, at the end, stored tensors that only views use."""
 
-    def __init__(self, path, leaves, tensors, metadata):
+    def __init__(self, file, leaves, tensors, metadata):
         header, self.places, self.bases, self.details, end = {"__metadata__": metadata}, {}, {}, {}, 0
         for leaf in sorted(leaves, key=lambda leaf: -form_of(leaf)[1]):  # so that each is aligned
             code, item_bytes, size = form_of(leaf)
@@ -765,13 +870,12 @@ class Output:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self.start = 8 + len(text)
-        with open(path, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.flush()
-            if end and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), self.start, end)  # a full disk is an error here, and a crash in a mapped file
-            file.truncate(self.start + end)
-        self.data = np.memmap(path, np.uint8, "r+", self.start, (end,)) if end else np.empty(0, np.uint8)
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.flush()
+        if end and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), self.start, end)  # a full disk is an error here, and a crash in a mapped file
+        file.truncate(self.start + end)
+        self.data = np.memmap(file, np.uint8, "r+", self.start, (end,)) if end else np.empty(0, np.uint8)
 
     def stored(self, tensor):
         """The elements of a stored tensor."""
@@ -822,6 +926,15 @@ def take_part(part, side, output):
     return filled
 
 
+def check_stored(store, record, sides):
+    """Raises if the parts name too few blocks for the tensors of a layout: nothing is allocated, or searched, for such a layout."""
+    parts = (Part(store, record, rank) for rank in range(len(record.parts)))
+    most_bytes = sum(store.block_bytes * len(part.extents) + len(part.inline) for part in parts)
+    for side in sides:
+        if sum(tensor.size_bytes for tensor in side.tensors) > most_bytes:
+            raise ReadError("the parts of the snapshot do not have all of its tensors")
+
+
 def export(store, address, path):
     """Writes the tensors of the snapshot at an address to `path`, and everything else to a JSON file next to it."""
     snapshot = store.resolve(address)
@@ -838,18 +951,21 @@ def export(store, address, path):
         for tensor in side.tensors:
             if tensors.setdefault(tensor.name, tensor) != tensor:
                 raise ReadError(f"the layouts of the snapshot contradict each other: see tensor {tensor.name!r}")
-    temporary, metadata = f"{path}.partial", {"format": "pt", "root": snapshot.root.hex(), "step": str(snapshot.step)}
+    check_stored(store, record, sides)
+    temporary, description = f"{path}.partial", os.path.splitext(path)[0] + ".json"
+    metadata = {"format": "pt", "root": snapshot.root.hex(), "step": str(snapshot.step)}
     try:
-        output = Output(temporary, list(leaves.values()), tensors.values(), metadata)
-        for side in sides:
-            filled = sum((take_part(Part(store, record, rank), side, output) for rank in side.ranks), Counter())
-            for tensor in side.tensors:
-                if filled[tensor.name] != tensor.size_bytes:
-                    raise ReadError(f"the parts of the snapshot do not have all of tensor {tensor.name!r}")
-        for leaf in leaves.values():
-            output.copy(leaf)
-        output.data = None
-        with open(temporary, "r+b") as file:
+        with new_file(temporary) as file:
+            with well_formed("the layout of the snapshot"):
+                output = Output(file, list(leaves.values()), tensors.values(), metadata)
+            for side in sides:
+                filled = sum((take_part(Part(store, record, rank), side, output) for rank in side.ranks), Counter())
+                for tensor in side.tensors:
+                    if filled[tensor.name] != tensor.size_bytes:
+                        raise ReadError(f"the parts of the snapshot do not have all of tensor {tensor.name!r}")
+            for leaf in leaves.values():
+                output.copy(leaf)
+            output.data = None
             file.truncate(output.start + output.end)
             os.fsync(file.fileno())
         note = store.notes.get(snapshot.root, {"metrics": {}, "mark": "", "reason": ""})
@@ -857,12 +973,15 @@ def export(store, address, path):
         about |= {"step": snapshot.step, "ref": snapshot.ref, "time_ns": snapshot.time_ns, "mark": note["mark"], "reason": note["reason"]}
         about["metrics"] = {key: plain(number) for key, number in (snapshot.metrics | note["metrics"]).items()}
         about["metadata"] = unpack(record.metadata, "the metadata")
-        with open(os.path.splitext(path)[0] + ".json", "w") as file:
-            json.dump({**about, "values": values, "containers": containers, "tensors": output.details}, file, indent=1)
+        described = {**about, "values": values, "containers": containers, "tensors": output.details}
+        with new_file(f"{description}.partial") as file:
+            file.write(json.dumps(described, indent=1).encode())
+        os.replace(f"{description}.partial", description)
         os.replace(temporary, path)
     finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        for unfinished in (temporary, f"{description}.partial"):
+            with suppress(FileNotFoundError):
+                os.remove(unfinished)
     return f"{snapshot.root.hex()}: {len(leaves)} tensors, {output.end} bytes; {len(values)} other values"
 
 
@@ -883,9 +1002,10 @@ def main(args):
         return 2
     try:
         store = Store(args[0])
-        print("\n".join(listing(store)) if len(args) == 2 else export(store, *args[1:]))
+        for line in listing(store) if len(args) == 2 else [export(store, *args[1:])]:
+            print(printable(line))
     except (ReadError, OSError, ImportError) as exc:
-        print(f"tsck_read: {exc}", file=sys.stderr)
+        print(printable(f"tsck_read: {exc}"), file=sys.stderr)
         return 1
     return 0
 

@@ -495,7 +495,16 @@ class ReadOnlyStore:
         ) -> "Bisection":
             """`Store.bisect`, where it changes nothing."""
 
-        def watch(self, ref: str, *, pin_for: None, **options: Any) -> Generator[Snapshot]:
+        def watch(
+            self,
+            ref: str,
+            *,
+            since_step: int | None = None,
+            newest_only: bool = False,
+            pin_for: None,
+            poll_seconds: float = 2.0,
+            until: Callable[[], bool] = lambda: False,
+        ) -> Generator[Snapshot]:
             """`Store.watch`, where it changes nothing."""
 
         def apply_policies(self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None) -> "RetentionReport":

@@ -317,19 +317,47 @@ class Store(ReadOnlyStore):
         """Removes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
         refs.unpin(self.engine, address, owner)
 
-    def watch(self, ref: str, **options: Any) -> Generator[Snapshot]:
+    def watch(
+        self,
+        ref: str,
+        *,
+        since_step: int | None = None,
+        newest_only: bool = False,
+        owner: str | None = None,
+        pin_for: float | str | None = "1d",
+        poll_seconds: float = 2.0,
+        until: Callable[[], bool] = lambda: False,
+    ) -> Generator[Snapshot]:
         """Yields each new snapshot of a branch, pinned until the next one is asked for: for evaluation jobs.
+
+        Snapshots that expire before they are pinned are left out. The watch goes on while the store does not answer.
 
         Args:
             ref: The branch; it need not exist yet.
-            options: ``since_step=0``: also existing snapshots, from that step on; ``newest_only=True``: if several came in the meantime,
-                only the newest; ``pin_for="1d"``: how long a pin lasts at most, None: no pins; ``poll_seconds=2.0``; ``until=``: a
-                function whose true result ends the watch.
+            since_step: Also existing snapshots, from that step on.
+            newest_only: If several came in the meantime, only the newest.
+            owner: Who holds the pins; by default a name of this watch alone.
+            pin_for: How long a pin lasts at most: a watcher that is killed must not hold a snapshot for ever. None: no pins.
+            poll_seconds: From one look at the log to the next.
+            until: Its true result ends the watch.
+
+        Raises:
+            PermissionDeniedError: the store cannot be written to, and `pin_for` is not None.
         """
         from tensorstore_ck.maintenance.watch import watch  # noqa: PLC0415
 
-        with closing(watch(self.engine.of_store(), ref, **options)) as found:
-            for info in found:
+        infos = watch(
+            self.engine.of_store(),
+            ref,
+            since_step=since_step,
+            newest_only=newest_only,
+            owner=owner,
+            pin_for=pin_for,
+            poll_seconds=poll_seconds,
+            until=until,
+        )
+        with closing(infos):
+            for info in infos:
                 yield Snapshot.from_info(info)
 
     @_changes

@@ -18,7 +18,6 @@ from tensorstore_ck.errors import (
     InvalidOptionError,
     MissingObjectError,
     NotFoundError,
-    RetryableError,
     SnapshotExpiredError,
     SnapshotMarkedBadError,
     StoreError,
@@ -134,8 +133,8 @@ class ResumeSearch:
         if isinstance(failure, DAMAGES):
             self._has_tried = True
             self.skip(str(failure))
-        elif isinstance(failure, RetryableError | NotFoundError) and self._tries + 1 < TRIES:  # not found: it was deleted meanwhile
-            self._tries += 1
+        elif (failure.retry == "same" or isinstance(failure, NotFoundError)) and self._tries + 1 < TRIES:
+            self._tries += 1  # not found: the snapshot was deleted meanwhile
             time.sleep(PAUSE_SECONDS)
         else:
             raise failure
@@ -183,6 +182,8 @@ def with_retries(value: Callable[[], T]) -> T:
     for _ in range(TRIES - 1):
         try:
             return value()
-        except RetryableError:
+        except StoreError as exc:
+            if exc.retry != "same":
+                raise
             time.sleep(PAUSE_SECONDS)
     return value()

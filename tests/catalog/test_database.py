@@ -79,6 +79,13 @@ def test_what_cannot_be_opened(postgres: str, tmp_path: Path) -> None:
             catalog.sync(open_store())
 
 
+def test_a_new_catalog_is_not_made_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "c.sqlite").symlink_to(tmp_path / "elsewhere")
+    with Catalog(tmp_path / "c.sqlite") as catalog, pytest.raises(PermissionDeniedError, match=r"cannot create the catalog .*c\.sqlite"):
+        catalog.sync_all(())
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_asking_makes_nothing(tmp_path: Path) -> None:
     with Catalog(tmp_path / "none.sqlite") as catalog:
         for ask in (catalog.find, catalog.stores, catalog.synced):

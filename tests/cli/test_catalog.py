@@ -1,9 +1,14 @@
 """catalog and find, as a user runs them."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from tensorstore_ck.cli import options as command_options
+from tensorstore_ck.errors import BackendUnavailableError
 from tests.cli.conftest import Tsck
 
 pytest.importorskip("sqlalchemy")
@@ -105,6 +110,73 @@ def test_without_arguments_all_that_is_known_is_synced(catalog: Tsck, tmp_path: 
     assert len(catalog("catalog", "sync", "--json", store="third").json["stores"]) == 3
     monkeypatch.chdir(tmp_path / "other")
     assert len(catalog("catalog", "sync", "--json", store=None).json["stores"]) == 3
+
+
+SECRET = ("--storage-option", "password=hunter2")
+OTHERS = (
+    "ftp://evil/x",
+    "s3://ours-evil/x",
+    "s3a://evil/x",
+    "s3://ours?endpoint_url=evil/x",
+    "s3://ours#evil/x",
+    "simplecache::s3://ours/x",
+    "sftp://ours@evil/x",
+    "s3://ours/../x",
+)
+OURS = ("s3://ours/ck", "s3://ours/other/deep/")
+
+
+@pytest.fixture
+def opened(catalog: Tsck, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """URL -> the storage options with which it was opened; nothing but the store ck can be."""
+    assert catalog("catalog", "sync", "--db", "c.sqlite").code == 0
+    found: dict[str, Any] = {}
+
+    def note(url: str, *, storage_options: dict[str, Any], **_: object) -> NoReturn:
+        found[url] = storage_options
+        raise BackendUnavailableError(f"{url} does not answer", object_id=url)
+
+    monkeypatch.setattr(command_options, "open_engine", note)
+    return found
+
+
+def lead_to(url: str) -> None:
+    """What somebody else who may write to the catalog does."""
+    with closing(sqlite3.connect("c.sqlite")) as connection, connection:
+        connection.execute("UPDATE stores SET url = ?", (url,))
+
+
+@pytest.mark.parametrize("named", ["s3://ours/ck", None])
+def test_storage_options_go_only_to_buckets_that_the_command_names(catalog: Tsck, opened: dict[str, Any], named: str | None) -> None:
+    for url in (*OTHERS, *OURS):
+        lead_to(url)
+        told = catalog("catalog", "sync", "--db", "c.sqlite", *SECRET, store=named).err
+        is_ours = url in OURS and named is not None
+        assert opened[url] == ({"password": "hunter2"} if is_ours else {}), url
+        assert ("without the storage options" in told) is not is_ours
+    assert not named or opened[named] == {"password": "hunter2"}
+
+
+def test_pages_open_what_a_catalog_names_without_the_storage_options(
+    catalog: Tsck, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ui = pytest.importorskip("tensorstore_ck.ui")
+
+    def open_all(sources: Any, *_: object) -> None:
+        with sources.catalog.reading() as connection:
+            (uuid,) = connection.exec_driver_sql("SELECT uuid FROM stores").scalars()
+        for opening in (sources.open, sources.writable):
+            with pytest.raises(BackendUnavailableError):
+                opening(sources.key(uuid))
+
+    monkeypatch.setattr(ui, "make_app", open_all)
+    monkeypatch.setattr(ui, "serve", lambda *_: None)
+    for url in (*OTHERS, *OURS):
+        lead_to(url)
+        assert catalog("ui", "--no-browser", "--allow", "tag", "--db", "c.sqlite", *SECRET, store=None).code == 0
+        assert opened[url] == {}, url
+        assert catalog("ui", "--no-browser", "--allow", "tag", "--db", "c.sqlite", *SECRET, store="s3://ours/ck").code == 0
+        assert opened[url] == ({"password": "hunter2"} if url in OURS else {}), url
 
 
 def test_what_was_let_go(catalog: Tsck) -> None:

@@ -107,6 +107,26 @@ def test_a_remote_store_is_not_asked(tab: Tab, history: Tsck, tmp_path: Path, mo
     assert tab("tsck log ", TSCK_CACHE_DIR=str(tmp_path / "empty")) == []
 
 
+def test_what_is_noted_is_written_through_no_link_and_into_no_folder_of_others(tmp_path: Path) -> None:
+    """The cache's folder may be one where others can write, who know the names."""
+    url, cache, victim = "s3://bucket/ck", tmp_path / "cache", tmp_path / "victim"
+    victim.write_text("precious")
+    known_stores.note_store(url, {}, str(cache), "first")
+    (noted,) = (cache / "known").iterdir()
+    assert (noted.read_text(), noted.stat().st_mode & 0o777) == ("first", 0o600)
+    noted.unlink()
+    noted.with_name(f"{noted.name}.{os.getpid()}").symlink_to(victim)
+    known_stores.note_store(url, {}, str(cache), "second")
+    noted.symlink_to(victim)
+    assert known_stores.find_key(url, {}, str(cache)) is None
+    known_stores.note_store(url, {}, str(cache), "third")
+    assert victim.read_text() == "precious"
+    shutil.rmtree(cache / "known")
+    cache.chmod(0o777)
+    known_stores.note_store(url, {}, str(cache), "fourth")
+    assert not (cache / "known").exists() or not list((cache / "known").iterdir())
+
+
 def test_many_steps_are_cut(tsck: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(complete_names, "MAX_OFFERED", 3)
     with tensorstore_ck.open("ck", create=True) as store:

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.maintenance.watch import watch
 from tests.gc.stores import AT_ONCE, Clock, open_store, same, state
 
 
@@ -21,7 +22,7 @@ def watched(store: tsck.Store, acts: list[Callable[[], object]], **options: Any)
         left.pop(0)() if left else done.append(None)
 
     done: list[None] = []
-    return [snapshot.step for snapshot in store.watch("run", sleep=sleep, until=lambda: bool(done), **options)]
+    return [info.step for info in watch(store.engine.of_store(), "run", sleep=sleep, until=lambda: bool(done), **options)]
 
 
 def test_each_is_reported_once_and_in_order_also_of_a_branch_that_is_not_there_yet() -> None:

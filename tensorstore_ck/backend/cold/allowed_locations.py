@@ -67,6 +67,12 @@ def is_at_store_endpoint(url: str, store_url: str) -> bool:
     return location[1] == store[1] or _BUCKETS[location[0]].fullmatch(location[1]) is not None
 
 
+def is_in_same_bucket(url: str, other: str) -> bool:
+    """Whether two URLs name the same service and the same bucket, container or host, and no query; of local paths none is."""
+    one, two = _steps(url), _steps(other)
+    return one is not None and two is not None and one[0] != FILE and one[:2] == two[:2] and not {"?", "#"} & {*url}
+
+
 def is_allowed(url: str, store_url: str, allowed: Iterable[str]) -> bool:
     """Whether a host that allows `allowed` uses the location at `url`. Accesses no path whose name is not inside one of them."""
     return is_at_store_endpoint(url, store_url) or any(is_inside(url, location) for location in (*allowed, *_around(store_url)))

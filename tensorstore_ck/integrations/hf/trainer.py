@@ -15,6 +15,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
@@ -27,7 +28,7 @@ from tensorstore_ck.integrations.trainer.arguments import opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
@@ -184,7 +185,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         folder = Path(str(given)) if is_given else self._folder(found.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
             write_pointer(folder, SnapshotPointer(self._store.url, found.root))
-            replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE])
+            replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE].encode())
         if self._group is not None:
             dist.barrier(self._group)
         return str(folder)
@@ -283,7 +284,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         if native.args.should_save:
             # The pointer first: a kill before the second file must not leave what looks like a folder of transformers
             self._named.name(saved, [folder], self._store.url, self._ref_of(trial), run=self._checkpointer.run)
-            replace_file(folder / TRAINER_STATE_NAME, self._values[trainer_values.STATE])
+            replace_file(folder / TRAINER_STATE_NAME, self._values[trainer_values.STATE].encode())
         if native.args.push_to_hub:
             native.save_model(str(folder), _internal_call=True)
             native._push_from_checkpoint(str(folder))

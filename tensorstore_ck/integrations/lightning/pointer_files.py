@@ -7,9 +7,10 @@ from typing import Final
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError
 from tensorstore_ck.integrations.trainer.named_saves import PointerFiles
-from tensorstore_ck.integrations.trainer.pointers import MAX_BYTES, SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.pointers import MAX_BYTES, SnapshotPointer
 
 
 def write_pointer(path: str | os.PathLike[str], pointer: SnapshotPointer) -> None:
@@ -20,7 +21,7 @@ def write_pointer(path: str | os.PathLike[str], pointer: SnapshotPointer) -> Non
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():  # a sharded checkpoint of Lightning
             files.rm(place, recursive=True)
-        replace_file(target, pointer.encode())
+        replace_file(target, pointer.encode().encode())
     else:
         files.pipe_file(place, pointer.encode().encode())
 

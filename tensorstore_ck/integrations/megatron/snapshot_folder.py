@@ -8,10 +8,11 @@ from typing import Final
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import ConflictError
 from tensorstore_ck.integrations.trainer.arguments import all_ranks
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
@@ -106,9 +107,9 @@ def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> P
         if backend := other_backend(folder) or _unnamed_backend(folder):
             raise ConflictError(f"{folder} has a checkpoint of {backend}: remove it, or write to another folder", object_id=str(folder))
         name_snapshot(store, folder, snapshot.root)
-        replace_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION))))
+        replace_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION))).encode())
         if snapshot.step is not None:
-            replace_file(parent / TRACKER, str(snapshot.step))
+            replace_file(parent / TRACKER, str(snapshot.step).encode())
         return str(folder).encode()
 
     return Path(ask_first_rank(store, group, f"the folder of {chosen}", write).decode())

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, StoreError
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, remove_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
 
@@ -77,7 +78,7 @@ class NamedSaves:
         for path in paths:
             self._files.write(path, pointer)
         if paths and latest is not None:
-            replace_file(latest, Path(paths[-1]).name)
+            replace_file(latest, Path(paths[-1]).name.encode())
 
     def _read(self, path: Place) -> SnapshotPointer | None:
         try:

@@ -5,8 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, replace_file
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 
 POINTER: Final = "snapshot.json"
 
@@ -29,7 +30,7 @@ def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
 def write_pointer(folder: str | os.PathLike[str], pointer: SnapshotPointer) -> None:
     """Writes or replaces what a folder names."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    replace_file(Path(folder) / POINTER, pointer.encode())
+    replace_file(Path(folder) / POINTER, pointer.encode().encode())
 
 
 def remove_pointer(folder: str | os.PathLike[str]) -> None:

@@ -5,9 +5,7 @@ left over does no harm.
 """
 
 import json
-import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError
@@ -94,10 +92,3 @@ def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, 
             if store.resolve(address).root == snapshot.root:
                 return address
     return snapshot.root
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes or replaces a file at once."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(text, encoding="utf-8")
-    written.replace(path)

@@ -19,7 +19,7 @@ from typing import Final
 import platformdirs
 
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
-from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder
+from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder, require_safe_parent
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import CacheWarning, Table
@@ -81,13 +81,14 @@ def _pid_namespace() -> str:
 
 
 def private_folder(base: Path, name: str) -> Path:
-    """``base/name``, both made if they are missing; this user's alone, and local.
+    """``base/name``, both made if they are missing; this user's alone, and local. SQLite and LMDB open it by its path.
 
     Raises:
-        PermissionDeniedError: it is another user's, or a link.
+        PermissionDeniedError: it is another user's, or a link; or others can put another folder in its place.
         OSError: it can be written by others, or is on a network filesystem.
     """
     base.parent.mkdir(parents=True, exist_ok=True)
+    require_safe_parent(str(base.parent))
     for folder in (base, base / name):
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=FOLDER_MODE)

@@ -9,8 +9,11 @@ from tensorstore_ck.backend.cold.locations import check_location
 from tensorstore_ck.common.units import parse_bytes, parse_seconds, typed_bytes
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import MAX_TRIGGERS, are_triggers
+from tensorstore_ck.log.field_checks import STEP
 
 MAX_COUNT: Final = 1 << 53
+MIN_SECONDS: Final = 0.001
+"""Shorter durations mean nothing, and dividing by one can overflow."""
 MAX_STEPS: Final = 1000
 MAX_METRICS: Final = 16
 MAX_STAGES: Final = 8
@@ -148,8 +151,8 @@ def _count(value: object, name: str) -> int:
 
 def _seconds(value: object, name: str) -> float:
     seconds = parse_seconds(value, name)
-    if seconds <= 0:
-        raise InvalidOptionError(f"{name} must be above 0", object_id=name)
+    if seconds < MIN_SECONDS:
+        raise InvalidOptionError(f"{name} must be at least {MIN_SECONDS} seconds, not {value!r}", object_id=name)
     return seconds
 
 
@@ -158,7 +161,7 @@ def _bytes(value: object, name: str) -> int:
 
 
 def _steps(value: object, name: str) -> tuple[int, ...]:
-    if isinstance(value, list | tuple) and 0 < len(value) <= MAX_STEPS and all(type(step) is int for step in value):
+    if isinstance(value, list | tuple) and 0 < len(value) <= MAX_STEPS and all(type(step) is int and STEP.accepts(step) for step in value):
         return tuple(sorted(set(value)))
     raise InvalidOptionError(f"{name} must be a list of at most {MAX_STEPS:,} steps, not {value!r}", object_id=name)
 

@@ -123,6 +123,18 @@ def test_files_of_others_are_not_used(tmp_path: Path, attack: object, inner: boo
     assert not (tmp_path / "tmp" / "elsewhere").exists() or not list((tmp_path / "tmp" / "elsewhere").iterdir())
 
 
+def test_a_folder_in_whose_place_others_can_put_another_is_not_used(tmp_path: Path) -> None:
+    """LMDB opens it by its path, after it was checked."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    open_table(scratch / "cache", "store").close()
+    assert not list(scratch.iterdir())
+    scratch.chmod(0o1777)
+    open_table(scratch / "cache", "store").close()
+    assert list(scratch.iterdir())
+
+
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

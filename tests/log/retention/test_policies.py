@@ -1,5 +1,6 @@
 """Policies from the outside: set in the store, applied with each save and by `retain`, and never to what must stay."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,29 @@ def test_rules_of_a_newer_build_let_nothing_go(store: tsck.Store) -> None:
     for use in (store.policies, store.apply_policies):
         with pytest.raises(InvalidOptionError, match="cannot be used: there is no rule 'keep_lucky'"):
             use()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_every_seconds": 1e-300},
+        {"keep_every_seconds": math.inf},
+        {"keep_steps": [(1 << 64) - 1]},
+        {"keep_younger": -1.0, "keep_last": 1},
+    ],
+    ids=str,
+)
+def test_a_policy_with_numbers_that_none_may_have_stops_no_save(store: tsck.Store, rules: dict[str, Any]) -> None:
+    """Whoever may append to the log can set one; each save and each page of policies would fail in the arithmetic."""
+    put(store, 1)
+    store.engine.log.append(lambda view: [Op.policy("*", rules)])
+    put(store, 2, 3)
+    assert steps(store) == [1, 2, 3]
+    for use in (store.policies, store.apply_policies):
+        with pytest.raises(InvalidOptionError, match=f"the policy for '\\*' cannot be used: {next(iter(rules))}"):
+            use()
+    store.remove_policy("*")
+    assert store.policies() == {}
 
 
 def test_a_hold_that_comes_meanwhile_counts() -> None:
