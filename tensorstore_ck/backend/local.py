@@ -233,7 +233,10 @@ class LocalBackend:
 
     def _open_new(self, path: str) -> int:
         mode = 0o666 if self._within is None else FILE_MODE
-        make = partial(os.open, path, _NEW, mode, dir_fd=self._at)
+
+        def make() -> int:
+            return os.open(path, _NEW, mode, dir_fd=self._at)  # the folder's handle, too, is there only once it was made
+
         try:
             fd = self._made(make)
         except FileNotFoundError:

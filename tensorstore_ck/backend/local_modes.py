@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -96,10 +96,11 @@ def has_default_acl(folder: str) -> bool:
         return False
 
 
-def files_unlike_root(root: str, *, change: bool = False) -> list[str]:
-    """The names of files and folders below `root` whose mode or group is not the one that `inherit_from_root` gives; sorted.
+def files_unlike_root(root: str, names: Iterable[str], *, change: bool = False) -> list[str]:
+    """Files and folders whose mode or group is not the one that `inherit_from_root` gives, sorted by name.
 
-    `change`: gives it to them, and returns those that this user could change. Follows no links, and leaves files with several names alone.
+    `names`: of what lies in `root`, the store's; only these, and everything below them, are looked at. `change`: gives them that mode and
+    group, and returns those that this user could change. Follows no links, and leaves files with several names alone.
     """
     wanted, acl_decides = os.stat(root), has_default_acl(root)
     found = []
@@ -108,13 +109,23 @@ def files_unlike_root(root: str, *, change: bool = False) -> list[str]:
         mode = mode_below(wanted, is_folder=stat.S_ISDIR(status.st_mode))
         return status.st_gid == wanted.st_gid and (acl_decides or stat.S_IMODE(status.st_mode) == mode)
 
-    for folder, folders, files, at in os.fwalk(root):
-        for name in (*folders, *files):
-            with suppress(FileNotFoundError):  # deleted meanwhile
-                status = os.stat(name, dir_fd=at, follow_symlinks=False)
-                is_ours = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
-                if is_ours and not is_like(status) and (not change or is_like(_changed(name, at, status, root))):
-                    found.append(os.path.relpath(f"{folder}/{name}", root))
+    def look(path: str, name: str, at: int) -> None:
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            status = os.stat(name, dir_fd=at, follow_symlinks=False)
+            is_ours = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
+            if is_ours and not is_like(status) and (not change or is_like(_changed(name, at, status, root))):
+                found.append(path)
+
+    top = os.open(root, _FOLDER)
+    try:
+        for name in names:
+            look(name, name, top)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                for folder, folders, files, at in os.fwalk(name, dir_fd=top):
+                    for each in (*folders, *files):
+                        look(f"{folder}/{each}", each, at)
+    finally:
+        os.close(top)
     return sorted(found)
 
 

@@ -30,7 +30,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     scandir = os.scandir
 
     def refusing(path: Any) -> Any:
-        if os.path.dirname(os.path.normpath(path)) == str(root) and os.path.basename(os.path.normpath(path)) in FOREIGN:
+        named = os.path.normpath(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
+        if os.path.dirname(named) == str(root) and os.path.basename(named) in FOREIGN:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scandir(path)
 

@@ -6,6 +6,8 @@ from typing import Final
 
 from tensorstore_ck.backend.local_modes import files_unlike_root
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.log.contents import store_folders
 from tensorstore_ck.maintenance.fsck.findings import Findings
 from tensorstore_ck.maintenance.fsck.repairable import repair_command
 
@@ -36,4 +38,6 @@ def repair_modes(backend: Backend) -> dict[str, str]:
 
 
 def _unlike_root(backend: Backend, *, change: bool = False) -> list[str]:
-    return files_unlike_root(backend.url, change=change) if backend.is_local and os.path.isdir(backend.url) else []
+    if not backend.is_local or not os.path.isdir(backend.url):
+        return []
+    return files_unlike_root(backend.url, [CONFIG_NAME, *store_folders(backend)], change=change)

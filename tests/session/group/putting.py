@@ -15,6 +15,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.publish import Expected
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import (
@@ -165,10 +166,11 @@ def put_ranks(
 ) -> SnapshotInfo:
     """One rank's side of a save, without a session."""
     attempt = group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
-    side = RankSave(engine, group, attempt, memory=memory)
-    outcome = attempt.run(Participant(lambda: side.propose(*prepare()), side.execute, side.resolve, side.compare, side.commit))
-    info = side.published(outcome)
-    side.keep(info, outcome)
+    with deleted_if_full(engine) as engine_of_save:
+        side = RankSave(engine_of_save, group, attempt, memory=memory)
+        outcome = attempt.run(Participant(lambda: side.propose(*prepare()), side.execute, side.resolve, side.compare, side.commit))
+        info = side.published(outcome)
+        side.keep(info, outcome)
     return info
 
 
