@@ -4,13 +4,16 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.integrations.model_file_names import ADAPTER_CONFIG
 from tensorstore_ck.state.select import listed
+
+_NO_FOREIGN_CODE: Final = {"trust_remote_code": False, "attn_implementation": "eager"}
+"""A configuration can name code, such as the kernel of another repository as its attention, that transformers would load and run."""
 
 
 def try_folder(folder: str, shown: str, config: Mapping[str, Any]) -> str:
@@ -39,7 +42,7 @@ def _try_model(folder: str, shown: str, config: Mapping[str, Any]) -> str:
         return f"not tried: {reason}"
     kind = getattr(transformers, config["architectures"][0])
     options = {"output_loading_info": True, "device_map": "meta", "local_files_only": True, "ignore_mismatched_sizes": True}
-    _, report = kind.from_pretrained(folder, **options)
+    _, report = kind.from_pretrained(folder, **options, **_NO_FOREIGN_CODE)
     _require_whole(shown, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
     return f"tried: {kind.__name__}.from_pretrained loads it, with every weight (transformers {transformers.__version__})"
 
@@ -53,7 +56,7 @@ def _try_adapter(folder: str, shown: str, config: Mapping[str, Any]) -> str:
     if not base:
         return f"not tried: {ADAPTER_CONFIG} does not name the base model"
     try:
-        base_config = transformers.AutoConfig.from_pretrained(base, local_files_only=True)
+        base_config = transformers.AutoConfig.from_pretrained(base, local_files_only=True, **_NO_FOREIGN_CODE)
     except (OSError, ValueError):
         return f"not tried: the base model {base} is not on this machine"
     reason = _why_not(transformers, base_config.to_dict())

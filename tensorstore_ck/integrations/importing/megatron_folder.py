@@ -81,9 +81,9 @@ def _newest(files: Files, folder: Folder) -> Folder:
         if text != "release" and not re.fullmatch(r"\d{1,18}", text):
             raise MalformedError(f"it has {printable(text, 40)!r}, which is neither a number nor 'release'")
     name = text if text == "release" else f"iter_{int(text):07}"
-    path = os.path.join(folder.path, name)
-    if not os.path.isdir(path):
-        raise CorruptObjectError(f"{file.path} names {name}, which is not there: import another folder by its path", object_id=path)
+    path = folder.find(name)
+    if path is None or not os.path.isdir(path):
+        raise CorruptObjectError(f"{file.path} names {name}, which is not there: import another folder by its path", object_id=name)
     return Folder(path)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Final
 
 from prometheus_client.core import Metric
@@ -16,6 +17,10 @@ from tensorstore_ck.maintenance.recorded_runs import FSCK, GC
 
 _NS: Final = 1e9
 OUTCOMES: Final = (OK, FINDINGS, REFUSED, FAILED)
+OTHER: Final = "other"
+"""An outcome that this build does not know: it may be any text, and each would be a series of its own."""
+MAX_SERIES: Final = 1000
+"""Branches of a store that have metrics, those that were saved to last, and quotas: whoever saves names them."""
 
 
 @dataclass(slots=True)
@@ -84,12 +89,12 @@ def _add_state(families: Families, state: StoreState, store: str, read_ns: int |
     for name, count in state.snapshots.items():
         families.add(of.SNAPSHOTS, count, store, name)
     _add_runs(families, state, store)
-    for quota in state.quotas:
+    for quota in state.quotas[:MAX_SERIES]:
         glob = label(quota.glob)
         families.add(of.QUOTA_USED, quota.used_bytes, store, glob)
         families.add(of.QUOTA_WARN, quota.warn_bytes, store, glob)
         families.add(of.QUOTA_REFUSE, quota.refuse_bytes, store, glob)
-    for each in state.refs.values():
+    for each in nlargest(MAX_SERIES, state.refs.values(), key=lambda each: each.last_save_ns):
         ref = label(each.ref)
         families.add(of.LAST_SAVE, _seconds(each.last_save_ns), store, ref)
         families.add(of.SAVE_SECONDS, _seconds(each.duration_ns), store, ref)
@@ -107,8 +112,9 @@ def _add_runs(families: Families, state: StoreState, store: str) -> None:
     for name, run in ((GC, gc), (FSCK, fsck)):
         if run is not None:
             families.add(of.RUN_SECONDS, run.duration_seconds, store, name)
-            for outcome in dict.fromkeys((*OUTCOMES, run.outcome)):
-                families.add(of.RUN_OUTCOME, outcome == run.outcome, store, name, label(outcome))
+            known = run.outcome if run.outcome in OUTCOMES else OTHER
+            for outcome in (*OUTCOMES, *([OTHER] if known == OTHER else [])):
+                families.add(of.RUN_OUTCOME, outcome == known, store, name, outcome)
     if gc is not None and "deleted_bytes" in gc.counts:
         families.add(of.FREED_BYTES, gc.counts["deleted_bytes"] - gc.counts.get("written_bytes", 0), store)
     if fsck is not None:

@@ -40,7 +40,8 @@ LAST_RUN: Final = Kind("tsck_last_run_timestamp_seconds", "When gc and fsck ende
 RUN_SECONDS: Final = Kind("tsck_last_run_duration_seconds", "How long the last run of gc and fsck took", ("store", "run"))
 RUN_OUTCOME: Final = Kind(
     "tsck_last_run_outcome",
-    "1 for the outcome of the last run of gc and fsck, 0 for others: ok, findings (of fsck: errors), refused (gc did not begin), failed",
+    "1 for the outcome of the last run of gc and fsck, 0 for others: ok, findings (of fsck: errors), refused (gc did not begin), failed; "
+    "other, if this build does not know it",
     ("store", "run", "outcome"),
 )
 FINDINGS: Final = Kind("tsck_fsck_findings", "What the last fsck found, by severity: error, notice", ("store", "severity"))

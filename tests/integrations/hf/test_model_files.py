@@ -15,10 +15,11 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
+from tensorstore_ck.integrations.exporting.try_model_folder import try_folder
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 from tensorstore_ck.integrations.hf import small_files
 from tests.cli.conftest import Tsck
@@ -184,6 +185,15 @@ def test_which_tensors_are_the_weights(tmp_path: Path, store: tsck.Store) -> Non
     training.put(store, ref="own")
     tsck.export_snapshot(store, "own", tmp_path / "own", format="hf")
     runs.assert_equal(_loaded(tmp_path / "own").state_dict(), weights)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_configuration_names_no_code_to_run(tmp_path: Path, key: str) -> None:
+    """transformers would fetch the kernel from that repository, and run it."""
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)).save_pretrained(tmp_path)
+    config = {**json.loads((tmp_path / "config.json").read_bytes()), key: "evil/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert try_folder(str(tmp_path), "x", config).startswith("tried: GPT2LMHeadModel.from_pretrained loads it")
 
 
 def test_without_transformers_it_says_that_it_did_not_try(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:

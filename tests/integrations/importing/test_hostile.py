@@ -302,3 +302,14 @@ def test_a_sound_one(store: tsck.Store, tmp_path: Path) -> None:
 )
 def test_old_files_that_lie(refuse: Refuse, tmp_path: Path, lie: dict[str, Any]) -> None:
     refuse(legacy(tmp_path / "a.pt", **lie))
+
+
+def test_the_name_of_the_newest_tag_is_not_read_from_elsewhere(refuse: Refuse, tmp_path: Path) -> None:
+    """A message would print what the link leads to."""
+    (tmp_path / "private").write_text("root:secret")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "latest").symlink_to("../private")
+    message = refuse(folder, tsck.InvalidNameError)
+    assert "leads out of its folder" in message
+    assert "secret" not in message

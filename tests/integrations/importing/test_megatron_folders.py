@@ -159,6 +159,13 @@ def test_the_newest_iteration_is_not_there(refuse: Refuse, folder: Path, text: s
     assert "which is not there: import another folder by its path" in refuse(folder, tsck.CorruptObjectError)
 
 
+def test_a_tracker_does_not_lead_out_of_the_folder(refuse: Refuse, folder: Path, iteration: Path) -> None:
+    """Whoever made the folder does not choose which other checkpoint of the user is imported."""
+    iteration.rename(folder.parent / "private")
+    iteration.symlink_to("../private")
+    assert "leads out of its folder" in refuse(folder, tsck.InvalidNameError)
+
+
 @pytest.mark.parametrize("text", ["", "../../etc", "1e3", "9" * 30])
 def test_a_tracker_that_names_nothing(refuse: Refuse, folder: Path, text: str) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text(text)

@@ -3,11 +3,13 @@
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.integrations.prometheus import collector, endpoint
 from tensorstore_ck.integrations.prometheus import exporter as exporter_module
 from tensorstore_ck.integrations.prometheus.families import KINDS
 from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
+from tensorstore_ck.log import Op
 from tensorstore_ck.store import ReadOnlyStore, Store
 from tests.catalog.made import publish
 from tests.documents import DOCS, text
@@ -355,6 +359,43 @@ def test_what_http_answers(serve: Serve, make_store: MakeStore, monkeypatch: pyt
     assert (code, "ZeroDivision" in said, "ZeroDivision" in caplog.text) == (500, False, True)
     monkeypatch.undo()
     assert served.scrape()["tsck_exporter_scrape_errors_total",] == 1
+
+
+def test_requests_for_another_host_are_refused(serve: Serve, make_store: MakeStore) -> None:
+    """A site that the user visits can let its name lead to 127.0.0.1."""
+    served = serve(make_store().url)
+    for host in ("evil.com", "evil.com:9464", "127.0.0.1.evil.com", "localhost.evil.com:1", "[::2]:9464", ""):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            get(served.url, Host=host)
+    for host in ("localhost", "LOCALHOST:9464", "127.0.0.1", "127.0.0.1:1", "[::1]:9464"):
+        assert "tsck_exporter_info" in get(served.url, Host=host)
+
+
+def test_idle_connections_hold_up_no_scrape(serve: Serve, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint._Handler, "timeout", None)  # nothing but other connections ends an idle one
+    served = serve(make_store().url)
+    port = int(served.url.split(":")[2].split("/")[0])
+    with ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS)) for _ in range(100)]
+        assert "tsck_exporter_info" in get(served.url)
+        assert idle[0].recv(1) == b""
+
+
+def test_series_are_bounded_whatever_names_there_are(serve: Serve, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "MAX_SERIES", 2)
+    store = make_store()
+    for name in ("a", "b", "c"):
+        put(store, f"runs/{name}", 1)
+    store.engine.log.append(lambda view: [Op.report("gc", "\x1b[2Jmade up", 1, {})])
+    found = serve(store.url).refreshed()
+    assert {key[2] for key in found if key[0] == "tsck_saves_total"} == {"runs/b", "runs/c"}
+    assert {key[3]: value for key, value in found.items() if key[0] == "tsck_last_run_outcome"} == {
+        "ok": 0,
+        "findings": 0,
+        "refused": 0,
+        "failed": 0,
+        "other": 1,
+    }
 
 
 def test_names_are_as_prometheus_wants_them(serve: Serve, make_store: MakeStore) -> None:

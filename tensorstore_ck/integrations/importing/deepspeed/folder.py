@@ -88,13 +88,13 @@ def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
 
     Raises:
         NotFoundError: ``latest`` names nothing, or there are tags and no ``latest``.
-        InvalidNameError: ``latest`` leads out of the folder.
+        InvalidNameError: ``latest``, or what it names, leads out of the folder.
     """
     if is_tag_folder(folder.path):
         return folder.path
     for latest in (LATEST, LATEST_UNIVERSAL):
-        path = os.path.join(folder.path, latest)
-        if not folder.has(latest) or os.path.getsize(path) > _MAX_TAG_BYTES:
+        path = folder.find(latest) if folder.has(latest) else None
+        if path is None or os.path.getsize(path) > _MAX_TAG_BYTES:
             continue
         with open(path, "rb") as file:
             tag = file.read(_MAX_TAG_BYTES).decode("utf-8", "replace").strip()
