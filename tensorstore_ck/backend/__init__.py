@@ -6,12 +6,14 @@ protocol.py               what the store needs of a backend
 object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
 local_io.py               system calls on one file
+local_reads.py            reads of files, tried again where a network folder lost its handle
 local_modes.py            modes and group of what a store in a folder makes
 local_writer.py           one large local file, written by several threads
 local_direct_writer.py    the same past the page cache
 os_errors.py              from an `OSError` to this package's errors
 s3.py                     an S3 bucket's prefix
 s3_requests.py            sends S3 requests, with retries
+s3_quirks.py              what some S3 servers do not support
 s3_create.py              creates S3 objects, never overwriting one
 s3_multipart_writer.py    one large S3 object, uploaded in pieces while it grows
 s3_resumable_upload.py    one S3 object, uploaded in pieces by one process after another

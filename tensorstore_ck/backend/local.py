@@ -16,8 +16,9 @@ from functools import partial
 from typing import Final, TypeVar
 
 from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
-from tensorstore_ck.backend.local_io import read_at, read_whole, write_at
+from tensorstore_ck.backend.local_io import read_whole, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
+from tensorstore_ck.backend.local_reads import read_range, try_again, with_file
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
@@ -34,7 +35,6 @@ T = TypeVar("T")
 TEMPORARY_PREFIX: Final = ".tmp-"
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 _LINK_TRIES: Final = 8
@@ -62,23 +62,18 @@ class LocalBackend:
     # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
+        def read(fd: int) -> bytes:
+            size = _regular_size(os.fstat(fd), name)
+            if size > max_bytes:
+                raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
+            return read_whole(fd, size)
+
         with os_errors("read", name):
-            fd = os.open(self._path(name), _READ, dir_fd=self._at)
-            try:
-                size = _regular_size(os.fstat(fd), name)
-                if size > max_bytes:
-                    raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
-                return read_whole(fd, size)
-            finally:
-                os.close(fd)
+            return with_file(self._path(name), self._at, read)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         try:  # no context manager: many small blocks are read one by one
-            fd = os.open(self._path(name), _READ, dir_fd=self._at)
-            try:
-                count = read_at(fd, target, offset)
-            finally:
-                os.close(fd)
+            count = read_range(self._path(name), self._at, offset, target)
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
@@ -86,7 +81,8 @@ class LocalBackend:
 
     def size(self, name: str) -> int:
         with os_errors("look at", name):
-            found = os.stat(self._path(name), dir_fd=self._at, follow_symlinks=False)
+            path = self._path(name)
+            found = try_again(path, lambda: os.stat(path, dir_fd=self._at, follow_symlinks=False))
         return _regular_size(found, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -302,8 +298,8 @@ class LocalBackend:
     def _entries(self, folder: str) -> Collection[os.DirEntry[str]]:
         with os_errors("list", folder or self._root):
             try:
-                with os.scandir(f"{self._root}/{folder}") as entries:
-                    return list(entries)
+                path = f"{self._root}/{folder}"
+                return try_again(path, lambda: _scanned(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -373,6 +369,11 @@ class LocalBackend:
         temporary = f"{folder}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
         os.close(os.open(temporary, _NEW, FILE_MODE, dir_fd=self._at))
         self._unlink_quietly(temporary)
+
+
+def _scanned(folder: str) -> Collection[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
 
 
 def _is_temporary(name: str) -> bool:

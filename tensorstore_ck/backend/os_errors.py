@@ -32,7 +32,7 @@ _ADVICE = {
     errno.EMLINK: "the folder cannot hold more entries",
     errno.EACCES: "check the owner and mode of the file and of the folders above it",
     errno.EPERM: "check the owner and attributes of the file",
-    errno.EROFS: "the filesystem is mounted read-only",
+    errno.EROFS: "the filesystem is mounted read-only: see the system's log for the cause, then mount it writable",
     errno.ELOOP: "a symbolic link is there instead of a file; the store never follows links",
     errno.EMFILE: "this process has too many open files: raise `ulimit -n`",
     errno.ENFILE: "this host has too many open files",

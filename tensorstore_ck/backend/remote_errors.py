@@ -21,7 +21,22 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.redaction import clean_error, shown_cause, without
 
-_NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
+PASSING_STATUSES: Final = {408, 409, 425, 429}
+PASSING_CODES: Final = {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "XAmzContentSHA256Mismatch",
+}
+"""Of replies with other statuses, mostly 400."""
+
+_NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientCapacity"}
+_REGION_CODES: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
+_TOKEN_CODES: Final = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 _CREDENTIAL_ERRORS: Final = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -31,6 +46,7 @@ _CREDENTIAL_ERRORS: Final = {
 }
 _UNREADABLE: Final = "HttpProcessingError"
 """aiohttp's error for a reply that broke off or is not HTTP: its status, 400, came from no server."""
+_WHAT_SERVERS_REFUSE: Final = "check storage_options, and what this server says of names (some take no backslash), sizes and headers"
 _OPTION_ERRORS: Final = {"ParamValidationError", "NoRegionError", "InvalidEndpointConfigurationError", "UnknownEndpointError"}
 
 
@@ -102,6 +118,19 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
         return InvalidUrlError(f"{text}; make the bucket, or correct the URL", object_id=name)
     if code in _NO_SPACE_CODES or status == 507:
         return NoSpaceError(f"{text}; free space or have the quota raised, then try again", object_id=name)
+    if code in _REGION_CODES:
+        return InvalidOptionError(
+            f"{text}; give the bucket's region: client_kwargs={{'region_name': ...}} in storage_options, or AWS_DEFAULT_REGION",
+            object_id=name,
+        )
+    if code == "InvalidObjectState":
+        return PermissionDeniedError(
+            f"{text}; the object is in an archive: restore it there (`aws s3api restore-object`), and exempt this store from the bucket's "
+            "rule that archives objects",
+            object_id=name,
+        )
+    if code in _TOKEN_CODES:
+        return PermissionDeniedError(f"{text}; get new credentials, then open the store again", object_id=name)
     if status in (401, 403) or isinstance(exc, PermissionError) or kind in _CREDENTIAL_ERRORS:
         return PermissionDeniedError(f"{text}; check the credentials, the bucket's policy and this host's clock", object_id=name)
     if status == 404 or isinstance(exc, FileNotFoundError):
@@ -110,4 +139,11 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
         return CorruptObjectError(f"{text}; the object is shorter than the store says: run `tsck fsck`", object_id=name)
     if isinstance(exc, TypeError | KeyError | ImportError) or kind in _OPTION_ERRORS:
         return InvalidOptionError(f"{text}; check storage_options", object_id=name)
+    if _is_refusal(status, code):
+        return PermissionDeniedError(f"{text}; the server refuses this request, and would again: {_WHAT_SERVERS_REFUSE}", object_id=name)
     return BackendUnavailableError(f"{text} ({kind}); check the connection, then try again", object_id=name)
+
+
+def _is_refusal(status: int, code: str) -> bool:
+    """Whether the server understood the request and did not carry it out, for a reason that stays."""
+    return 400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES

@@ -21,6 +21,7 @@ from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
 from tensorstore_ck.backend.s3_multipart_writer import S3Writer
+from tensorstore_ck.backend.s3_quirks import refuses_batches, refuses_condition
 from tensorstore_ck.backend.s3_requests import OnProgress, Request, RetryTiming, S3Requests, is_passing
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
@@ -57,6 +58,7 @@ class S3Backend:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
+        self._deletes_singly = False
         self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or RetryTiming(), on_wait, secrets=secrets)
         self._creator = S3Creator(self._requests)
 
@@ -136,9 +138,9 @@ class S3Backend:
                 return Created.EXISTS
             if not is_passing(error) and operation.attempt > 1:
                 return Created.UNKNOWN  # an earlier try may have made it
-            if status == 501:
+            if refuses_condition(error):
                 raise UnsafeBackendError(
-                    f"{self.url} does not support conditional writes, so commits cannot be exclusive on it", object_id=name
+                    f"{self.url} does not support conditional writes, so commits cannot be exclusive on it: {error}", object_id=name
                 ) from error
             if not is_passing(error):
                 raise error
@@ -157,12 +159,9 @@ class S3Backend:
 
     def delete(self, names: Iterable[str]) -> None:
         remaining = iter(names)
-        while batch := [{"Key": self._key(name)} for name in islice(remaining, DELETE_BATCH)]:
-            reply = self._requests.call("delete", "", "delete_objects", Delete={"Objects": batch, "Quiet": True})
-            for error in reply.get("Errors", ()):
-                if error.get("Code") != "NoSuchKey":
-                    key = str(error.get("Key"))
-                    # A request for this object alone has its status, which becomes the right error.
+        while batch := [self._key(name) for name in islice(remaining, DELETE_BATCH)]:
+            for key in self._delete_together(batch):
+                with suppress(MissingObjectError):
                     self._requests.call("delete", key.removeprefix(self._prefix), "delete_object", Key=key)
 
     def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
@@ -203,6 +202,20 @@ class S3Backend:
         self._filesystem.close()
 
     # --- requests ---
+
+    def _delete_together(self, keys: Sequence[str]) -> Iterable[str]:
+        """Deletes objects with one request; returns the keys that need one each, whose status becomes the right error."""
+        if self._deletes_singly:
+            return keys
+        objects = [{"Key": key} for key in keys]
+        try:
+            reply = self._requests.call("delete", "", "delete_objects", Delete={"Objects": objects, "Quiet": True})
+        except StoreError as exc:
+            if not refuses_batches(exc):
+                raise
+            self._deletes_singly = True
+            return keys
+        return [str(error.get("Key")) for error in reply.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
 
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)

@@ -1,7 +1,7 @@
 """Creates S3 objects, never overwriting one: ``If-None-Match: *``, and what a 412 means.
 
-Every request has the condition, so a bucket policy may deny requests without it. A server that does not support it (501) gets this and
-all later requests without it; other servers may ignore it. `tsck probe` reports which of these a server does.
+Every request has the condition, so a bucket policy may deny requests without it. A server that does not support it (`s3_quirks`) gets
+this and all later requests without it; other servers may ignore it. `tsck probe` reports which of these a server does.
 
 Each object has a random mark of its upload in its metadata. A request may arrive twice and its reply may be lost, so a 412 may hide our
 own success: a HEAD shows it by size and mark. ETags do not: with SSE-KMS they are not a hash of the bytes.
@@ -12,14 +12,14 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from tensorstore_ck.backend.remote_errors import error_code, http_status
+from tensorstore_ck.backend.remote_errors import http_status
+from tensorstore_ck.backend.s3_quirks import refuses_condition
 from tensorstore_ck.backend.s3_requests import OnProgress, Request, S3Requests, is_passing
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, StoreError
 
 MARK_KEY: Final = "tsck-upload"
 
 _EXISTS: Final = 412
-_UNKNOWN_HEADER: Final = 501
 
 
 class NewObject(NamedTuple):
@@ -129,10 +129,7 @@ class S3Creator:
 
     def _goes_without(self, method: str, error: StoreError) -> bool:
         """Whether `error` says that the server does not support the condition; later requests then leave it out."""
-        cause = error.__cause__
-        if method in self._without_condition or cause is None:
-            return False
-        if http_status(cause) != _UNKNOWN_HEADER and error_code(cause) != "NotImplemented":
+        if method in self._without_condition or not refuses_condition(error):
             return False
         self._without_condition.add(method)
         return True

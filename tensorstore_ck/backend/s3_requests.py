@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
-from tensorstore_ck.backend.remote_errors import error_code, http_status, remote_errors
+from tensorstore_ck.backend.remote_errors import PASSING_CODES, PASSING_STATUSES, error_code, http_status, remote_errors
+from tensorstore_ck.backend.s3_quirks import drop_checksums, refuses_checksums
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
@@ -33,19 +34,7 @@ POLL_SECONDS: Final = 1.0
 """How often to check the progress of a request's body."""
 CANCEL_SECONDS: Final = 1.0
 
-_PASSING_STATUSES: Final = {408, 409, 425, 429}
 _FINAL_STATUSES: Final = {501, 505}
-_PASSING_CODES: Final = {
-    "BadDigest",
-    "IncompleteBody",
-    "InternalError",
-    "RequestTimeout",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "XAmzContentSHA256Mismatch",
-}
-"""Of replies with other statuses, mostly 400."""
 _PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
 """The others are of options, credentials and arguments."""
 _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
@@ -87,7 +76,7 @@ def is_passing(error: StoreError) -> bool:
         wrapped = getattr(cause, "kwargs", {}).get("error")  # what aiohttp raised
         return not kinds.isdisjoint(_PASSING_BOTOCORE_ERRORS) and not isinstance(wrapped, RuntimeError)
     status = http_status(cause)
-    if status in _PASSING_STATUSES or not status or error_code(cause) in _PASSING_CODES:
+    if status in PASSING_STATUSES or not status or error_code(cause) in PASSING_CODES:
         return True
     return status >= 500 and status not in _FINAL_STATUSES
 
@@ -215,10 +204,13 @@ class Operation:
                     raise
 
     def once(self, request: Request[T]) -> T:
-        """The reply, without retries."""
-        with remote_errors(self._action, self._name, self._requests.url, self._requests.secrets):
-            filesystem = self._requests.filesystem()
-            return self._send(request, filesystem)
+        """The reply, without retries; but a refusal of checksums did nothing, and the request is sent again without them."""
+        try:
+            return self._try(request)
+        except StoreError as exc:
+            if not refuses_checksums(exc) or not drop_checksums(self._requests.filesystem()):
+                raise
+        return self._try(request)
 
     def pause(self, error: StoreError) -> bool:
         """Waits before the next try; False if no further try is allowed."""
@@ -244,6 +236,11 @@ class Operation:
                     return None
                 error = exc
         return None
+
+    def _try(self, request: Request[T]) -> T:
+        with remote_errors(self._action, self._name, self._requests.url, self._requests.secrets):
+            filesystem = self._requests.filesystem()
+            return self._send(request, filesystem)
 
     def _send(self, request: Request[T], filesystem: Any) -> T:
         ended = Flag()

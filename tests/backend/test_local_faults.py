@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tensorstore_ck.backend import Created
+from tensorstore_ck.backend import Created, local_reads
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
@@ -29,6 +30,11 @@ RACERS = 8
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "some" / "store"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_reads, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture
@@ -126,6 +132,40 @@ def test_errors_are_ours_and_name_the_object(
     assert caught.value.object_id == "a/b"
     with pytest.raises(expected):
         backend.read_into("a/b", 0, memoryview(bytearray(1)))
+
+
+READS: dict[str, tuple[tuple[str, ...], Callable[[LocalBackend], object]]] = {
+    "get": (("open", "pread"), lambda backend: backend.get("a/b", max_bytes=10)),
+    "range": (("open", "preadv"), lambda backend: backend.read_into("a/b", 1, memoryview(bytearray(3)))),
+    "size": (("stat",), lambda backend: backend.size("a/b")),
+    "list": (("scandir",), lambda backend: list(backend.list(""))),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [("nfs4", errno.ESTALE, True), ("nfs4", errno.EIO, True), ("nfs4", errno.EACCES, False), ("ext4", errno.EIO, False)]
+)
+@pytest.mark.parametrize("kind", READS)
+def test_a_read_is_tried_again_where_a_network_folder_lost_its_handle(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, kind: str, fault: tuple[str, int, bool]
+) -> None:
+    filesystem, number, passes = fault
+    calls, read = READS[kind]
+    monkeypatch.setattr(local_reads, "filesystem_of", lambda _: filesystem)
+    backend.put("a/b", b"data")
+    for call in calls:
+        left, works = [number] * 2, getattr(os, call)
+
+        def fails_twice(*args: Any, left: list[int] = left, works: Callable[..., Any] = works, **options: Any) -> Any:
+            if left:
+                raise OSError(left.pop(), "injected")
+            return works(*args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, fails_twice)
+            with nullcontext() if passes else pytest.raises(StoreError):
+                read(backend)
+            assert len(left) == (0 if passes else 1)
 
 
 def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:

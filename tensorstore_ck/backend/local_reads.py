@@ -1,0 +1,58 @@
+"""Reads of local files, tried again where a network folder lost its handle for a moment.
+
+After a server of NFS or SMB restarted, one read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of a disk of
+this host stays, and is reported at once. Only what changes nothing is tried again: a failed write or fsync is final. Errors are
+`OSError`, for the caller to translate.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from tensorstore_ck.backend.local_io import read_at
+from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
+
+T = TypeVar("T")
+
+PAUSES_SECONDS: Final = (0.1, 0.4, 1.0)
+"""Before each further try. NFS itself waits much longer before it reports an error."""
+
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
+
+
+def try_again(path: str, read: Callable[[], T]) -> T:
+    """The result of `read`, which looks at `path` and changes nothing."""
+    for pause in PAUSES_SECONDS:
+        try:
+            return read()
+        except OSError as exc:
+            if exc.errno != errno.ESTALE and not (exc.errno == errno.EIO and _is_on_network(path)):
+                raise
+        time.sleep(pause)
+    return read()
+
+
+def with_file(path: str, dir_fd: int | None, read: Callable[[int], T]) -> T:
+    """What `read` returns for a descriptor of the file; each try opens it again."""
+    return try_again(path, partial(_with_file, path, dir_fd, read))
+
+
+def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -> int:
+    """Fills `target` from `offset` of the file; returns how many bytes were there."""
+    return with_file(path, dir_fd, lambda fd: read_at(fd, target, offset))
+
+
+def _is_on_network(path: str) -> bool:
+    return NETWORK_FILESYSTEM.fullmatch(filesystem_of(Path(path).parent)) is not None
+
+
+def _with_file(path: str, dir_fd: int | None, read: Callable[[int], T]) -> T:
+    fd = os.open(path, _READ, dir_fd=dir_fd)
+    try:
+        return read(fd)
+    finally:
+        os.close(fd)
