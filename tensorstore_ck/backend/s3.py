@@ -140,7 +140,8 @@ class S3Backend:
                 return Created.UNKNOWN  # an earlier try may have made it
             if refuses_condition(error):
                 raise UnsafeBackendError(
-                    f"{self.url} does not support conditional writes, so commits cannot be exclusive on it: {error}", object_id=name
+                    f"{self.url} does not support conditional writes, so commits cannot be exclusive on it: {error.__cause__}",
+                    object_id=name,
                 ) from error
             if not is_passing(error):
                 raise error

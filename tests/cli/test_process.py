@@ -148,3 +148,18 @@ def _read_all(descriptor: int) -> bytes:
         if not piece:
             return data
         data += piece
+
+
+def test_arguments_that_are_no_utf8_and_a_narrow_terminal(history: Tsck, tmp_path: Path) -> None:
+    """Under a locale that has ASCII alone."""
+    env = {**_environment(tmp_path), "LC_ALL": "POSIX", "COLUMNS": "40"}
+
+    def run(*args: bytes) -> tuple[int, bytes, bytes]:
+        done = subprocess.run([sys.executable, "-m", "tensorstore_ck.cli", *args], env=env, cwd=tmp_path, capture_output=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    code, _, said = run(b"log", b"r\xff\xc3\xa9")
+    assert (code, said.count(b"\n"), b"cannot be the name of a branch" in said) == (21, 1, True)
+    os.rename(tmp_path / "ck", os.fsencode(tmp_path) + b"/a \xff")
+    code, out, said = run(b"branch", b"-s", b"a \xff")
+    assert (code, b"runs/gpt" in out, said) == (0, True, b"")
