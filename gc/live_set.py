@@ -151,14 +151,11 @@ class LiveSet(RootNeeds):
 
     def _add_part(self, view: RefTable, summary: PartSummary) -> set[ObjectKey]:
         """Marks what a part needs; returns the relocation maps that lead there."""
-        moved_objects: set[ObjectKey] = set()
         elsewhere = self._relocated.intersection(summary.packs)
         followed = list(follow(self._engine, view, summary.entries(elsewhere)))
+        found = [(pack, entries) for pack, entries, moved in followed if moved is None]
         with self._lock:
             self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
-            for pack, entries, moved in followed:
-                if moved is not None:
-                    moved_objects.add(ObjectKey("moved", moved))
-                else:
-                    self._marks.mark_entries(pack, entries)
-        return moved_objects
+            for pack, entries in found:
+                self._marks.mark_entries(pack, entries)
+        return {ObjectKey("moved", moved) for _, _, moved in followed if moved is not None}

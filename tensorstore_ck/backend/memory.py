@@ -67,12 +67,13 @@ class MemoryBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         with self._lock:
-            found = [ObjectInfo(name, len(data), at) for name, (data, at) in self._objects.items() if name.startswith(prefix)]
-        yield from found
+            objects = list(self._objects.items())
+        yield from [ObjectInfo(name, len(data), at) for name, (data, at) in objects if name.startswith(prefix)]
 
     def folders(self, start: str) -> Collection[str]:
         with self._lock:
-            return {name.partition("/")[0] for name in self._objects if "/" in name and name.startswith(start)}
+            names = list(self._objects)
+        return {name.partition("/")[0] for name in names if "/" in name and name.startswith(start)}
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:

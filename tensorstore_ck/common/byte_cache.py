@@ -32,5 +32,9 @@ class ByteCache(Generic[K, V]):
                 return
             self._kept[key] = value
             self._kept_bytes += self._size_bytes(value)
-            while self._kept_bytes > self._max_bytes and len(self._kept) > 1:
-                self._kept_bytes -= self._size_bytes(self._kept.popitem(last=False)[1])
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Under the lock. A function of its own: see common/changes.py."""
+        while self._kept_bytes > self._max_bytes and len(self._kept) > 1:
+            self._kept_bytes -= self._size_bytes(self._kept.popitem(last=False)[1])

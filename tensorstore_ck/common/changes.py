@@ -3,6 +3,10 @@
 Python runs signal handlers in the main thread, between two steps of Python code. `with lock:` is safe: taking and releasing a lock is C
 code, and no handler runs between it and the block. `threading.Condition` and `Event` are not: their `__enter__`, `__exit__` and `wait` are
 Python code around the lock, and Ctrl-C inside leaves it locked permanently, or releases it while another thread has it.
+
+One exception: Python 3.13 (and 3.12, if a debugger raises it) handles no exception at the jump back to the head of a loop that tests a
+condition: Ctrl-C there leaves the lock locked. Such a loop under a lock is in a function of its own, since an exception that leaves a call
+is handled. `tests/end_to_end/test_interrupts.py` has the rule, and finds the loops.
 """
 
 import threading

@@ -71,16 +71,7 @@ class LocalThreads:
                     break
             if not helpers:
                 yield from map(work, queue)
-            running = len(helpers)
-            while running:
-                result = results.get()
-                if not isinstance(result, _End):
-                    yield result
-                    ahead.put(True)
-                    continue
-                running -= 1
-                if result.error is not None:
-                    raise result.error
+            yield from _results(results, ahead, len(helpers))
         finally:
             with lock:
                 queue = iter(())
@@ -94,6 +85,19 @@ class _End:
     """The last result of a thread."""
 
     error: BaseException | None = None
+
+
+def _results(results: "SimpleQueue[Result | _End]", ahead: SimpleQueue[bool], running: int) -> Iterator[Result]:
+    """What `running` threads return. A function of its own, so that `finally` ends them after Ctrl-C: see common/changes.py."""
+    while running:
+        result = results.get()
+        if not isinstance(result, _End):
+            yield result
+            ahead.put(True)
+            continue
+        running -= 1
+        if result.error is not None:
+            raise result.error
 
 
 class DaskCluster:

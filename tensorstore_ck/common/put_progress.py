@@ -113,19 +113,22 @@ class PutMeter:
     def snapshot(self) -> Progress:
         """The progress of all threads at one moment."""
         with self._lock:
-            now = self._clock()
-            begun = [stage for stage in STAGES if self._tallies[stage].begun_at is not None]
-            queued = begun in ([], ["capture"]) and not self._tallies["capture"].threads
-            shown = next((tally for stage in reversed(begun) if (tally := self._tallies[stage]).total_bytes), None)
-            done, total, rate = 0, 0, 0.0
-            if shown is not None and shown.begun_at is not None:
-                done, total = min(shown.done_bytes, shown.total_bytes), shown.total_bytes
-                rate = done / (now - shown.begun_at) if now > shown.begun_at else 0.0
-            return Progress(
-                "queued" if queued else begun[-1],
-                done,
-                total,
-                rate,
-                {stage: tally.seconds + (now - tally.busy_since if tally.threads else 0.0) for stage, tally in self._tallies.items()},
-                {stage: tally.done_bytes for stage, tally in self._tallies.items()},
-            )
+            return self._snapshot_at(self._clock())
+
+    def _snapshot_at(self, now: float) -> Progress:
+        """Under the lock. A function of its own: see common/changes.py."""
+        begun = [stage for stage in STAGES if self._tallies[stage].begun_at is not None]
+        queued = begun in ([], ["capture"]) and not self._tallies["capture"].threads
+        shown = next((tally for stage in reversed(begun) if (tally := self._tallies[stage]).total_bytes), None)
+        done, total, rate = 0, 0, 0.0
+        if shown is not None and shown.begun_at is not None:
+            done, total = min(shown.done_bytes, shown.total_bytes), shown.total_bytes
+            rate = done / (now - shown.begun_at) if now > shown.begun_at else 0.0
+        return Progress(
+            "queued" if queued else begun[-1],
+            done,
+            total,
+            rate,
+            {stage: tally.seconds + (now - tally.busy_since if tally.threads else 0.0) for stage, tally in self._tallies.items()},
+            {stage: tally.done_bytes for stage, tally in self._tallies.items()},
+        )

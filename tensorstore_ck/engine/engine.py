@@ -141,7 +141,7 @@ class Engine:
             record = self.read_record(info)
             with self._lock:
                 self._records[info.ulid] = record
-                while len(self._records) > MAX_CACHED_RECORDS:
+                if len(self._records) > MAX_CACHED_RECORDS:
                     self._records.popitem(last=False)
         return record
 
@@ -160,7 +160,7 @@ class Engine:
         with self._lock:
             self._parts[ulid] = part
             self._parts.move_to_end(ulid)
-            while len(self._parts) > MAX_CACHED_PARTS:
+            if len(self._parts) > MAX_CACHED_PARTS:
                 self._parts.popitem(last=False)
 
     def read_moved(self, relocation: Relocation) -> RelocationMap:

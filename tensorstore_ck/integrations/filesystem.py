@@ -203,7 +203,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             found = SnapshotFiles(open_snapshot(self._get_engine(), info))
         with self._lock:
             self._opened[info.ulid] = found
-            while len(self._opened) > MAX_OPEN_SNAPSHOTS:
+            if len(self._opened) > MAX_OPEN_SNAPSHOTS:
                 self._opened.popitem(last=False)
         return found
 

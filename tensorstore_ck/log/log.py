@@ -310,20 +310,24 @@ class Log:
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
 
-        def append(write_id: bytes | None) -> Appended:
+        def append() -> Appended:
             with self._lock.here:
-                for lost in itertools.count():
-                    began_ns = self._clock()
-                    appended = self._append_once(build, write_id)
-                    if appended is not None:
-                        return appended
-                    write_id = None
-                    delay = self._conflict_delay(lost, self._clock() - began_ns)
-                    _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
-                    self._sleep(delay)
-            raise AssertionError("unreachable")
+                return self._append_until_first(build, write_id)
 
-        return shielded(lambda: append(write_id))
+        return shielded(append)
+
+    def _append_until_first(self, build: Build, write_id: bytes | None) -> Appended:
+        """Under the lock. A function of its own: see common/changes.py."""
+        for lost in itertools.count():
+            began_ns = self._clock()
+            appended = self._append_once(build, write_id)
+            if appended is not None:
+                return appended
+            write_id = None
+            delay = self._conflict_delay(lost, self._clock() - began_ns)
+            _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
+            self._sleep(delay)
+        raise AssertionError("unreachable")
 
     def wrote(self, n: int) -> bool:
         """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.

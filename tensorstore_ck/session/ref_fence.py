@@ -144,10 +144,8 @@ class RefFence:
     def drop(self, refs: Iterable[str]) -> None:
         """This handle forgot the refs: its next save to one starts it again, unless `undo` brings it back."""
         with self._lock:
-            for ref in refs:
-                seen = self._refs.pop(ref, None)
-                if seen is not None:
-                    self._forgotten[ref] = seen
+            for ref in self._refs.keys() & refs:
+                self._forgotten[ref] = self._refs.pop(ref)
 
     def note_restored(self, found: Resolved) -> None:
         """The state in memory is what was found at an address."""

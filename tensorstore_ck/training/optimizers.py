@@ -207,6 +207,17 @@ def _names_in(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     return cast(list[str], found)
 
 
+def _state_after_trial(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], rates: list[Any], names: ParameterNames) -> State:
+    """A function of its own, so that `finally` undoes the step after Ctrl-C: see common/changes.py."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    optimizer.step()
+    return {name: dict(each) for parameter, each in optimizer.state.items() if (name := names.of(parameter)) is not None}
+
+
 def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
     """The state after the optimizer's first step, from a trial step with zero gradients at learning rate 0 that is then undone."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -215,13 +226,7 @@ def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> St
     own = dict(optimizer.state)
     optimizer.state.clear()
     try:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
-        return {name: dict(each) for parameter, each in optimizer.state.items() if (name := names.of(parameter)) is not None}
+        return _state_after_trial(optimizer, parameters, rates, names)
     except TypeError:  # it needs a closure, like LBFGS: its state is created from the snapshot
         return {}
     except Exception as exc:

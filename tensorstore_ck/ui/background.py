@@ -71,7 +71,7 @@ class Background:
             read = self._reads.setdefault((uuid, kind), Read())
             self._reads.move_to_end((uuid, kind))
             read.looked = time.monotonic()
-            ended = [key for key, other in self._reads.items() if not other.is_running]
+            ended = list(filter(lambda key: not self._reads[key].is_running, self._reads))
             for key in ended[: -self._most] if self._most is not None else ():
                 del self._reads[key]
             return read
@@ -109,7 +109,8 @@ class Background:
         """Cancels what runs; returns whether it has ended in time, so that nothing uses the stores any more."""
         self._ends.set()
         with self._lock:
-            threads = [read.thread for read in self._reads.values() if read.thread is not None]
+            reads = list(self._reads.values())
+        threads = [read.thread for read in reads if read.thread is not None]
         until = time.monotonic() + patience_seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))

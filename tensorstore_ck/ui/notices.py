@@ -38,7 +38,7 @@ class Notices:
         number = secrets.token_urlsafe(12)
         with self._lock:
             self._waiting[number] = outcome
-            while len(self._waiting) > KEPT:
+            if len(self._waiting) > KEPT:
                 del self._waiting[next(iter(self._waiting))]
         return number
 

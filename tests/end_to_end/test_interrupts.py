@@ -1,9 +1,11 @@
 """Ctrl-C at any line of the package, then another save and a restore: nothing hangs, no error is wrong, nothing is lost."""
 
+import ast
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Final
 
 import pytest
@@ -183,3 +185,84 @@ def test_no_lock_that_ctrl_c_can_keep() -> None:
     """`Changes`, `Flag`, `Helper` and `for_each` take the place of what the standard library has for threads: see common/changes.py."""
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in Path(PACKAGE).rglob("*.py")}
     assert {name for name, source in sources.items() if UNSAFE.search(source)} == set(ALLOWED)
+
+
+def test_no_loop_under_a_lock_that_tests_a_condition() -> None:
+    """Ctrl-C between two turns of such a loop leaves the lock locked; the loop belongs in a function, which is called under the lock.
+
+    Python 3.12 and 3.13 compile a conditional jump back to the head of a loop as two instructions, and leave the second one, the jump back,
+    out of the exception table. Signal handlers run at a jump back. Python 3.13.0 looks up the handler by that instruction, and finds none:
+    of 5,000 real signals for each form, up to 3,668 left the lock locked. Python 3.12.1 looks it up by the head of the loop: none of 5,000
+    did, but an exception that a debugger, or the tracer of these tests, raises at that instruction does. Python 3.11 has no such gap.
+
+    With the gap: `while condition`; a `for` that ends in an `if` without an `else`, a `match` or an `assert`; a list, set or dict
+    comprehension with an `if`. Without it: a `for` that tests nothing, `while True`, an `if` before other statements, a generator
+    expression, `filter`. The optimizer may turn one form into another: so the rule forbids every condition in the loop.
+    """
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in _sources()}
+    assert {f"{name}:{line}" for name, source in sources.items() for line in _conditional_loops_under_locks(source)} == set()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "while self.waiting: pass",
+        "while True:\n    if self.waiting: break",
+        "for each in self.waiting:\n    if each: each.end()",
+        "for each in self.waiting:\n    assert each",
+        "for each in self.waiting:\n    match each:\n        case 1: pass",
+        "found = [each for each in self.waiting if each]",
+        "if self.waiting: return {each: 1 for each in self.waiting if each}",
+    ],
+)
+def test_the_loops_that_the_rule_finds(loop: str) -> None:
+    assert _conditional_loops_under_locks("with self.lock:\n" + indent(loop, "    "))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for each in self.waiting: each.end()",
+        "found = [each for each in self.waiting]",
+        "found = next((each for each in self.waiting if each), None)",
+        "if self.waiting: self.waiting.pop()",
+        "def later():\n    while self.waiting: pass",
+    ],
+)
+def test_the_loops_that_the_rule_allows(loop: str) -> None:
+    assert not _conditional_loops_under_locks("with self.lock:\n" + indent(loop, "    "))
+
+
+def _sources() -> Iterator[Path]:
+    """Of the package, and of the folders that are linked into it."""
+    for folder in (Path(PACKAGE), *(path for path in Path(PACKAGE).iterdir() if path.is_symlink())):
+        yield from folder.rglob("*.py")
+
+
+def _conditional_loops_under_locks(source: str) -> list[int]:
+    """Their lines. A lock is what `with` enters without a call."""
+    blocks = [
+        node.body
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.With) and any(not isinstance(item.context_expr, ast.Call) for item in node.items)
+    ]
+    return [node.lineno for block in blocks for node in _inline(block) if isinstance(node, ast.stmt | ast.expr) and _has_condition(node)]
+
+
+def _inline(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes, and those inside that Python compiles into the same function."""
+    for node in nodes:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.GeneratorExp):
+            yield node
+            yield from _inline(ast.iter_child_nodes(node))
+
+
+def _has_condition(node: ast.AST) -> bool:
+    """Whether it is a loop that tests a condition."""
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
+        return any(each.ifs for each in node.generators)
+    if isinstance(node, ast.While) and not isinstance(node.test, ast.Constant):
+        return True
+    return isinstance(node, ast.For | ast.While) and any(
+        isinstance(each, ast.If | ast.Match | ast.Assert | ast.While) for each in _inline(node.body)
+    )

@@ -118,7 +118,7 @@ class PackWriter:
         with self._meter.timed("hash", sum(map(len, run))):
             ids = [block_id(raw) for raw in run]
         with self._lock:
-            fresh = [number for number, block in enumerate(ids) if self._claim(block)]
+            fresh = list(compress(range(len(ids)), map(self._claim, ids)))
         if fresh:
             with self._meter.timed("encode", sum([len(run[number]) for number in fresh])):
                 encoded = [encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
@@ -147,7 +147,7 @@ class PackWriter:
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
         with self._lock:
-            fresh = [block for block in blocks if self._claim(block.id)]
+            fresh = list(filter(lambda block: self._claim(block.id), blocks))
         if fresh:
             self._append(fresh)
 
@@ -196,12 +196,14 @@ class PackWriter:
                 self._open.remove(pack)
         with self._meter.timed("write", size):
             offset = pack.writer.append([piece for block in blocks for piece in block.pieces])
+        rows = []
+        for block, check, stored in zip(blocks, checks, sizes, strict=True):
+            rows.append((block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0))
+            offset += stored
+        based: dict[bytes, EncodedBlock] = {block.id: block._replace(pieces=()) for block in blocks if block.bases}
         with self._lock:
-            for block, check, stored in zip(blocks, checks, sizes, strict=True):
-                pack.rows.append((block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0))
-                offset += stored
-                if block.bases:
-                    pack.based[block.id] = block._replace(pieces=())
+            pack.rows += rows
+            pack.based |= based
             pack.appending -= 1
             last = pack.full and not pack.appending
         if last:

@@ -160,8 +160,10 @@ class Findings:
     def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
         """Adds how an object can be repaired."""
         with self._lock:
-            for (name, kind), gathered in self._found.items():
-                if name == object_name and kind != UNREADABLE:
+            found = list(self._found.items())
+        for (name, kind), gathered in found:
+            if name == object_name and kind != UNREADABLE:
+                with self._lock:
                     gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
 
     def names(self, object_name: str) -> bool:

@@ -1,6 +1,7 @@
 """Which rounds of a rank are open, and which keys of ended ones it may delete."""
 
 import threading
+from bisect import bisect_left
 
 from tensorstore_ck.session.group.channel import Channel
 
@@ -36,4 +37,5 @@ class RoundLedger:
     def take_before(self, n: int) -> list[Channel]:
         """The channels of rounds before `n` that ended; each is returned once."""
         with self._lock:
-            return [self._ended.pop(ended) for ended in sorted(self._ended) if ended < n]
+            ended = sorted(self._ended)
+            return [self._ended.pop(each) for each in ended[: bisect_left(ended, n)]]

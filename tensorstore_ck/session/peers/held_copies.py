@@ -6,6 +6,7 @@ count. Incomplete copies are deleted, and only files that this rank wrote for a 
 
 import threading
 from collections.abc import Mapping
+from itertools import filterfalse
 
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid
@@ -36,7 +37,7 @@ class HeldCopies:
             if wrong is not None:
                 raise CorruptObjectError(f"{wrong} was sent before with {self._there[wrong]} bytes, not {sizes[wrong]}", object_id=wrong)
             self._named.setdefault(txn, {})[key] = frozenset(sizes)
-            return [name for name in sizes if name not in self._there]
+            return list(filterfalse(self._there.__contains__, sizes))
 
     def add(self, name: str, size_bytes: int) -> None:
         """Notes that an object is durable and verified."""

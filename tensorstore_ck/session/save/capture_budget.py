@@ -48,6 +48,11 @@ class CaptureMemory:
         queued.slot = Slot(self.arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
         return self.arena.fill(queued.slot)
 
+    def wait_until_taken(self, queued: QueuedSave, save: Capturable, under_way: int) -> None:
+        """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/changes.py."""
+        while not self.wait(queued, save, under_way):
+            pass
+
     def wait(self, queued: QueuedSave, save: Capturable, under_way: int) -> bool:
         """Waits some seconds for a slot; returns whether `queued` has one.
 

@@ -98,8 +98,8 @@ class SaveQueue:
         try:
             for number in admission.dropped:
                 self._drop_number(number)
-            while not queued.has_memory and not self._memory.wait(queued, save, len(self._queued())):
-                pass
+            if not queued.has_memory:
+                self._memory.wait_until_taken(queued, save, len(self._queued()))
             if queued.waited_seconds:
                 self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
             queued.copy(save)

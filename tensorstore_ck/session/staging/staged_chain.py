@@ -96,7 +96,7 @@ class StagedChain:
     def leave(self, save: UnpublishedSave) -> None:
         """A save is published or given up. Idempotent."""
         with self._lock:
-            self._unpublished = [each for each in self._unpublished if each is not save]
+            self._unpublished = list(filter(lambda each: each is not save, self._unpublished))
 
     def unpublished(self, before: UnpublishedSave | None = None) -> list[UnpublishedSave]:
         """The saves that are neither published nor given up, oldest first; only those `before` one, none if that is not among them."""
@@ -112,7 +112,7 @@ class StagedChain:
     def remove(self, txn: Ulid) -> None:
         """Removes a save that is published or given up."""
         with self._lock:
-            self._links = [link for link in self._links if link.txn != txn]
+            self._links = list(filter(lambda link: link.txn != txn, self._links))
 
     def borrow(self) -> StagedLinks:
         """What the next save builds on; see `give_back`."""
@@ -123,7 +123,7 @@ class StagedChain:
     def give_back(self, links: StagedLinks) -> None:
         """Ends a `borrow`: that save is staged, or failed. Idempotent."""
         with self._lock:
-            self._borrowed = [each for each in self._borrowed if each is not links]
+            self._borrowed = list(filter(lambda each: each is not links, self._borrowed))
 
     def needed(self, but: Ulid) -> frozenset[str]:
         """The objects that other saves need, or may come to need."""
