@@ -26,7 +26,6 @@ BUDGET_SECONDS = 1200
 NEW_SECONDS = 30
 """What a file is taken to need that no full run has seen."""
 TURNS = 3
-LINKED = {"gc": "tensorstore_ck/gc", "chunker": "tensorstore_ck/chunker"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,6 @@ class Choice:
 
 def module_of(path: str) -> str:
     """The dotted name of a Python file, as the package's own imports have it."""
-    top = path.split("/", maxsplit=1)[0]
-    path = path.replace(top, LINKED.get(top, top), 1)
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -152,7 +149,7 @@ def main() -> None:
     recorded = json.loads(RECORD.read_text())
     tracked = _git("ls-files")
     changed = _changed_since(recorded["commit"], tracked)
-    python = [path for path in tracked if path.endswith(".py") and path.startswith(("tensorstore_ck/", "gc/", "chunker/", "tests/"))]
+    python = [path for path in tracked if path.endswith(".py") and path.startswith(("tensorstore_ck/", "tests/"))]
     slow = {path for path in python if path.split("/")[-1].startswith("test_") and _has_slow_tests(path)}
     known = {path: taken for path, taken in recorded["seconds"].items() if path in slow or not path.startswith("tests/")}
     seconds = {**dict.fromkeys(sorted(slow), NEW_SECONDS), **known}

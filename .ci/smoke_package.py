@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKS = {"gc": "tensorstore_ck/gc", "chunker": "tensorstore_ck/chunker"}
 KERNEL = "tensorstore_ck/format/codec/_kernel.abi3.so"
 SUFFIXES = (".py", ".pyi", ".typed", ".cu", ".html", ".css", ".js", ".LICENSE")
 DOCUMENTS = {
@@ -54,8 +53,6 @@ def run(*command: str | Path, cwd: Path) -> str:
 def package_files(source: Path) -> set[str]:
     """The Python files, CUDA sources, pages and documents of the package, under the names that they have when it is installed."""
     names = {path.relative_to(source).as_posix() for path in (source / "tensorstore_ck").rglob("*") if path.is_file()}
-    for folder, name in LINKS.items():
-        names |= {f"{name}/{path.relative_to(source / folder).as_posix()}" for path in (source / folder).rglob("*") if path.is_file()}
     return {name for name in names if PurePosixPath(name).suffix in SUFFIXES or name in DOCUMENTS}
 
 

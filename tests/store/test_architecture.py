@@ -69,8 +69,8 @@ def test_every_path_exists() -> None:
     "document",
     [
         "tensorstore_ck/FORMAT.md",
-        "gc/PROTOCOL.md",
-        "chunker/README.md",
+        "tensorstore_ck/gc/PROTOCOL.md",
+        "tensorstore_ck/chunker/README.md",
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
