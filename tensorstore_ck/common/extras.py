@@ -31,7 +31,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "catalog": ("sqlalchemy>=2.0",),
     "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),
     "exporter": ("prometheus-client>=0.22", "sqlalchemy>=2.0"),
-    "ui": ("sqlalchemy>=2.0", "starlette>=0.46", "uvicorn>=0.34", "jinja2>=3.1"),
+    "ui": ("sqlalchemy>=2.0", "starlette>=0.49.1", "uvicorn>=0.34", "jinja2>=3.1.6"),
 }
 """Extra -> its dependencies, as in pyproject.toml."""
 

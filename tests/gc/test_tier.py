@@ -525,7 +525,7 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
         ({"move_after": ("30d", "cold/ckpt")}, "absolute path"),
         ({"move_after": "30d"}, "must be like"),
         ({"move_after": ("30d", 7)}, "not to 7"),
-        ({"move_after": ("0s", COLD)}, "must be above 0"),
+        ({"move_after": ("0s", COLD)}, "must be at least 0.001 seconds"),
         ({"move_after": [("30d", COLD), ("30d", COLDER)]}, "different ages"),
         ({"move_after": ("30d", "s3://cold/x?storage_class=DEEP_ARCHIVE")}, "read at once"),
         ({"move_after": ("30d", "az://c/x?sv=secret")}, "only s3://"),
