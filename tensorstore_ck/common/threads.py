@@ -23,6 +23,8 @@ BEGIN_SECONDS: Final = 30.0
 """How long a new thread may take to begin."""
 _LOOK_SECONDS: Final = 0.5
 """How long it may take to notice that a thread died of too little memory."""
+_RUNS_HERE: Final = contextvars.ContextVar("runs_here", default=False)
+"""Whether `shielded` calls what it is given in this thread, since no other one could be started."""
 
 
 def cpu_threads() -> int:
@@ -157,7 +159,7 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
 
     In the main thread, Ctrl-C is raised at once, and `call` goes on in the background; with `finish` it is raised when `call` has ended.
     """
-    if threading.get_ident() != threading.main_thread().ident:
+    if threading.get_ident() != threading.main_thread().ident or _RUNS_HERE.get():
         return call()
     outcome = SimpleQueue[tuple[bool, T | BaseException]]()
     context = contextvars.copy_context()
@@ -175,12 +177,21 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
         try:
             helper.start()
         except (RuntimeError, MemoryError):
-            return call()
+            return _unshielded(call)
         return _outcome(outcome, helper)
     except BaseException:
         if finish:
             helper.end()
         raise
+
+
+def _unshielded(call: Callable[[], T]) -> T:
+    """The result of `call` in this thread, for want of another. What it shields itself runs here, too: this thread may hold its lock."""
+    token = _RUNS_HERE.set(True)
+    try:
+        return call()
+    finally:
+        _RUNS_HERE.reset(token)
 
 
 def _outcome(outcome: "SimpleQueue[tuple[bool, T | BaseException]]", helper: Helper) -> T:

@@ -11,7 +11,7 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
-from tensorstore_ck.common.threads import Helper, for_each
+from tensorstore_ck.common.threads import Helper, for_each, shielded
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE
 from tests.end_to_end.test_interrupts import Job
@@ -105,6 +105,26 @@ def test_no_thread_from_any_start_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
             job.acknowledged.add(job.step)
         job.require_sound()
     job.close()
+
+
+def test_what_is_called_here_for_want_of_a_thread_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first thread cannot be started: one for the inner call would wait for the lock that this thread holds."""
+    plain, lock, failures = threading.Thread.start, threading.RLock(), [RuntimeError("can't start new thread")]
+
+    def start(self: threading.Thread) -> None:
+        if failures:
+            raise failures.pop()
+        plain(self)
+
+    def inner() -> bool:
+        return lock.acquire(timeout=PATIENCE_SECONDS)
+
+    def outer() -> bool:
+        with lock:
+            return shielded(inner)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert shielded(outer)
 
 
 def test_a_thread_that_dies_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
