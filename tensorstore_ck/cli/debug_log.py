@@ -2,8 +2,7 @@
 
 import logging
 import os
-import shlex
-import sys
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final
 
 import platformdirs
 
+import tensorstore_ck
 from tensorstore_ck.cli.output import say
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.redaction import redacted
@@ -33,15 +33,16 @@ def debug_log() -> Iterator[None]:
     path = platformdirs.user_state_path("tensorstore_ck", appauthor=False) / "debug.log" if wanted == "1" else Path(wanted)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _RedactedFile(path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise InvalidOptionError(f"{DEBUG_VARIABLE} names a file that cannot be written: {exc}", object_id=DEBUG_VARIABLE) from exc
     logger = logging.getLogger("tensorstore_ck")
     before = logger.level
-    handler.setFormatter(logging.Formatter(_FORM, "%Y-%m-%d %H:%M:%S"))
+    handler = logging.StreamHandler(os.fdopen(fd, "a", encoding="utf-8"))
+    handler.setFormatter(_Redacted(_FORM, "%Y-%m-%d %H:%M:%S"))
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
-    logger.debug("%s", shlex.join(sys.argv))
+    logger.debug("tsck %s, Python %s", tensorstore_ck.__version__, platform.python_version())  # no arguments: they may be secrets
     try:
         yield
     except StoreError:
@@ -50,16 +51,12 @@ def debug_log() -> Iterator[None]:
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
-        handler.close()
+        handler.stream.close()
         say(f"tsck: what was decided, and why, is in {path}", err=True)
 
 
-class _RedactedFile(logging.FileHandler):
-    """A file of this user alone, without secrets of URLs."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
-        path.chmod(0o600)
+class _Redacted(logging.Formatter):
+    """Leaves out secrets of URLs."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))

@@ -1,11 +1,14 @@
 """TSCK_DEBUG: what a command decided, and why, is in a file; without it there is none."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import tensorstore_ck as tsck_package
+from tensorstore_ck.cli.debug_log import debug_log
 from tests.cli.conftest import Tsck
 
 
@@ -18,8 +21,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_gc_says_what_it_found_and_deletes(history: Tsck, file: Path, tmp_path: Path) -> None:
     with tsck_package.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
         root = store.resolve("runs/gpt@1").root
+    level = logging.getLogger("tensorstore_ck").level
     assert history("forget", "runs/gpt@1").code == 0
     done = history("gc", "--undo-window", "0s", "--min-age", "0s", "--max-delete", "1")
+    assert logging.getLogger("tensorstore_ck").level == level
     text = file.read_text()
     assert done.err.endswith(f"is in {file}\n")
     assert "tensorstore_ck.log: entry 3 (expire): created" in text or "(forget): created" in text, text
@@ -36,9 +41,23 @@ def test_an_error_has_its_traceback_there(history: Tsck, file: Path) -> None:
     assert " is step 2 of runs/gpt, root " in file.read_text(), "later lines are appended"
 
 
-def test_secrets_are_left_out(tsck: Tsck, file: Path) -> None:
-    tsck("log", "-s", "s3://key:hidden-secret@bucket/x?token=hidden-token")
-    assert "hidden-" not in file.read_text()
+def test_secrets_are_left_out(file: Path) -> None:
+    """Of the arguments of a process, and of what others log through the package's loggers."""
+    options = ["--storage-option", "secret=hidden-option", "-s", "s3://key:hidden-password@bucket/x?token=hidden-token"]
+    subprocess.run([sys.executable, "-m", "tensorstore_ck", "log", *options], capture_output=True, check=False)
+    assert file.read_text()
+    with debug_log():
+        logging.getLogger("tensorstore_ck.backend").debug("asked %s", "https://host/x?X-Amz-Signature=hidden-signature")
+    text = file.read_text()
+    assert "asked https://host/x" in text
+    assert "hidden-" not in text
+
+
+def test_the_file_is_not_reached_through_a_link(history: Tsck, file: Path, tmp_path: Path) -> None:
+    file.parent.mkdir()
+    file.symlink_to(tmp_path / "elsewhere")
+    assert history("log").code == 22
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_without_it_nothing_is_written_and_the_level_stays(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

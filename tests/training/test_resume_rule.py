@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tensorstore_ck as tsck
+from tensorstore_ck.training import resume_search
 from tests.training.resume_rule import ALL, NEWEST, check_door
 
 REF = "runs/job"
@@ -110,3 +111,27 @@ def test_what_a_run_left_behind_when_it_went_back_is_not_before_it(store: tsck.S
     with pytest.warns(UserWarning, match=f"resuming from {REF}@1 instead"):
         job.training.restore(store, REF)
     assert job.step == 1
+
+
+@pytest.mark.parametrize(("errors", "step"), [(2, 3), (3, None)])
+def test_a_log_that_cannot_be_read_is_asked_again_before_anything_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: int, step: int | None
+) -> None:
+    chosen, left = vars(resume_search)["choose"], [tsck.BackendUnavailableError("it does not answer")] * errors
+
+    def choose(*args: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return chosen(*args, **options)
+
+    monkeypatch.setattr(resume_search, "choose", choose)
+    monkeypatch.setattr(resume_search, "PAUSE_SECONDS", 0.0)
+    with tsck.open(tmp_path / "ck", create=True) as store:
+        save(store)
+        if step is None:
+            with pytest.raises(tsck.BackendUnavailableError):
+                Job().training.restore(store, REF)
+        else:
+            found = Job().training.restore(store, REF)
+            assert found is not None
+            assert found.step == step
