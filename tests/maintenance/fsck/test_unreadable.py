@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -22,12 +24,19 @@ AT_ONCE = tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1,
 
 
 class Disk:
-    """At read number `at`, counted from 1, the file that it reads becomes unreadable; with `once`, only that read fails."""
+    """At read number `at`, counted from 1, the file that it reads becomes unreadable; with `once`, only that read fails.
 
-    def __init__(self, patch: pytest.MonkeyPatch, root: Path, at: int, *, once: bool = False, also: Path | None = None) -> None:
+    `of`: of this object alone, whatever the threads read before it.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, root: Path, at: int, *, of: str = "", once: bool = False, also: Path | None = None
+    ) -> None:
         self.name = ""
         """The unreadable object; empty if there were fewer reads."""
-        self._root, self._at, self._calls, self._once = f"{root}/", at, 0, once
+        self.reads = Counter[str]()
+        self._root, self._at, self._of, self._once = f"{root}/", at, of, once
+        self._lock = threading.Lock()
         self._roots = (self._root, f"{also or root}/")
         patch.setattr(os, "pread", self._failing(os.pread))
         patch.setattr(os, "preadv", self._failing(os.preadv))
@@ -36,10 +45,12 @@ class Disk:
         def call(fd: int, *args: object) -> Any:
             path = os.readlink(f"/proc/self/fd/{fd}")
             if path.startswith(self._roots):
-                self._calls += 1
-                if self._calls == self._at:
-                    self.name = path.removeprefix(self._root)
-                if self._calls == self._at or (not self._once and path == self._root + self.name):
+                name = path.removeprefix(self._root)
+                with self._lock:
+                    self.reads[name] += 1
+                    is_struck = (self.reads[name] if self._of else self.reads.total()) == self._at and self._of in ("", name)
+                    self.name = name if is_struck else self.name
+                if is_struck or (not self._once and name == self.name):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
             return read(fd, *args)
 
@@ -71,16 +82,17 @@ def opened_copy(copy: Path) -> ReadOnlyStore:
 
 
 def at_every_read(root: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[tsck.Store, Disk], object]) -> set[str]:
-    """The folders of the objects that became unreadable while `act` ran, each in its turn."""
+    """The folders of the objects that became unreadable while `act` ran: each object, at each of its reads."""
     folders = set[str]()
-    for at in count(1):
+    copy = root.parent / "counted" / "store"  # which `act` may change
+    shutil.copytree(root, copy)
+    with opened(copy) as store, monkeypatch.context() as patch:
+        act(store, untouched := Disk(patch, copy, 0))
+    for name, at in [(name, at) for name, reads in untouched.reads.items() for at in range(1, reads + 1)]:
         with opened(root) as store, monkeypatch.context() as patch:
-            disk = Disk(patch, root, at)
-            act(store, disk)
-        if not disk.name:
-            return folders
-        folders.add(disk.name.partition("/")[0])
-    raise AssertionError("endless")
+            act(store, disk := Disk(patch, root, at, of=name))
+        folders |= {disk.name.partition("/")[0]} - {""}
+    return folders
 
 
 def require_unreadable(findings: Sequence[Finding], name: str) -> None:
