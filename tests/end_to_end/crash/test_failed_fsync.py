@@ -4,9 +4,10 @@ import errno
 import os
 import stat
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +24,17 @@ SAVES: Final = 3
 
 
 class Disk:
-    """Makes one fsync of a folder fail. `forgotten`: entries that a later fsync acknowledged, though the kernel dropped them."""
+    """Makes one fsync of a folder fail. `forgotten`: entries that a later fsync acknowledged, though the kernel dropped them.
 
-    def __init__(self, patch: pytest.MonkeyPatch, at: int, code: int) -> None:
+    `within`: of the folders that this function gives this name, the `at`-th fsync fails, whatever other threads do meanwhile.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, at: int, code: int, *, within: str = "", name_of: Callable[[str], str] = lambda folder: ""
+    ) -> None:
         self.failed, self.forgotten = "", ""
-        self._at, self._code, self._calls, self._is_changed = at, code, 0, False
+        self.calls = Counter[str]()
+        self._at, self._code, self._within, self._name_of, self._is_changed = at, code, within, name_of, False
         self._fsync, self._open = os.fsync, os.open
         patch.setattr(os, "fsync", self.fsync)
         patch.setattr(os, "open", self.open)
@@ -41,8 +48,9 @@ class Disk:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
             return
         folder = os.readlink(f"/proc/self/fd/{fd}")
-        self._calls += 1
-        if self._calls == self._at:
+        name = self._name_of(folder)
+        self.calls[name] += 1
+        if name == self._within and self.calls[name] == self._at:
             self.failed = folder
             raise OSError(self._code, os.strerror(self._code))
         if folder == self.failed and not self._is_changed:
@@ -69,22 +77,28 @@ def opened(folder: Path) -> tsck.Store:
 
 @pytest.mark.race
 def test_the_same_call_succeeds_when_it_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = set()
-    for at in count(1):
-        folder = tmp_path / f"{at}"
+    def run(folder: Path, at: int, within: str) -> Disk:
         with monkeypatch.context() as patch:
-            disk = Disk(patch, at, CODES[at % 2])
+            disk = Disk(patch, at, CODES[at % 2], within=within, name_of=partial(top_folder, folder))
             with opened(folder) as store:
                 disk.forgotten = ""  # a new handle cannot know what failed before it
                 for step in (1, 2):
                     state = {"w": torch.full((100,), float(step))}
                     store.retrying(partial(store.put_snapshot, state, ref="job", step=step), pause_seconds=0)
-                assert [snapshot.step for snapshot in store.log("job")] == [2, 1], f"fsync {at}"
-        if not disk.failed:
-            break
-        assert not disk.forgotten, f"fsync {at}"
-        failed.add(os.path.relpath(disk.failed, folder).removeprefix("store/").split("/")[0])
-    assert failed >= {".", "store", "log", "packs", "parts", "snapshots"}
+                assert [snapshot.step for snapshot in store.log("job")] == [2, 1], f"fsync {at} of {within}"
+        return disk
+
+    calls = run(tmp_path / "counted", 0, "").calls
+    assert set(calls) >= {".", "store", "log", "packs", "parts", "snapshots"}
+    for within, at in [(name, at) for name, number in calls.items() for at in range(1, number + 1)]:
+        disk = run(tmp_path / f"{within} {at}", at, within)
+        assert disk.failed or within == "writers", "the thread that writes the record of this process may have ended before"
+        assert not disk.forgotten, f"fsync {at} of {within}"
+
+
+def top_folder(root: Path, folder: str) -> str:
+    """The store's folder of objects that `folder` is in; or itself, if it is the store's or above it."""
+    return os.path.relpath(folder, root).removeprefix("store/").split("/")[0]
 
 
 @pytest.mark.race
