@@ -9,7 +9,7 @@ FOLDERS: Final[Mapping[str, str]] = {"pack": "packs", "part": "parts", "snapshot
 """Kind of object -> its folder, which is also the field of a log operation that lists such objects."""
 
 FIXED_FOLDERS: Final = ("checkpoint", *FOLDERS.values(), "writers")
-"""The folders of a store's objects, except those of logs, whose names store.json tells."""
+"""The folders of a store's objects, except those of logs: store.json has their names."""
 
 
 def object_name(kind: str, ulid: Ulid) -> str:

@@ -1,4 +1,4 @@
-"""A backend that notes the errors of reads that do not show damage, whoever handles them, so that a repair marks nothing after one.
+"""A backend that notes failed reads which do not prove damage, even if a caller handles the error: after one, a repair marks nothing.
 
 A source of a lost object that cannot be read may be good, wherever the repair met it.
 """
