@@ -139,18 +139,25 @@ def test_nothing_is_appended_to_a_damaged_log(missing: int, has_cache: bool) -> 
     assert contents(backend) == before
 
 
-def test_nothing_is_appended_to_a_log_that_went_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("in_place", "why"), [(True, "damaged log"), (False, "tsck accept-log")])
+def test_nothing_is_appended_to_a_log_that_went_back(tmp_path: Path, in_place: bool, why: str) -> None:
+    """Its newest entries are gone from the folder; or an older copy of the whole folder is in its place."""
     options: dict[str, Any] = {"no_sync": True, "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"}
-    with tsck.open(tmp_path / "ck", create=True, **options) as store:
+    place = tmp_path / "ck"
+    with tsck.open(place, create=True, **options) as store:
         put_all(store, "job", [state(1)])
-        shutil.copytree(tmp_path / "ck", tmp_path / "backup")
+        shutil.copytree(place, tmp_path / "backup")
         put_all(store, "other", [state(2)])
-    shutil.rmtree(tmp_path / "ck")
-    shutil.copytree(tmp_path / "backup", tmp_path / "ck")
-    with tsck.open(tmp_path / "ck", **options) as store:
+    if in_place:
+        for folder in place.iterdir():
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+    else:
+        place.rename(tmp_path / "aside")  # not deleted: another folder could get its inode
+    shutil.copytree(tmp_path / "backup", place, dirs_exist_ok=True)
+    with tsck.open(place, **options) as store:
         with pytest.warns(tsck.LogChangedWarning):
             head = head_of(store)
-        assert "damaged log" in store.fsck().not_recorded
+        assert why in store.fsck().not_recorded
         with pytest.raises(GcRefusedError):
             store.gc(AT_ONCE)
         assert head_of(store) == head == 1
