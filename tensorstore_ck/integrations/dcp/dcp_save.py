@@ -135,7 +135,7 @@ class DcpSave:
         written = store_part(engine, captured, blobs, tensors, [begun.packs, packs], anchor=begun.anchor, slot=slot)
         return (
             written,
-            checked_parts(engine, [written], begun.anchor),
+            checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
             ParentComparison(engine, view, written, captured, self._request.claim).examine(),
         )
 
@@ -167,6 +167,7 @@ class DcpSave:
                 [found, *findings],
                 logical_bytes=captured.logical_bytes,
                 meter=meter,
+                view=self._engine.log.view(),
             )
             self._destination.keep(info, [written])
             return info

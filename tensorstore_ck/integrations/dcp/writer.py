@@ -21,7 +21,6 @@ from torch.futures import Future
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
@@ -32,6 +31,7 @@ from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, diff
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
 from tensorstore_ck.session.save_options import check_options
@@ -290,14 +290,14 @@ class Writer(StorageWriter):
         session, ref = self._target.store.session, self._saving.ref
         engine = session.engine
         engine.require_writable()
-        engine.log.sync()
+        view = engine.log.newest_view()
         if not self._target.is_shared:
-            session.fence.adopt(engine.log.view(), ref)
+            session.fence.adopt(view, ref)
         checks = self._checks._asdict()
         options = check_options(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
-        request = session.fence.at_head(engine, options)
-        check_expected(engine, engine.log.view(), ref, request.expect)
-        check_quotas(engine.log.view(), ref)
+        request = session.fence.request_at(engine, view, options)
+        check_expected(engine, view, ref, request.expect)
+        check_quotas(quotas_of(view, ref), ref)
         return request
 
     def _ranks_request(self) -> SaveRequest:
