@@ -57,7 +57,7 @@ MOST_LINES = {
     "redaction": 200,
     "session": 10300,
     "state": 6300,
-    "store": 1300,
+    "store": 1500,
     "training": 4600,
     "ui": 4000,
 }
