@@ -56,7 +56,7 @@ MOST_LINES = {
     "maintenance": 7100,
     "redaction": 200,
     "session": 10300,
-    "state": 6300,
+    "state": 6700,
     "store": 1500,
     "training": 4600,
     "ui": 4000,
