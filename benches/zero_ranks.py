@@ -81,7 +81,7 @@ class Job:
         return TrainingState.over(shared, RankOwnState(StatefulPart.of("model", shared.module), none, {}, {"client_state": {}}, None))
 
     def _take_apart(self, training: TrainingState, rank: int, step: int) -> CapturedState:
-        shared, own = training._capture(self.ranks)
+        shared, own = training._sides.capture(self.ranks)
         describer = SpreadDescriber({each: each for each in range(self.ranks)}, rank)
         return _faked(capture(shared, describer), step, rank)._replace(own=capture(own))
 
@@ -136,7 +136,7 @@ class Job:
             engine = self._open()
             engine.log.sync()
             restoring = _Restoring(engine, info, group)  # type: ignore[arg-type]
-            training._read("run", ranks, False, restoring)
+            training._sides.restore("run", ranks, False, restoring)
             return restoring.gathered_bytes
 
         gc.collect()

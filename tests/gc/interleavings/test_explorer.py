@@ -72,7 +72,7 @@ def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_an_undecided_save_wrote_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save deletes its objects although its entry was sent, and comes late."""
-    monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0,))
+    monkeypatch.setattr("tensorstore_ck.log.entry_writer.RESEND_DELAYS", (0.0,))
     case = writers("A", "B")._replace(faults=("delayed",), max_faults=1)
     explore(case)
     monkeypatch.setattr("tensorstore_ck.engine.write.failed_save.NoSpaceError", (NoSpaceError, UndecidedError))
