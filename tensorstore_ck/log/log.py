@@ -337,12 +337,11 @@ class Log:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
         info = appended.published(snapshot)
-        try:
-            return self.view().snapshot(snapshot) or info  # with earlier notes on its root
-        except StoreError:
-            if info is None:
-                raise
-            return info
+        if info is None:
+            return self.view().snapshot(snapshot)
+        with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
+            return RefTable(self.table).with_note(info)
+        return info
 
     def _append_once(self, build: Build, write_id: bytes | None) -> Appended | None:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""

@@ -15,7 +15,6 @@ from tensorstore_ck.engine.write.destination import StoreDestination
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.publish import check_expected, retry_expired
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
@@ -24,6 +23,7 @@ from tensorstore_ck.engine.write.write_and_commit import commit
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save_options import check_options
@@ -78,12 +78,12 @@ def coordinators_request(
     """
     engine, fence = context.engine, context.fence
     options = check_options(engine, ref, step=step, metrics=metrics, metadata=metadata, **checks._asdict())
-    engine.log.sync()
+    view = engine.log.newest_view()
     if adopts_head:
-        fence.adopt(engine.log.view(), ref)
-    request = fence.at_head(engine, options)
-    check_expected(engine, engine.log.view(), ref, request.expect)
-    check_quotas(engine.log.view(), ref)
+        fence.adopt(view, ref)
+    request = fence.request_at(engine, view, options)
+    check_expected(engine, view, ref, request.expect)
+    check_quotas(quotas_of(view, ref), ref)
     return request
 
 
@@ -174,7 +174,7 @@ class DcpSave:
         written = store_part(engine, captured, blobs, tensors, [begun.packs, packs], anchor=begun.anchor, slot=slot)
         return (
             written,
-            checked_parts(engine, [written], begun.anchor),
+            checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
             ParentComparison(engine, view, written, captured, self._request.claim).examine(),
         )
 
@@ -206,6 +206,7 @@ class DcpSave:
                 [found, *findings],
                 logical_bytes=captured.logical_bytes,
                 meter=meter,
+                view=self._engine.log.view(),
             )
             self._destination.keep(info, [written])
             return info
