@@ -95,9 +95,9 @@ def knows_ref(store: ReadOnlyStore, ref: str) -> bool:
     return store.session.fence.knows(ref)
 
 
-def note_restored(store: ReadOnlyStore, found: Resolved) -> None:
+def note_restored(store: ReadOnlyStore, resolved: Resolved) -> None:
     """The state in memory is this snapshot: saves to its ref continue from it."""
-    store.session.fence.note_restored(found)
+    store.session.fence.note_restored(resolved)
 
 
 def continue_ref(store: ReadOnlyStore, ref: str, root: Digest) -> None:

@@ -82,9 +82,9 @@ class StateSides:
         limited.shared, limited.own, limited._loaders = self.shared.only(parts), self.own.only(parts), self._loaders.only(parts)
         return limited
 
-    def restore(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
+    def restore(self, address: str, ranks: int, broadcast: bool, restoring: Restoring) -> State:
         """Restores a snapshot, which can fail on one rank alone. Returns the stored own state of this rank, or of the first."""
-        stored = found.lazy()
+        stored = restoring.lazy()
         values, names = stored.state_values, [*stored.names(), *stored.state_values]
         put_by = values.get("ranks")
         if type(put_by) is not int:
@@ -93,10 +93,10 @@ class StateSides:
                 object_id=address,
             )
         self.require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
-        rank = 0 if found.group is None else found.group.rank()
+        rank = 0 if restoring.group is None else restoring.group.rank()
         whose = [rank] if put_by == ranks else range(put_by if self.own.merge is not None else 1)
-        held = own_states(found.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
-        olds = [found.rank_state(each) if held is None else held[each] for each in whose]
+        held = own_states(restoring.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
+        olds = [restoring.rank_state(old_rank) if held is None else held[old_rank] for old_rank in whose]
         kept = {*self.parts, "environment"}
         olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
         own = olds[0]
@@ -105,7 +105,7 @@ class StateSides:
         taken = None if put_by == ranks else self.own.taken(olds)
         shared = {*self.parts, "ranks", "mid_step"}
         try:
-            state = found.checkout(
+            state = restoring.checkout(
                 into={"ranks": None, "mid_step": None, **self.shared.target(stored)},
                 rename=lambda name: self.shared.name_of(name) if name.partition(".")[0] in shared else None,
                 broadcast=broadcast,
@@ -116,7 +116,7 @@ class StateSides:
         if taken is None:
             self.load(state, own)
         else:
-            self.load(state, taken, found.streams())
+            self.load(state, taken, restoring.streams())
         return {**own, "environment": {**own["environment"], "ranks": put_by}}
 
     def load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
@@ -138,7 +138,7 @@ class StateSides:
                 "number; or restore with a TrainingState without dataloader=, and restart the epoch",
                 object_id=path,
             )
-        if mid_step and any(not isinstance(each, DTensor) for each in self.shared.names().parameters.values()):
+        if mid_step and any(not isinstance(parameter, DTensor) for parameter in self.shared.names().parameters.values()):
             raise MismatchError(
                 f"the snapshot was saved in the middle of a step, with gradients of each of {put_by} ranks, and there are {ranks} now: "
                 "restore one that was saved between steps",
@@ -147,8 +147,8 @@ class StateSides:
 
     def warn_of_differences(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
         """`old`: the stored own state of this rank, or of the first."""
-        found = environment.differences(old["environment"], environment.describe(ranks, self.shared.meshes()))
-        if found:
+        changes = environment.differences(old["environment"], environment.describe(ranks, self.shared.meshes()))
+        if changes:
             seeded = f"; {self.own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
-            message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(found)}{seeded}"
+            message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(changes)}{seeded}"
             warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)

@@ -96,15 +96,16 @@ class TrainingState:
                 raise InvalidOptionError(f"{name}= must be a dict, which a restore changes, not a {type(given).__name__}", object_id=name)
         stateful = "something with state_dict and load_state_dict"
         loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
-        models = StatefulPart.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
+        models = StatefulPart.of("model", model).require(lambda candidate: isinstance(candidate, nn.Module), "a torch.nn.Module")
         trained_by = StatefulPart.of("optimizer", optimizer).require(
-            lambda each: isinstance(each, torch.optim.Optimizer), "a torch optimizer"
+            lambda candidate: isinstance(candidate, torch.optim.Optimizer), "a torch optimizer"
         )
         others = [
-            StatefulPart.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))
+            StatefulPart.of(name, objects).require(is_stateful, stateful)
+            for name, objects in (("scheduler", scheduler), ("scaler", scaler))
         ]
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
-        others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
+        others.append(loaders.matching(lambda loader: isinstance(loader, SampleCursor)))
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
@@ -287,10 +288,10 @@ class TrainingState:
         restored = search.restore(lambda named: store.restoring(named, partial(sides.restore, named, ranks, broadcast), **options))
         if restored is None:
             return None
-        old, found = restored
+        old, snapshot = restored
         if GENERATORS in sides.parts:
-            sides.warn_of_differences(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
-        return found
+            sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks, stacklevel=4)  # the decorator is a frame
+        return snapshot
 
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
 
@@ -303,7 +304,7 @@ class TrainingState:
         shared, own = self._sides.capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
-        return {**plain, **{name: opaque_state.seal(each) for name, each in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
+        return {**plain, **{name: opaque_state.seal(value) for name, value in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, on any number of ranks: see `restore`."""
