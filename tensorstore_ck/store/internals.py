@@ -63,9 +63,9 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 # --- one snapshot by its row in the log --------------------------------------------------------------------------------
 
 
-def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, place: float = 0.0) -> SnapshotContent:
-    """The tables of a snapshot, and its blocks on demand. `place`: see `SnapshotReader`."""
-    return open_snapshot(store.engine, info, place=place)
+def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 0.0) -> SnapshotContent:
+    """The tables of a snapshot, and its blocks on demand. `position`: see `SnapshotReader`."""
+    return open_snapshot(store.engine, info, position=position)
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:

@@ -60,8 +60,8 @@ class Agreements:
         """
         if group.size() == 1:
             return SINGLE
-        place = groups_of(store).of(group)[0]
-        attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
+        own_group = groups_of(store).of(group)[0]
+        attempt = own_group.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 
         def propose() -> Body:
@@ -84,7 +84,7 @@ class Agreements:
 
         def execute(go: Body) -> Body:
             if group not in self._found:
-                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, place.rank)
+                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, own_group.rank)
             return {}
 
         attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
