@@ -380,9 +380,18 @@ class Store(ReadOnlyStore):
         return found
 
     @_changes
-    def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
-        """Restores what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
-        return forgetting.undo(self.engine, address)
+    def undo(self, address: str | None = None, *, entry: int | None = None) -> "tuple[Forgotten, ...]":
+        """Restores what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window.
+
+        Args:
+            address: The ref, or the snapshot.
+            entry: Only what this log entry removed (see `forgotten`).
+
+        Raises:
+            NotFoundError: nothing can be undone.
+            ConflictError: another log entry than `entry` is the last that removed something there.
+        """
+        return forgetting.undo(self.engine, address, entry=entry)
 
     @_changes
     def set_policy(self, glob: str, **rules: object) -> "Policy":
@@ -443,17 +452,21 @@ class Store(ReadOnlyStore):
         remove_quota(self.engine, glob)
 
     @_changes
-    def apply_policies(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
+    def apply_policies(
+        self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None, glob: str | None = None
+    ) -> "RetentionReport":
         """Applies the policies, in one log entry; reports for each snapshot why it stays or goes, and what that frees.
 
         Args:
             refs: These branches; none: all.
             dry_run: Only report.
             rules: Report what these rules would do, instead of the policies that are set; needs `dry_run`.
+            glob: With `rules`: report what they would do as the policy for this glob, together with the other policies. `refs` are then
+                the branches that it matches.
         """
         from tensorstore_ck.maintenance.apply_policies import retain  # noqa: PLC0415
 
-        return retain(self.engine.of_store(), refs, dry_run=dry_run, rules=rules)
+        return retain(self.engine.of_store(), refs, dry_run=dry_run, rules=rules, glob=glob)
 
     # --- maintenance ---------------------------------------------------------------------------------------------------
 

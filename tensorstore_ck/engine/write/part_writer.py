@@ -50,8 +50,8 @@ class BlockLookup(Protocol):
     def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
         """Parts of the snapshot before that are most like the new one, and where their blocks are."""
 
-    def __call__(self, block: Digest, /) -> Location | None:
-        """Where a block is, if it may be relied on."""
+    def find(self, blocks: Sequence[Digest], /) -> Mapping[Digest, Location]:
+        """The locations of those `blocks` that may be relied on."""
 
 
 class PartSlot(NamedTuple):
@@ -163,7 +163,7 @@ def write_part(
 def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=open_at_once, meter=meter)
+    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
     try:
         yield packs
         packs.close()

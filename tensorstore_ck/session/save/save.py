@@ -20,11 +20,11 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
 from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
@@ -96,7 +96,7 @@ class Save:
             fence.settle(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
-            check_quotas(view, self.ref)
+            check_quotas(quotas_of(view, self.ref), self.ref)
 
         engine.log.look(check)
 
@@ -201,19 +201,20 @@ class Save:
         begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
         return self._ranks.together(begin, destination, status.meter)
 
-    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState]:
-        """What is saved, as of the newest entry of the log; takes the state apart if it was not yet."""
+    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
+        """The request, the state and a view of the log, all as of its newest entry; takes the state apart if it was not yet."""
         status.check()
         fence, options, captured = self._context.fence, self.check(), self.capture()
         size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
-            return fence.at_head(self._engine, options), captured
+            view = self._engine.log.newest_view()
         except BackendUnavailableError:
             if not destination.go_offline():
                 raise
-            return fence.at_head(self._engine, options, sync=False), captured
+            view = self._engine.log.view()
+        return fence.request_at(self._engine, view, options), captured, view
 
     def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
         """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
