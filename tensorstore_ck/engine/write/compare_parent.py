@@ -121,7 +121,7 @@ class ParentComparison:
 
     def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
         """The format and offset of counters that are small tensors inside the part."""
-        specs, found = self._captured.layout.tensors, {}
+        specs, found = self._captured.layout.tensors[:], {}
         for tensor, _, offset, _ in self._tensors.inlined if counting else ():
             if tensor in counting and (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
                 found[tensor] = (number, offset)

@@ -21,7 +21,7 @@ from torch.futures import Future
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
@@ -34,7 +34,6 @@ from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
-from tensorstore_ck.session.save_options import check_options
 from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import Store
 

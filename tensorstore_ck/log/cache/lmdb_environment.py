@@ -307,15 +307,25 @@ class _LmdbBatch:
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         return scan_pages(self._page, prefix, start, reverse)
 
-    def put(self, key: bytes, value: bytes) -> None:
-        self._write(key, protect(key, value))
+    def put(self, key: bytes, value: bytes | None) -> None:
+        stored = None if value is None else protect(key, value)
+        self._journal.append((key, stored))
+        if len(self._journal) % PAGE_ITEMS == 0:
+            self._environment.lock.show_progress()
+        try:
+            if stored is None:
+                self._txn.delete(key)
+            else:
+                self._txn.put(key, stored)
+        except lmdb.MapFullError:
+            self._grow()
 
     def delete(self, key: bytes) -> None:
-        self._write(key, None)
+        self.put(key, None)
 
     def clear(self, prefix: bytes) -> None:
         for key in [key for key, _ in self.scan(prefix)]:
-            self._write(key, None)
+            self.put(key, None)
 
     def commit(self) -> None:
         while True:
@@ -333,18 +343,6 @@ class _LmdbBatch:
     def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         self._environment.lock.show_progress()
         return read_page(self._txn, low, high, reverse)
-
-    def _write(self, key: bytes, value: bytes | None) -> None:
-        self._journal.append((key, value))
-        if len(self._journal) % PAGE_ITEMS == 0:
-            self._environment.lock.show_progress()
-        try:
-            if value is None:
-                self._txn.delete(key)
-            else:
-                self._txn.put(key, value)
-        except lmdb.MapFullError:
-            self._grow()
 
     def _grow(self) -> None:
         """Repeats all writes so far. Nobody else wrote meanwhile, so what was read in this batch is still valid."""
