@@ -226,7 +226,7 @@ def _checked(body: Body) -> Layout:
         dtype, item_bytes = dtypes[dtype_number]
         spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]), orders.get(number, ()))
         # Zero extents are left out: the strides of an empty tensor must be computable, too.
-        size = item_bytes * prod([extent or 1 for extent in spec.shape])
+        size = item_bytes * prod(spec.shape if 0 not in spec.shape else filter(None, spec.shape))
         if size > (MAX_TENSOR_BYTES if 0 not in spec.shape else (1 << 63) - 1):
             raise ValueError(f"tensor {tensor_name!r} is too large")
         tensors.append(spec)

@@ -259,6 +259,9 @@ class Environment:
 
         Checks both meta pages (struct MDB_meta in LMDB's mdb.c) if the file was written since the last check.
         """
+        status = os.fstat(self._data_file)
+        if (status.st_mtime_ns, status.st_size) == self._intact:
+            return
         for tries_left in reversed(range(_CHECK_TRIES)):
             try:
                 self._check_metas()
@@ -271,8 +274,6 @@ class Environment:
 
     def _check_metas(self) -> None:
         status = os.fstat(self._data_file)
-        if (status.st_mtime_ns, status.st_size) == self._intact:
-            return
         metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
         size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
         for meta in metas:
