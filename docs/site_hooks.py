@@ -45,13 +45,13 @@ def _of(name: str) -> click.Command:
 
 def _command(path: str, command: click.Command) -> Iterator[str]:
     """A heading, the description, and a block of usage, options and examples; of each subcommand, too."""
-    description, *examples = re.split(r"\n\n\x08\n", inspect.cleandoc(command.help or ""))
+    description = inspect.cleandoc(command.help or "").replace("\b\n", "")
     yield from ("", f"{'#' * (path.count(' ') + 1)} {path} {{ #{path.replace(' ', '-')} }}", "", description, "")
     context = click.Context(command, info_name=path)
     pieces = " ".join(command.collect_usage_pieces(context))
     yield from _block([f"{path} {pieces}", "", *_options(command, shared=False)])
-    for example in examples:
-        yield from _block(inspect.cleandoc(example.partition("\n")[2] or example).splitlines())
+    if examples := re.findall(r"^  (.+)", command.epilog or "", re.MULTILINE):
+        yield from _block(examples)
     for name, subcommand in getattr(command, "commands", {}).items():
         yield from _command(f"{path} {name}", subcommand)
 
