@@ -132,6 +132,12 @@ class TrainingState:
         state._compose(shared, own)
         return state
 
+    def leaving_out(self, names: Collection[str]) -> Self:
+        """For an adapter: the same objects, whose snapshots lack these tensors of the only model, since the script loads them itself."""
+        limited = copy.copy(self)
+        limited._shared = self._shared.leaving_out(names)
+        return limited
+
     def _compose(self, shared: SharedState, own: RankOwnState) -> None:
         self._shared, self._own, self._agreements = shared, own, Agreements()
         self._parts: Collection[str] = PARTS
