@@ -51,7 +51,7 @@ MOST_LINES = {
     "events": 300,
     "format": 4000,
     "gc": 3100,
-    "integrations": 20100,
+    "integrations": 20200,
     "log": 6100,
     "maintenance": 7100,
     "redaction": 200,
