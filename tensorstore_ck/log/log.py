@@ -16,13 +16,13 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.entry_writer import EntryWriter
 from tensorstore_ck.log.follow import EmptiedError, Follower
-from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log
+from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import HeadView, RefTable, SnapshotInfo
 from tensorstore_ck.log.row_kind import PREFIX
@@ -162,6 +162,21 @@ class Log:
         self.sync()
         return self.view()
 
+    def readable_view(self) -> RefTable:
+        """As `newest_view`, for reading snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
+
+        Raises:
+            BrokenLogError: nothing of the log can be read.
+        """
+        try:
+            return self.newest_view()
+        except BrokenLogError as exc:
+            self._followed_n = shielded(lambda: self._follow_readable().n)
+            if not self._followed_n:
+                raise
+            warn_of_broken_log(self._backend.url, self._followed_n, exc)
+            return self.view()
+
     def look(self, decide: Callable[[RefTable], T]) -> T:
         """The result of `decide` for the cached view. If it raises, it is called again at the newest entry.
 
@@ -257,6 +272,10 @@ class Log:
     def _fold_until(self, head: Head | None, cause: TableError) -> Reader:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
+
+    def _follow_readable(self) -> Head:
+        with self._lock.here:
+            return self._follower.follow_readable(self.table)
 
     @property
     def _genesis(self) -> Head:
@@ -391,8 +410,4 @@ class Log:
     def _refuse_unknown_operations(self, view: RefTable) -> None:
         stop = view.stop()
         if stop is not None:
-            raise FormatVersionError(
-                f"log entry {self.chain.name(stop.n)} has the operation {stop.op!r}, which this build does not know: "
-                "it may read this store, not write to it; upgrade tensorstore_ck",
-                object_id=self.chain.name(stop.n),
-            )
+            raise self.chain.unknown_operation(stop.n, stop.op)

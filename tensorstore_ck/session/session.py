@@ -53,7 +53,7 @@ class Session:
 
     def resolve(self, address: str) -> Resolved:
         """What an address means at the newest entry of the log."""
-        return resolve(self.engine.log.newest_view(), address)
+        return resolve(self.engine.log.readable_view(), address)
 
     def put(
         self,

@@ -55,7 +55,7 @@ def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> Snapsho
     Raises:
         SnapshotExpiredError: gc has freed it.
     """
-    view, ulid = log_of(pages.sources.open(store)).newest_view(), parse_ulid(snapshot.ulid)
+    view, ulid = log_of(pages.sources.open(store)).readable_view(), parse_ulid(snapshot.ulid)
     info = view.snapshot(ulid) if ulid is not None else None
     if info is None or not view.is_live(info.ulid):
         raise SnapshotExpiredError("nothing holds this snapshot any more: gc has freed it, or will", object_id=snapshot.root)

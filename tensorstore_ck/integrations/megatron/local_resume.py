@@ -38,7 +38,7 @@ def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_st
         pointer = read_pointer(latest)
         if pointer is None:
             return None
-        found = resolve(log_of(store).newest_view(), pointer.address_in(store, str(latest)))
+        found = resolve(log_of(store).readable_view(), pointer.address_in(store, str(latest)))
     except StoreError:
         return None  # the save meets the same, and says so
     is_head = found.branch == ref and found.info.root == found.branch_root
