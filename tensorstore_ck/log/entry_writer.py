@@ -3,14 +3,16 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
-from tensorstore_ck.common.ids import Clock
+from tensorstore_ck.common.ids import Clock, Ulid
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, StoreError, UndecidedError
 from tensorstore_ck.log.create_entry import create_entry
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.operations import Op
+from tensorstore_ck.log.table_rows import SnapshotInfo
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _REMEMBERED_WRITES: Final = 1000
@@ -18,6 +20,23 @@ RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10
 """Seconds between tries to find out whether an entry was written: about 100 in all."""
 _RESEND_SECONDS: Final = 120.0
 """No try begins after this time. A single try may wait long for a server that hangs."""
+
+
+class Appended(NamedTuple):
+    """The outcome of an `append`."""
+
+    n: int
+    """The entry's number; the head's if nothing was appended."""
+    ops: tuple[Op, ...]
+    time_ns: int = 0
+    """The entry's time; 0 if nothing was appended."""
+
+    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
+        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
+        for op in self.ops:
+            if op.name == "put" and op.fields["snapshot"] == snapshot:
+                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
+        return None
 
 
 class EntryWriter:

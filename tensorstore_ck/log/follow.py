@@ -103,17 +103,19 @@ class Follower:
         with table.batch() as batch:
             _write_all(batch, filled)
 
-    def follow_readable(self, table: Table) -> Head:
-        """Folds the entries of a broken log up to the first one that cannot be read, or takes what a checkpoint has; returns the head."""
+    def fold_readable(self, table: Table) -> RefTable | None:
+        """Folds the entries of a broken log up to the first one that cannot be read, or takes what a checkpoint has.
+
+        Returns None if it is in `table`, which was at an entry of this log before.
+        """
         cached = RefTable(table).head()
-        with suppress(EmptiedError):
-            if cached is None or not self._is_entry(cached):
-                apart = MemoryTable()
-                self._fold_while_readable(apart, self._start_readable(apart))
-                _replace(table, cached, apart)
-            else:
+        if cached is not None and self._is_entry(cached):
+            with suppress(EmptiedError):
                 self._fold_while_readable(table, cached)
-        return RefTable(table).head() or Head(0, self._chain.genesis)
+            return None
+        apart = MemoryTable()
+        self._fold_while_readable(apart, self._start_readable(apart))
+        return RefTable(apart)
 
     def _is_entry(self, head: Head) -> bool:
         with suppress(BrokenLogError):

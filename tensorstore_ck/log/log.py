@@ -10,17 +10,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
-from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
-from tensorstore_ck.log.entry_writer import EntryWriter
+from tensorstore_ck.log.entry_writer import Appended, EntryWriter
 from tensorstore_ck.log.follow import EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
@@ -40,23 +40,6 @@ _LONGEST_DELAY_TRIES: Final = 3
 """The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
 _LEAST_TRY_SECONDS: Final = 0.001
 _MOST_TRY_SECONDS: Final = 1.0
-
-
-class Appended(NamedTuple):
-    """The outcome of an `append`."""
-
-    n: int
-    """The entry's number; the head's if nothing was appended."""
-    ops: tuple[Op, ...]
-    time_ns: int = 0
-    """The entry's time; 0 if nothing was appended."""
-
-    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
-        for op in self.ops:
-            if op.name == "put" and op.fields["snapshot"] == snapshot:
-                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
-        return None
 
 
 class Log:
@@ -97,6 +80,8 @@ class Log:
         """The host's cache, or the table in memory that replaces it."""
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
+        self._readable: RefTable | None = None
+        """Of a broken log, what this host's cache lacks: in memory, as nothing may be written after it."""
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
@@ -121,6 +106,8 @@ class Log:
         Raises:
             StoreError: the table was emptied, and the log cannot be read.
         """
+        if self._readable is not None:
+            return self._readable
         for _ in range(_CACHE_TRIES):
             view = self._usable_view()
             if view is not None:
@@ -171,10 +158,12 @@ class Log:
         try:
             return self.newest_view()
         except BrokenLogError as exc:
-            self._followed_n = shielded(lambda: self._follow_readable().n)
-            if not self._followed_n:
+            with self._lock.here:
+                self._readable = self._readable or shielded(lambda: self._follower.fold_readable(self.table))
+            head = self.view().head()
+            if head is None or not head.n:
                 raise
-            warn_of_broken_log(self._backend.url, self._followed_n, exc)
+            warn_of_broken_log(self._backend.url, head.n, exc)
             return self.view()
 
     def look(self, decide: Callable[[RefTable], T]) -> T:
@@ -273,16 +262,12 @@ class Log:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
 
-    def _follow_readable(self) -> Head:
-        with self._lock.here:
-            return self._follower.follow_readable(self.table)
-
     @property
     def _genesis(self) -> Head:
         return Head(0, self.chain.genesis)
 
     def _sync(self) -> Head:
-        head = self._follower.follow(self.table)
+        head, self._readable = self._follower.follow(self.table), None
         self._followed_n = head.n
         self._write_checkpoint_if_due(head.n)
         return head

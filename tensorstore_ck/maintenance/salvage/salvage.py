@@ -230,7 +230,7 @@ class _Salvage:
         unknown = _unknown_in(log, config)
         if unknown and not self._leave_out_unknown:
             raise FormatVersionError(
-                f"{unknown[0]}: salvage with the newer tensorstore_ck that wrote it, or leave it out with `tsck salvage --leave-out-unknown`",
+                f"{unknown[0]}: salvage with the newer build that wrote it, or leave it out with `tsck salvage --leave-out-unknown`",
                 object_id=config.log,
             )
         return log
