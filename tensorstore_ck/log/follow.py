@@ -133,6 +133,9 @@ class Follower:
         """Begins with the newest checkpoint, even if its entry is gone."""
         with suppress(BrokenLogError):
             return self._start_from_checkpoint(table)
+        with suppress(BrokenLogError):
+            if (first := self._chain.read(1)) is not None and first.prev != self._chain.genesis:
+                return Head(0, self._chain.genesis)  # another store's
         for n, _ in self._listed_checkpoints():
             name = checkpoint.checkpoint_name(self._prefix, n)
             with suppress(DamageError, FormatVersionError), table.batch() as batch:

@@ -80,8 +80,7 @@ class Log:
         """The host's cache, or the table in memory that replaces it."""
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
-        self._readable: RefTable | None = None
-        """Of a broken log, what this host's cache lacks: in memory, as nothing may be written after it."""
+        self._readable: RefTable | None = None  # of a broken log, what this host's cache lacks: nothing may be written after it
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
@@ -150,14 +149,16 @@ class Log:
         return self.view()
 
     def readable_view(self) -> RefTable:
-        """As `newest_view`, for reading snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
+        """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
 
         Raises:
-            BrokenLogError: nothing of the log can be read.
+            BrokenLogError: nothing of the log can be read, or the store was opened with ``rollback="error"``.
         """
         try:
             return self.newest_view()
         except BrokenLogError as exc:
+            if self._watermark.rollback == "error":
+                raise
             with self._lock.here:
                 self._readable = self._readable or shielded(lambda: self._follower.fold_readable(self.table))
             head = self.view().head()
