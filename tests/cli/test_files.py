@@ -166,3 +166,12 @@ def test_without_the_extra(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> No
         result = history(*args)
         assert result.code == 35
         assert "pip install 'tensorstore_ck[safetensors]'" in result.err
+
+
+def test_a_view_is_not_copied_into_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stored float, as 2^28 of them, from a snapshot of a few bytes."""
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 200 << 20)
+    view = torch.zeros(1).as_strided((1 << 28,), (0,))
+    with pytest.raises(tsck.NoSpaceError, match=r"1,073,741,824 bytes\) of memory.*\.pt file"):
+        save_file({"w": view}, "out.safetensors", {}, overwrite=False)
+    assert os.listdir() == []
