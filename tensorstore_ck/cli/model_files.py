@@ -188,9 +188,7 @@ def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """
     views = (tensor for tensor in tensors.values() if not tensor.is_contiguous())
     copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in views)
-    require_memory(
-        copied_bytes, "writing views as tensors of their own", "write a .pt file, which keeps views, or fewer tensors with --include"
-    )
+    require_memory(copied_bytes, "writing views as tensors of their own", "write a .pt file, which keeps views, or use --include")
     taken: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
