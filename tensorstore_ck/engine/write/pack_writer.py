@@ -14,7 +14,7 @@ import numpy as np
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, Encoded
@@ -91,7 +91,7 @@ class PackWriter:
         *,
         open_packs: int = 1,
         limit_bytes: int = PACK_LIMIT_BYTES,
-        meter: PutMeter | None = None,
+        meter: SaveMeter | None = None,
     ) -> None:
         """`known` returns the locations of those blocks that lie in the store already; it is called under a lock.
 
@@ -104,7 +104,7 @@ class PackWriter:
         self._known = known
         self._open_packs = open_packs
         self._limit_bytes = limit_bytes
-        self._meter = meter if meter is not None else PutMeter()
+        self._meter = meter if meter is not None else SaveMeter()
         self._lock = threading.Lock()
         self._open: list[_OpenPack] = []
         self._unsealed: list[_OpenPack] = []

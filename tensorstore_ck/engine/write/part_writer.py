@@ -14,7 +14,7 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
@@ -115,7 +115,7 @@ def write_part(
     anchor: int,
     slot: PartSlot = SINGLE,
     coding: Coding,
-    meter: PutMeter | None = None,
+    meter: SaveMeter | None = None,
     apart: bool = False,
     sampling: Sampling = NOT_VERIFIED,
 ) -> WrittenPart:
@@ -157,7 +157,7 @@ def write_part(
 
 
 @contextmanager
-def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
+def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)

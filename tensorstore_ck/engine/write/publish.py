@@ -18,7 +18,7 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import Quota, check_quotas, quotas_of, warn_of_quotas
-from tensorstore_ck.log.retention import expire_at_put
+from tensorstore_ck.log.retention import expire_at_save
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def moving(
     """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
     warn_of_quotas(quotas, record.ref, record.new_bytes, engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-    return [put, *marks, *expire_at_put(view, put, engine.clock())]
+    return [put, *marks, *expire_at_save(view, put, engine.clock())]
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:

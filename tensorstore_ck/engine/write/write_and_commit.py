@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
@@ -28,7 +28,7 @@ class Written(NamedTuple):
     findings: SaveFindings
 
 
-def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter, view: RefTable) -> Written:
+def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable) -> Written:
     """Writes the only part of a snapshot, and compares it with the snapshot before; the head of `view` is its anchor.
 
     Raises:
@@ -65,7 +65,7 @@ def commit(
     findings: Sequence[SaveFindings],
     *,
     logical_bytes: int,
-    meter: PutMeter,
+    meter: SaveMeter,
     view: RefTable,
     txn: Ulid | None = None,
     streams: str = "",
@@ -102,7 +102,7 @@ def commit(
             raise
 
 
-def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: PutMeter | None = None) -> SnapshotInfo:
+def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: SaveMeter | None = None) -> SnapshotInfo:
     """Saves a state in the store; returns once it is durable and published. The caller has followed the log.
 
     `meter` counts the progress; an error that it raises gives the save up.
@@ -113,11 +113,11 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
     """
     engine.require_writable()
     with StoreDestination(engine) as destination:
-        return write_and_commit(destination, captured, request, meter or PutMeter(), engine.log.view())
+        return write_and_commit(destination, captured, request, meter or SaveMeter(), engine.log.view())
 
 
 def write_and_commit(
-    destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter, view: RefTable
+    destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
     """Both phases for a process alone, as of `view`; again after errors that writing the state once more may help against."""
     while True:

@@ -10,7 +10,7 @@ from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTe
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
-from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, PlanMemory, PlannedTensor, PutPlan
+from tensorstore_ck.session.group.save_plan import KEEPS, SOLE, PlanMemory, PlannedTensor, SavePlan
 
 
 class StoredRegions(NamedTuple):
@@ -55,7 +55,7 @@ class ReportedTensor(NamedTuple):
     """Its number in this rank's layout."""
     boxes: tuple[BoxBounds, ...]
     said: Sequence[int]
-    """What the plan says of each: see `PutPlan.sets`."""
+    """What the plan says of each: see `SavePlan.sets`."""
 
 
 def reported_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
@@ -100,7 +100,7 @@ def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> 
     return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
 
 
-def places_of(captured: CapturedState, plan: PutPlan) -> list[PlannedTensor]:
+def places_of(captured: CapturedState, plan: SavePlan) -> list[PlannedTensor]:
     """Where the tensors of this rank are in the common layout."""
     assert plan.layout is not None
     own = parse(captured.layout, len(captured.values), "the layout of this rank")

@@ -1,4 +1,4 @@
-"""One rank's side of planning a save, within the save's round: see `put_plan`.
+"""One rank's side of planning a save, within the save's round: see `save_plan`.
 
 Each rank proposes hashes of its layout and its regions. If all have the same layout and no regions, or know the plan from an earlier save,
 only the values of a merged state are exchanged. Otherwise all ranks report their regions, and the first rank of each kind its layout and
@@ -20,10 +20,10 @@ from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSu
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
 from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
-from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, decode_plan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, decode_kind, encode_kind
 from tensorstore_ck.session.group.rank_messages import in_the_job
 from tensorstore_ck.session.group.round import Round
+from tensorstore_ck.session.group.save_plan import Memory, PlanMemory, SavePlan, decode_plan, plan_of, remember
 
 
 class Planning:
@@ -41,7 +41,7 @@ class Planning:
         self._rank = rank
         self._ranks = ranks
         self._known: Memory = {}
-        self._used = PlanMemory(PutPlan())
+        self._used = PlanMemory(SavePlan())
         self._key = b""
         self._regions = b""
         """This rank's, encoded."""
@@ -73,7 +73,7 @@ class Planning:
         reported = self._attempt.ask("kinds", reporters, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
         differ = take(go, "differ", bool)
         values, blobs = self._lead(reported, regions, shared, is_known=is_known, differ=differ) if self._rank == 0 else ([], [])
-        known = self._known.get(self._key, PlanMemory(PutPlan()))
+        known = self._known.get(self._key, PlanMemory(SavePlan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
             if self._rank:

@@ -11,7 +11,7 @@ from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant,
 from tensorstore_ck.session.group.channel import StoreRunner
 from tensorstore_ck.session.group.host_shared_reads import host_key
 from tensorstore_ck.session.group.matching_arguments import require_same
-from tensorstore_ck.session.group.put_plan import Memory
+from tensorstore_ck.session.group.save_plan import Memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,6 +1,6 @@
 """The kinds of ranks in a save: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
 
-Before anything is written, the first rank of each kind reports its layout and values to rank 0, which plans the save: see `put_plan`.
+Before anything is written, the first rank of each kind reports its layout and values to rank 0, which plans the save: see `save_plan`.
 """
 
 import zlib

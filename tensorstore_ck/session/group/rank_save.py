@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid, derived_hash
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
@@ -31,10 +31,10 @@ from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
-from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_messages import Verbatim, in_the_job, mismatches
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
 from tensorstore_ck.session.group.round import Round
+from tensorstore_ck.session.group.save_plan import Memory
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
@@ -88,12 +88,12 @@ class RankSave:
         attempt: Round,
         *,
         memory: Memory,
-        meter: PutMeter | None = None,
+        meter: SaveMeter | None = None,
         destination: Destination | None = None,
     ) -> None:
         self._engine = engine
         self._destination = destination or StoreDestination(engine, group.rank)
-        self._meter = meter or PutMeter()
+        self._meter = meter or SaveMeter()
         self._group = group
         self._request: SaveRequest
         self._captured: CapturedState

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Self
 
-from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
 

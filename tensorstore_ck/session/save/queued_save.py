@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveStatus

@@ -11,7 +11,7 @@ from typing import Final
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.ids import new_ulid, ulid_text
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -34,7 +34,7 @@ class SaveStatus:
         self.ref = ref
         self.step = step
         self.rank = rank
-        self.meter = PutMeter(check=self.check)
+        self.meter = SaveMeter(check=self.check)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
         self.is_raised = False

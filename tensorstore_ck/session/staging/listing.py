@@ -22,7 +22,7 @@ MAX_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPutInfo:
+class StagedSaveInfo:
     """A save that was staged."""
 
     txn: str
@@ -47,7 +47,7 @@ class StagedPutInfo:
     """Whether any manifest of it, even a damaged one, is on this disk."""
 
 
-def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutInfo]:
+def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSaveInfo]:
     """What is staged on the disk and by the log, oldest first."""
     engine.log.sync()
     view = engine.log.view()
@@ -61,7 +61,7 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutI
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
-                known = puts.get(txn) or StagedPutInfo(
+                known = puts.get(txn) or StagedSaveInfo(
                     ulid_text(txn), None, None, None, _state(engine, view, txn), None, (), 0, 0, 0, (), is_here=True
                 )
                 puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
@@ -76,9 +76,9 @@ def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
     return "given up" if view.outcome(txn) is not None else "unknown"
 
 
-def _of_log(info: SnapshotInfo) -> StagedPutInfo:
+def _of_log(info: SnapshotInfo) -> StagedSaveInfo:
     problem = "nothing of it is on this disk: the hosts that staged it can publish it"
-    return StagedPutInfo(
+    return StagedSaveInfo(
         ulid_text(info.ulid),
         info.ref,
         info.step,
@@ -94,14 +94,14 @@ def _of_log(info: SnapshotInfo) -> StagedPutInfo:
     )
 
 
-def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedPutInfo:
+def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedSaveInfo:
     first, here = manifests[0], tuple(manifest.rank for manifest in manifests)
     info = view.staged(first.txn) or view.snapshot(first.txn)
     lead = next((each.lead for each in manifests if each.lead is not None), None)
     record = decode_record(lead.record, record_name(first.txn)) if lead is not None else None
     root = info.root if info is not None else record.root() if record is not None else None
     sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for each in manifests for name in each.names}}
-    return StagedPutInfo(
+    return StagedSaveInfo(
         ulid_text(first.txn),
         first.ref,
         first.step,

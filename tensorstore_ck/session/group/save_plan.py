@@ -30,7 +30,7 @@ SOLE, KEEPS = 0, 1
 """What the plan says of a region: no other rank holds it; bit 0 of its set: this rank stores it for all that hold it."""
 
 
-class PutPlan(NamedTuple):
+class SavePlan(NamedTuple):
     """What all ranks know."""
 
     form: Literal["same", "apart", "united"] = "same"
@@ -74,7 +74,7 @@ class PlannedTensor(NamedTuple):
 class PlanMemory:
     """A plan that a rank keeps, and its use."""
 
-    plan: PutPlan
+    plan: SavePlan
     turn: int = 0
     """How many saves were published by it, on rank 0."""
     places: Sequence[PlannedTensor] = ()
@@ -95,8 +95,8 @@ def remember(memory: Memory, key: bytes, known: PlanMemory) -> None:
         del memory[old]
 
 
-def decode_plan(data: bytes) -> PutPlan:
-    """What `PutPlan.encode` made.
+def decode_plan(data: bytes) -> SavePlan:
+    """What `SavePlan.encode` made.
 
     Raises:
         CorruptObjectError: it is not that.
@@ -109,7 +109,7 @@ def decode_plan(data: bytes) -> PutPlan:
         form = take(body, "form", str)
         if form not in ("same", "apart", "united"):
             raise ValueError(f"unknown form {form!r}")
-        return PutPlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
+        return SavePlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
         raise CorruptObjectError(f"the plan of a save is malformed: {exc}", object_id="plan") from exc
 
@@ -121,12 +121,12 @@ def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:
         LayoutMismatchError: the ranks cannot save one snapshot together.
     """
     if len(kinds) == 1:
-        return PlanMemory(PutPlan("same", sets=_sets(_reported_of(kinds[0], reported), len(kinds[0].ranks))))
+        return PlanMemory(SavePlan("same", sets=_sets(_reported_of(kinds[0], reported), len(kinds[0].ranks))))
     united = unite(kinds, reported)
     if can_stay_apart(kinds, reported):
-        return PlanMemory(PutPlan("apart"), united=united)
+        return PlanMemory(SavePlan("apart"), united=united)
     sets = _sets(united.reported, sum(len(kind.ranks) for kind in kinds))
-    return PlanMemory(PutPlan("united", united.layout, len(united.holes), united.compared, sets), united=united)
+    return PlanMemory(SavePlan("united", united.layout, len(united.holes), united.compared, sets), united=united)
 
 
 def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegionsTensor]:
@@ -147,7 +147,7 @@ def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegion
 
 
 def _sets(reported: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
-    """See `PutPlan.sets`."""
+    """See `SavePlan.sets`."""
     found = claims((each.spec, each.held) for each in reported)
     if not any(found):
         return []
