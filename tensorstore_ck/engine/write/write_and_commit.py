@@ -21,7 +21,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class Written(NamedTuple):
-    """What one process has made durable, checked and compared with the snapshot before."""
+    """The parts that one process has made durable, and how they compare with the snapshot before."""
 
     parts: Sequence[WrittenPart]
     report: RankParts
@@ -49,8 +49,8 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
         sampling=request.sampling,
     )
     if is_offline:  # a comparison might have to read from the store
-        found = written.tensors.sample.finiteness
-        findings = SaveFindings(elements=found.elements, non_finite=found.non_finite)
+        finiteness = written.tensors.sample.finiteness
+        findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
     else:
         findings = ParentComparison(engine, view, written, captured, request.claim).examine()
     with meter.timed("commit"):
@@ -71,13 +71,13 @@ def commit(
     streams: str = "",
     mark: tuple[str, str] | None = None,
 ) -> SnapshotInfo:
-    """Judges what all ranks have found, and commits what they have written: the record, then one log entry.
+    """Judges the findings of all ranks, and commits their parts: the record, then one log entry.
 
     Args:
         destination: Where the parts are.
-        request: What the save says besides the state.
-        reports: What each rank has written, in the order of ranks.
-        findings: What each rank has found.
+        request: The ref, the step and the other options, as of one log entry.
+        reports: The parts of each rank, in the order of ranks.
+        findings: The findings of each rank.
         logical_bytes: Of the whole state.
         meter: Counts the progress.
         view: The log as of an entry at which the snapshot before was known.
@@ -119,7 +119,7 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
 def write_and_commit(
     destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
-    """Both phases for a process alone, as of `view`; again after errors that writing the state once more may help against."""
+    """Both phases for a process alone, as of `view`. Repeats them after errors that may pass if the state is written again."""
     while True:
         try:
             written = write(destination, captured, request, meter, view)
