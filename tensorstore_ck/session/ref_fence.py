@@ -33,7 +33,7 @@ class _Ref(NamedTuple):
 
 
 class RefFence:
-    """What this handle saved, restored and staged. The only owner of that: the caller and the threads of its saves share one lock.
+    """What this handle saved, restored and staged. Nothing else owns that state: the caller and the threads of its saves share one lock.
 
     If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `settle`.
     """
@@ -61,12 +61,12 @@ class RefFence:
             return [*self._chains.values()]
 
     def note(self, ref: str, head: Digest | None, current: Digest) -> None:
-        """This handle moved the ref to `head`, or continues from there; the state in memory is `current`."""
+        """Notes that this handle moved the ref to `head`, or continues from there. The state in memory is `current`."""
         with self._lock:
             self._refs[ref] = _Ref(head, current, is_moved=True)
 
     def note_attempt(self, ref: str, snapshot: Ulid) -> None:
-        """Rank 0 of this process's group may publish this snapshot."""
+        """Notes that rank 0 of this process's group may publish this snapshot."""
         with self._lock:
             self._attempts[ref] = snapshot
 
@@ -95,8 +95,8 @@ class RefFence:
 
     @staticmethod
     def _wrote(engine: Engine, branch: BranchHead, *, is_known: bool) -> bool:
-        """Whether this handle appended the entry that moved a branch; of a branch that it has not seen, only with a save of its own: else
-        it only finished what an earlier process had staged.
+        """Whether this handle appended the entry that moved a branch. If it has not seen the branch, the entry must have a save of its own:
+        otherwise the handle only finished a save that an earlier process had staged.
         """
         if not engine.log.wrote(branch.n):
             return False
@@ -107,13 +107,13 @@ class RefFence:
         return any(op.name == "put" and op.fields["snapshot"] == branch.ulid and op.fields.get("staged") is None for op in ops)
 
     def note_staged(self, ref: str, root: Digest) -> None:
-        """The state in memory is `root`, which will be on the ref once it is published."""
+        """Notes that the state in memory is `root`, which will be on the ref once it is published."""
         with self._lock:
             seen = self._refs.get(ref)
             self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True, is_staged=True)
 
     def note_published(self, ref: str, root: Digest) -> None:
-        """An earlier staged snapshot is on the ref now; the state in memory may be a later one."""
+        """Notes that an earlier staged snapshot is on the ref now. The state in memory may be a later one."""
         with self._lock:
             seen = self._refs.get(ref)
             if seen is not None:  # else this process only finished the save of another one
@@ -135,19 +135,19 @@ class RefFence:
         return seen.current if seen is not None else None
 
     def note_moved(self, ref: str, snapshot: Snapshot) -> Snapshot:
-        """`snapshot`, to which this handle moved the ref."""
+        """Notes that this handle moved the ref to `snapshot`; returns it."""
         root = Digest(bytes.fromhex(snapshot.root))
         self.note(ref, root, root)
         return snapshot
 
     def drop(self, refs: Iterable[str]) -> None:
-        """This handle forgot the refs: its next save to one starts it again, unless `undo` brings it back."""
+        """Notes that this handle forgot the refs. Its next save to one starts it again, unless `undo` brings it back."""
         with self._lock:
             for ref in self._refs.keys() & refs:
                 self._forgotten[ref] = self._refs.pop(ref)
 
     def note_restored(self, found: Resolved) -> None:
-        """The state in memory is what was found at an address."""
+        """Notes that the state in memory is the snapshot of an address."""
         info, ref = found.info, found.branch
         with self._lock:
             self._restored = info.root
@@ -158,7 +158,7 @@ class RefFence:
             self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
-        """Refuses to take a ref over by mistake: a script that restored the newest snapshot of a job, and then starts its own.
+        """Refuses to take a ref over by mistake: a script may restore the newest snapshot of a job, and then start its own training.
 
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.

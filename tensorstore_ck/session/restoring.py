@@ -33,7 +33,7 @@ _logger: Final = logging.getLogger("tensorstore_ck.session")
 T = TypeVar("T")
 
 SHARED_PARTS: Final = 32
-"""How many parts a snapshot has at least, if the ranks that restore it agree on sharing them: reading fewer costs less than to agree."""
+"""The ranks of a restore share the parts of a snapshot that has at least this number. Reading fewer costs less than the agreement."""
 
 
 @dataclass
@@ -48,17 +48,17 @@ class Restoring:
 
     @cached_property
     def _content(self) -> SnapshotContent:
-        """Opened once: the tables of a large state take as long as a small state's tensors."""
+        """Opened once: reading the tables of a large state takes as long as reading a small state's tensors."""
         return open_snapshot(self.engine, self.info)
 
     def lazy(self) -> "LazySnapshot":
-        """What there is; reads no tensors."""
+        """The snapshot, without reading tensors."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
         return LazySnapshot(self._content)
 
     def checkout(self, *, broadcast: bool = False, **options: Any) -> Any:
-        """See `Store.checkout`, for the options too; once only, as the ranks of a host read together."""
+        """See `Store.checkout`, for the options too. Called once only, as the ranks of a host read together."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         group, reading = self.group, self.reading
@@ -78,23 +78,23 @@ class Restoring:
         return restore(PartSharingContent(open_content(read_part=parts.read), parts), **options)
 
     def finish(self) -> None:
-        """Takes part in what all ranks do before the restore ends, where this one has read nothing together with the others."""
+        """Takes part in the last step of all ranks, if this rank has read nothing together with the others."""
         if self.group is not None and self.reading is not None and self.reading.must_agree:
             from tensorstore_ck.state.shared_parts import SharedParts  # noqa: PLC0415 - loads torch.distributed
 
             SharedParts(self.engine, self.info, self.group, self.reading.agree).take_part()
 
     def selected(self, *globs: str) -> Any:
-        """What fits the globs, read by this rank alone."""
+        """The part of the state that fits the globs, read by this rank alone."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         return restore(self._content, select=globs)
 
     def rank_state(self, rank: int) -> Any:
-        """What a rank put as its own.
+        """The state that a rank saved as its own.
 
         Raises:
-            NotFoundError: no rank states were put, or there is no such rank.
+            NotFoundError: no rank states were saved, or there is no such rank.
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
@@ -203,7 +203,8 @@ def _read_together(
     must_agree: Callable[[SnapshotInfo], bool] = lambda _: False,
     timeout_seconds: float,
 ) -> tuple[T, Resolved]:
-    """What `read` makes of the snapshot at `address`, and that: with `group` of the same one on all ranks, and on all or on none.
+    """Returns the result of `read` for the snapshot at `address`, and that snapshot. With `group` it is the same snapshot on all ranks, and
+    either all ranks succeed or none.
 
     `must_agree`: see `GroupRestore`.
     """

@@ -12,7 +12,7 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group.rank_messages import MAX_TEXT, describe_ranks, error_text, shortened
 
 LASTING: Final = (InputError, DamageError, ConflictError)
-"""Of errors of several classes the first one here counts: input errors, which the user can fix; then damage, which stays."""
+"""Classes of errors that all ranks raise as such. The first one counts: input errors, which the user can fix; then damage, which stays."""
 CLEAN: Final = "nothing needs to be cleaned up"
 
 
@@ -47,7 +47,7 @@ class FailureReason(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Body) -> "FailureReason":
-        """What `record` made.
+        """The reason that `record` encoded.
 
         Raises:
             TypeError: it is not one.
@@ -77,7 +77,7 @@ class FailureReason(NamedTuple):
 
 
 class RankRefusedError(Exception):
-    """The round cannot go on, which is no rank's own error; rank 0 raises it. Never leaves this package."""
+    """The round cannot go on, and no rank's own error is the cause. Rank 0 raises it. Never leaves this package."""
 
     def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason.text)

@@ -34,7 +34,7 @@ class GroupReading:
         self._title = title
         self._timeout_seconds = timeout_seconds
         self.must_agree = False
-        """Whether this rank must still call `agree`, as all do once before the restore ends."""
+        """Whether this rank must still call `agree`, as all ranks do once before the restore ends."""
 
     def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
         """Calls `do` on all ranks, with the bits that all of them have; or on none, if one fails. See `state.broadcast_reads`."""
@@ -47,7 +47,7 @@ class GroupReading:
         self._meet(Participant(lambda: {"bits": bits}, execute, None, self._common_bits, lambda _: {}))
 
     def fail(self, problem: Exception) -> None:
-        """This rank failed before its `agree`: lets that of the others fail, which wait for it and would be one round ahead."""
+        """Reports that this rank failed before its `agree`. Without it the other ranks would wait, then be one round ahead."""
         if not self.must_agree:
             return
 
@@ -97,7 +97,7 @@ class GroupRestore(Generic[T]):
         self._done: list[tuple[T, Resolved]] = []
 
     def run(self) -> tuple[T, Resolved]:
-        """What `read` returned, and the snapshot."""
+        """The result of `read`, and the snapshot."""
         try:
             self._attempt.run(Participant(self._propose, self._execute, None, self._compare, self._require_claimed, begins_rounds=True))
         finally:

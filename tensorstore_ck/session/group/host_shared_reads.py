@@ -36,13 +36,13 @@ PAGE_BYTES: Final = 4096
 WINDOWS: Final = 2
 STALE_SECONDS: Final = 3600
 POLL_SECONDS: Final = (0.0005, 0.02)
-"""At first, and at most."""
+"""The first pause, and the longest."""
 _WANT_DTYPE: Final = np.dtype([("id", f"S{DIGEST_BYTES}"), ("raw", "<u4")])
 _SET: Final = b"\x01"
 
 
 def host_key(folder: Path = SHARED_MEMORY) -> bytes:
-    """The same for all processes that can share memory, and no others; empty if none can."""
+    """A name that is the same for all processes that can share memory, and for no others; empty if none can."""
     if sys.platform != "linux":
         return b""
     try:
@@ -58,7 +58,7 @@ class HostSharedReads:
     def __init__(
         self, name: str, rank: int, *, base: Path = SHARED_MEMORY, window_bytes: int = WINDOW_BYTES, timeout: float = 600.0
     ) -> None:
-        """`name`: of this restore, the same on all ranks, and hard to guess. A rank that cannot take part raises no error."""
+        """`name`: the name of this restore, the same on all ranks, and hard to guess. A rank that cannot take part raises no error."""
         self.rank = rank
         self.folder = base / f"tsck-{name}"
         self._window_bytes = window_bytes
@@ -81,7 +81,7 @@ class HostSharedReads:
                 self._lock = lock
 
     def join(self, ranks: Sequence[int]) -> None:
-        """All `ranks` on this host have begun."""
+        """Waits until all `ranks` on this host have begun."""
         self.peers = sorted(ranks) if self._lock is not None else []
 
     def leave(self) -> None:
@@ -175,7 +175,7 @@ class _Shared(NamedTuple):
 
 
 def _shared(wants: dict[int, np.ndarray]) -> Iterator[_Shared]:
-    """In the order of the first rank that wants each; of the ranks that want a block, the one with the least to fetch fetches it.
+    """The blocks that several ranks want, by the first rank that wants each. Of these ranks, the one with the least to fetch fetches it.
 
     One rank fetches a run of neighbours: small blocks are read together with what lies between them.
     """
@@ -246,7 +246,7 @@ class _SharedWindow:
         return memoryview(self._memory)[start : start + self.blocks[number].raw]
 
     def finish(self, rank: int) -> None:
-        """`rank` does not need the window any more."""
+        """Notes that `rank` does not need the window any more."""
         os.pwrite(self._file, _SET, len(self.blocks) + self._peers.index(rank))
 
     def unfinished(self) -> list[int]:
@@ -268,7 +268,7 @@ class _Slot:
         self._number = number
 
     def memory(self) -> None:
-        """None: other ranks may only see verified bytes."""
+        """Returns None: other ranks may only see verified bytes."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Takes the whole block."""

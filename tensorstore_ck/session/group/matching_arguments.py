@@ -12,9 +12,9 @@ from tensorstore_ck.session.group.rank_messages import MAX_GROUPS, describe_rank
 
 ADVICE: Final = "pass the same on all ranks"
 MAX_SHOWN: Final = 200
-"""Characters of a value."""
+"""The most characters of a value."""
 MAX_REPORTED: Final = 1 << 18
-"""Characters that one rank reports of its options."""
+"""The most characters that one rank reports of its options."""
 MAX_PATHS: Final = 4
 NOT_REPORTED: Final = "something else"
 
@@ -44,7 +44,7 @@ class Differing:
         """The ranks that report their options; none if nothing differs."""
 
     def error(self, reported: Mapping[int, Body], in_job: Sequence[int] | None = None) -> InvalidOptionError:
-        """What all ranks raise. `reported`: what `describe_options` made on each of the `reporters`."""
+        """The error that all ranks raise. `reported`: the result of `describe_options` on each of the `reporters`."""
         known = {rank: take(record, "reported", dict) for rank, record in reported.items()}
         differing = [path for path in sorted(set().union(*known.values())) if len({each.get(path) for each in known.values()}) > 1]
         texts = []

@@ -31,7 +31,7 @@ RANK_STATE: Final = "put values of one rank into rank_state="
 
 
 class LayoutMismatchError(Exception):
-    """The ranks cannot save one snapshot together: what differs where, and what to do. Never leaves this package."""
+    """The ranks cannot save one snapshot together. The message says what differs, where, and what to do. Never leaves this package."""
 
     def __init__(self, path: str, text: str, advice: str) -> None:
         super().__init__(f"the ranks cannot save {path!r} together: {text}; {advice}")
@@ -47,7 +47,7 @@ class ValueHole(NamedTuple):
 
 
 class ComparedTensor(NamedTuple):
-    """A tensor that ranks hold in several ways, each in full: the first one is stored, and the others must be equal."""
+    """A tensor that ranks hold in several ways, each in full. The first one is stored, and the others must be equal."""
 
     tensor: int
     cuts: tuple[CompleteCut, ...]
@@ -134,7 +134,7 @@ class _Uniting:
         tensors, spreads, compared, reported = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
         meshes: dict[Mesh, int] = {}
         found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[CompleteCut], LayoutSpread]] = {}
-        """Many tensors are held in the same way, and a mesh may have thousands of ranks."""
+        """Cached: many tensors are held in the same way, and a mesh may have thousands of ranks."""
         for number, member in enumerate(self._members):
             name = names.get(number) or _free(member.spec.name, taken)
             spec = member.spec._replace(name=name)
@@ -205,7 +205,7 @@ class _Uniting:
             raise LayoutMismatchError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
 
     def _check_numbers(self, path: str, branches: Sequence[tuple[int, Container]]) -> None:
-        """A number may mean different parameters on different ranks, unless all have the same parameters."""
+        """Refuses numbers that may mean different parameters on different ranks."""
         first: dict[tuple[frozenset[str], frozenset[str]], int] = {}
         for side, branch in branches:
             first.setdefault((frozenset(leaf.path for leaf in leaves(branch) if leaf.kind != "value"), self._names[side]), side)
@@ -268,7 +268,7 @@ class _Uniting:
         return TensorSpec(leaf.path, dtype, item_bytes, shape)
 
     def _cuts(self, spec: TensorSpec, member: _Member) -> list[CompleteCut]:
-        """How the ranks hold a tensor, each way in full."""
+        """The ways in which the ranks hold a tensor, each in full."""
         sides = [(self._kinds[side].ranks, self._spread(side, leaf)) for side, leaf in member.sides.items()]
         try:
             return cuts_of(sides)
@@ -351,7 +351,7 @@ def _check_value(hole: ValueHole, kinds: Sequence[RankKind]) -> None:
 
 
 def _said(kind: RankKind, value: Any) -> str:
-    """Equal for equal values: in Python 1, True and 1.0 are equal, and NaN is not equal to itself."""
+    """A key that is equal for equal values only: in Python 1, True and 1.0 are equal, and NaN is not equal to itself."""
     return repr((value[1], kind.blob_ids[value[2]])) if _is_large(value) else repr(value)
 
 
@@ -368,7 +368,7 @@ def _path(trees: Sequence[tuple[int, Tree]]) -> str:
 
 
 def _each(kinds: Sequence[RankKind], what: Mapping[int, str]) -> str:
-    """What the ranks of each kind have."""
+    """The data that the ranks of each kind have."""
     return describe_ranks({rank: text for side, text in what.items() for rank in kinds[side].ranks})
 
 

@@ -33,11 +33,11 @@ class CompleteCut(NamedTuple):
 
 
 class NotOneTensorError(Exception):
-    """Kinds of ranks do not hold one tensor together; names the ranks, and why. Never leaves this package."""
+    """Kinds of ranks do not hold one tensor together. The message names the ranks, and why. Never leaves this package."""
 
 
 def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut]:
-    """The cuts of a tensor that several kinds hold: the one with the lowest rank first.
+    """The cuts of a tensor that several kinds hold; the cut with the lowest rank is first.
 
     Args:
         sides: The ranks of each kind, and how they hold it.

@@ -1,4 +1,4 @@
-"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: what several have must be equal.
+"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: data that several have must be equal.
 
 Otherwise a restore could not know which one is meant. Rank 0 does this from parts that no snapshot names yet, once per set of layouts.
 """
@@ -85,7 +85,7 @@ class PipelineStage:
 
 
 def contradiction(stages: Sequence[PipelineStage]) -> str:
-    """What differs between the stages, as text; empty if they can be one snapshot."""
+    """The difference between the stages, as text; empty if they can be one snapshot."""
 
     def words(what: str, path: str, sides: Sequence[int]) -> str:
         who = " and ".join(named_ranks(stages[side].ranks) for side in sides)

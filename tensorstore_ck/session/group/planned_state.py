@@ -14,7 +14,7 @@ from tensorstore_ck.session.group.save_plan import KEEPS, SOLE, PlanMemory, Plan
 
 
 class StoredRegions(NamedTuple):
-    """What this rank stores of a tensor whose regions it reports."""
+    """The pieces that this rank stores of a tensor whose regions it reports."""
 
     source: ByteSource
     boxes: tuple[BoxBounds, ...]
@@ -23,7 +23,7 @@ class StoredRegions(NamedTuple):
 def planned(
     captured: CapturedState, known: PlanMemory, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()
 ) -> CapturedState:
-    """What `rank` saves of its state. `values`, `blobs`: those of the merged state, on the rank that stores them."""
+    """The part of its state that `rank` saves. `values`, `blobs`: those of the merged state, on the rank that stores them."""
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
         return captured
@@ -55,7 +55,7 @@ class ReportedTensor(NamedTuple):
     """Its number in this rank's layout."""
     boxes: tuple[BoxBounds, ...]
     said: Sequence[int]
-    """What the plan says of each: see `SavePlan.sets`."""
+    """The plan's entry for each region: see `SavePlan.sets`."""
 
 
 def reported_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
@@ -95,7 +95,7 @@ def _pieces(boxes: Sequence[BoxBounds], own: Sequence[bool], item_bytes: int) ->
 
 
 def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> ByteSource:
-    """What this rank has of a tensor of the common layout."""
+    """The bytes that this rank has of a tensor of the common layout."""
     source = captured.sources[place.mine.index]
     return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
 

@@ -32,7 +32,7 @@ class Planning:
     def __init__(self, attempt: Round, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
         """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
         self.turn = 0
-        """How many snapshots were saved by this plan."""
+        """The number of snapshots that were saved with this plan."""
         self.layout_of = b""
         """See `Part.layout_of`."""
         self._attempt = attempt
@@ -44,11 +44,11 @@ class Planning:
         self._used = PlanMemory(SavePlan())
         self._key = b""
         self._regions = b""
-        """This rank's, encoded."""
+        """This rank's layout, encoded."""
         self._own: CapturedState
 
     def propose(self, shared: CapturedState) -> Body:
-        """What this rank proposes of its state."""
+        """This rank's proposal: the layout and the kinds of its state."""
         self._known = dict(self._memory)  # a copy: concurrent saves may remove plans
         self._regions = encode_regions(shared.explicit)
         return {
@@ -97,7 +97,7 @@ class Planning:
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def compare(self, proposals: Sequence[Body], shared: CapturedState) -> Body:
-        """Which plan is used, and which ranks report what; `shared` is the state of rank 0."""
+        """Decides which plan is used, and which ranks report what; `shared` is the state of rank 0."""
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""

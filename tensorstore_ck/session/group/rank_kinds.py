@@ -19,7 +19,7 @@ from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.region_claims import uncovered
 
 MAX_SHARE_TWICE: Final = 1 / 10
-"""The share of a save's bytes that several kinds of ranks may each store, although they are the same."""
+"""The share of a save's bytes that several kinds of ranks may each store, although these bytes are the same."""
 ZIP_LEVEL: Final = 1
 
 ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
@@ -27,7 +27,7 @@ ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
 
 
 class RankKind(NamedTuple):
-    """What the ranks with one layout save: a `merge_layout_parts.LayoutPart`."""
+    """The state that the ranks with one layout save: a `merge_layout_parts.LayoutPart`."""
 
     ranks: tuple[int, ...]
     layout: Layout
@@ -35,7 +35,7 @@ class RankKind(NamedTuple):
     blobs: Mapping[int, bytes]
     """The large values, as far as they were reported."""
     blob_ids: Sequence[bytes]
-    """Of all large values."""
+    """The ids of all large values."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class RankKind(NamedTuple):
 
 
 def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: bytes) -> bytes:
-    """What a rank reports of its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
+    """A rank's report on its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
     known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
     body = {
@@ -61,7 +61,7 @@ def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: byte
 
 
 def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> RankKind:
-    """What `encode_kind` made. `layout`: if it is known.
+    """The kind that `encode_kind` encoded. `layout`: its layout, if that is known.
 
     Raises:
         CorruptObjectError: it is not that.
@@ -82,7 +82,7 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
 
 
 def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
-    """Whether each kind can have its own layout in the snapshot, without storing much twice.
+    """Whether each kind can have its own layout in the snapshot without many bytes being stored twice.
 
     True if no tensor is spread over ranks of several kinds, and tensors that several kinds have are the same to them.
     """

@@ -11,9 +11,9 @@ MAX_RUNS: Final = 8
 MAX_GROUPS: Final = 4
 DIFFER: Final = "the ranks differ in"
 MAX_TEXT: Final = 4096
-"""Characters of one rank's text."""
+"""The most characters of one rank's text."""
 MAX_TOTAL: Final = 8192
-"""Characters of the texts of several ranks, as far as they are shown."""
+"""The most characters that are shown of the texts of several ranks."""
 _CUT: Final = " [...] "
 
 
@@ -65,7 +65,7 @@ def describe_ranks(said: Mapping[int, str], in_job: Sequence[int] | None = None)
 
 
 def mismatches(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
-    """Which of `keys` differ between the records of all ranks (in rank order), and who has which value; empty if none."""
+    """The `keys` whose values differ between the records of all ranks (in rank order), and which ranks have which value."""
     texts = []
     for key in keys:
         first = records[0].get(key)

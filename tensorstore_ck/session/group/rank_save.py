@@ -1,4 +1,4 @@
-"""One rank's side of a save of many ranks: each writes and checks its part, and rank 0 commits for all, from a small record of each.
+"""One rank's side of a save of many ranks. Each writes and checks its part, and rank 0 commits for all, with a small record of each rank.
 
 Knows no torch: it gets states that were taken apart.
 """
@@ -43,11 +43,11 @@ REPORTED: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
 
 class RankResult(NamedTuple):
-    """What a rank reports of its work."""
+    """A rank's report on its work."""
 
     parts: RankParts
     reported_bytes: int
-    """Logical bytes that rank 0 does not know."""
+    """The logical bytes that rank 0 does not know."""
     replicas: ReplicaDigests | None
     replica_hashes: replica_drift.ReplicaHashes | None
     findings: SaveFindings
@@ -64,7 +64,7 @@ class RankResult(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Body) -> "RankResult":
-        """What `record` made."""
+        """The result that `record` encoded."""
         return cls(
             RankParts.of_record(take(record, "parts", dict)),
             take_count(record, "reported_bytes"),
@@ -100,14 +100,14 @@ class RankSave:
         self._txn = attempt.txn
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._differing_copies = ""
-        """On rank 0: which ranks no longer hold the same, where `replica_drift` does not compare."""
+        """The ranks that no longer hold the same data, where `replica_drift` does not compare; on rank 0."""
         self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
     # --- every rank -------------------------------------------------------------------------------------------------------
 
     def propose(self, request: SaveRequest, captured: CapturedState) -> Body:
-        """What this rank is about to save."""
+        """This rank's proposal: what it is about to save."""
         self._engine.require_writable()
         self._request, self._captured = request, captured
         self._destination.admit(request, self._engine.log.view())
@@ -141,7 +141,7 @@ class RankSave:
         self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
     def resolve(self, reason: str) -> Body | None:
-        """Appends "abort" to the log unless it has an outcome already; that counts."""
+        """Appends "abort" to the log, unless the log has an outcome already, which counts."""
 
         def abort(view: RefTable) -> list[Op]:
             return [] if view.outcome(self._txn) or view.staged(self._txn) else [Op.abort(self._txn)]
@@ -214,13 +214,13 @@ class RankSave:
         return self._slot
 
     def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
-        """Of everything that this rank shares with others; or, with `only_copies`, a part of what `replica_drift` does not compare."""
+        """Digests of the data that this rank shares with others; with `only_copies`, of a part that `replica_drift` does not compare."""
         reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
         return digests_of(self._captured, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
     def _reported_bytes(self, slot: PartSlot) -> int:
-        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
+        """The logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
         own = self._captured.own
         return (own.logical_bytes if own is not None else 0) + (
             self._captured.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0
@@ -291,7 +291,7 @@ class RankSave:
         return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns}
 
     def _difference(self, results: Sequence[RankResult]) -> str:
-        """Which ranks differ that should hold the same, in words; empty if none."""
+        """The ranks that differ though they should hold the same data, in words; empty if none do."""
         layouts: dict[int, Layout] = {}
         stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of

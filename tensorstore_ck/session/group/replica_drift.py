@@ -31,20 +31,20 @@ MARK: Final = "drift"
 
 
 class ReplicaHashes(NamedTuple):
-    """What a rank reports of the data that it holds with others."""
+    """A rank's report on the data that it shares with others."""
 
     written: dict[bytes, bytes]
-    """Set of replicas -> digest of what this rank wrote of it."""
+    """Set of replicas -> the digest of the bytes that this rank wrote of it."""
     seen: list[tuple[int, bytes, bytes]]
     """(rank that wrote it, set of replicas, digest of this rank's values)."""
 
     def record(self) -> Body:
-        """As other ranks read it."""
+        """The record that other ranks read."""
         return {"written": [[*pair] for pair in sorted(self.written.items())], "seen": [[*each] for each in self.seen]}
 
     @classmethod
     def of_record(cls, record: Body) -> "ReplicaHashes":
-        """What `record` made."""
+        """The hashes that `record` encoded."""
         seen = [(int(rank), bytes(key), bytes(digest)) for rank, key, digest in take(record, "seen", list)]
         return cls({bytes(key): bytes(digest) for key, digest in take(record, "written", list)}, seen)
 
@@ -72,7 +72,7 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
 
 
 def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
-    """The hashes of what this rank wrote, from its part, and of its own values of what another rank writes."""
+    """The hashes of the data that this rank wrote, from its part, and of its own values of data that another rank writes."""
     sets = _sets(captured, slot)
     plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, "the part of this rank")
     written = {}
@@ -168,7 +168,7 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
 
 
 def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
-    """The regions of which the owner wrote other values."""
+    """The regions for which the owner wrote other values."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
     plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, f"the part of rank {owner}")

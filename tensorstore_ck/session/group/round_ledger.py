@@ -23,7 +23,7 @@ class RoundLedger:
             return self._count
 
     def end(self, n: int, channel: Channel | None) -> None:
-        """Round `n` is over for this rank, which reads none of its keys any more."""
+        """Ends round `n` for this rank, which reads none of its keys any more."""
         with self._lock:
             self._open.discard(n)
             if channel is not None:

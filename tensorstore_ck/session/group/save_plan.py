@@ -25,26 +25,26 @@ from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, Reporte
 from tensorstore_ck.session.group.region_claims import claims
 
 MAX_PLANS: Final = 8
-"""How many plans a rank keeps for a group."""
+"""The number of plans that a rank keeps for a group."""
 SOLE, KEEPS = 0, 1
-"""What the plan says of a region: no other rank holds it; bit 0 of its set: this rank stores it for all that hold it."""
+"""The plan's entry for a region that no other rank holds. In other entries, bit 0: this rank stores the region for all that hold it."""
 
 
 class SavePlan(NamedTuple):
-    """What all ranks know."""
+    """The part of a plan that all ranks know."""
 
     form: Literal["same", "apart", "united"] = "same"
     layout: Layout | None = None
     """The common layout, if united."""
     holes: int = 0
-    """How many values the common layout has."""
+    """The number of values of the common layout."""
     compared: Sequence[ComparedTensor] = ()
     sets: Sequence[bytes] = ()
     """For each rank, if any reported region is held by several: a u4 for each of its regions, in the order of the layout: `SOLE`, or twice
     the number of the set of ranks that hold it, plus `KEEPS`."""
 
     def regions_of(self, rank: int) -> Sequence[int] | None:
-        """What the plan says of the regions that a rank reports; None: no other rank holds any of them."""
+        """The plan's entries for the regions that `rank` reports; None: no other rank holds any of them."""
         return np.frombuffer(self.sets[rank], "<u4").tolist() if self.sets else None
 
     def encode(self) -> bytes:
@@ -67,7 +67,7 @@ class PlannedTensor(NamedTuple):
     mine: Leaf
     """The leaf on this rank: a tensor, or a view into one."""
     is_view: bool
-    """Whether it is a view here, and its own tensor there."""
+    """Whether it is a view on this rank, and a tensor of its own in the common layout."""
 
 
 @dataclass(slots=True)
@@ -76,11 +76,11 @@ class PlanMemory:
 
     plan: SavePlan
     turn: int = 0
-    """How many saves were published by it, on rank 0."""
+    """The number of saves that were published with it, on rank 0."""
     places: Sequence[PlannedTensor] = ()
     """This rank's tensors in the common layout, if united."""
     united: UnitedState | None = None
-    """On rank 0: the merged state of ranks of several kinds."""
+    """The merged state of ranks of several kinds, on rank 0."""
 
 
 Memory = dict[bytes, PlanMemory]
@@ -88,7 +88,7 @@ Memory = dict[bytes, PlanMemory]
 
 
 def remember(memory: Memory, key: bytes, known: PlanMemory) -> None:
-    """Keeps a plan, and the newest other ones."""
+    """Keeps a plan, and the newest other plans."""
     memory.pop(key, None)
     memory[key] = known
     for old in [*memory][:-MAX_PLANS]:
@@ -96,7 +96,7 @@ def remember(memory: Memory, key: bytes, known: PlanMemory) -> None:
 
 
 def decode_plan(data: bytes) -> SavePlan:
-    """What `SavePlan.encode` made.
+    """The plan that `SavePlan.encode` encoded.
 
     Raises:
         CorruptObjectError: it is not that.

@@ -1,4 +1,4 @@
-"""The memory that states are captured into: allocated at the first capture, and waited for when it is full."""
+"""The memory that states are captured into. The first capture allocates it, and a save waits for it when it is full."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
 
 SAY_SECONDS: Final = 5.0
-"""How long a save waits before that is logged."""
+"""A save logs that it waits after this time."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -77,11 +77,11 @@ class CaptureMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """What captures hold, and what is kept for the next ones."""
+        """The bytes that captures hold, and those that are kept for the next captures."""
         return self.arena.allocated_bytes if self.arena is not None else 0
 
     def close(self) -> None:
-        """Frees what nobody uses."""
+        """Frees the memory that nobody uses."""
         if self.arena is not None:
             self.arena.close()
             self.arena = None

@@ -1,4 +1,4 @@
-"""Finds what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
+"""Finds out what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
 
 from typing import TYPE_CHECKING
 

@@ -108,5 +108,5 @@ class PendingSnapshot:
         return self._status.meter.snapshot()
 
     def cancel(self) -> bool:
-        """Asks to give it up, on all ranks, if it is not published yet: see `wait`. False if it has ended already."""
+        """Asks all ranks to give the save up, if it is not published yet: see `wait`. False if it has ended already."""
         return self._status.drop("cancelled")

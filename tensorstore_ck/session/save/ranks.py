@@ -141,7 +141,7 @@ class RankRound:
         return Admission(take(decided, "admitted", bool), tuple(map(int, take(decided, "dropped", list))), take(decided, "failed", int))
 
     def skip(self) -> None:
-        """The save does not take place; all ranks know it."""
+        """Gives the save up before it begins, on all ranks."""
         self._round.skip()
 
     def fail(self, error: BaseException) -> None:
@@ -157,7 +157,7 @@ class RankRound:
         self.together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
 
     def together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
-        """All ranks write, and rank 0 commits; once only. `begin` is called in the round, so that its error reaches all ranks at once.
+        """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
 
         Raises:
             StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 STALE_SECONDS: Final = 86_400
-"""After this time no process is still staging the snapshot; giving it up is safe at any time."""
+"""After this time no process is staging the snapshot any more; giving it up is safe at any time."""
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
@@ -60,7 +60,7 @@ def resume_alone(context: SaveContext, tier: StagingTier) -> list[StagedSave]:
 def resume_here(
     context: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
 ) -> list[StagedSave]:
-    """The saves that lie on this disk in full, for a process that publishes what no job continues.
+    """The saves whose files are all on this disk, for a process that publishes saves that no job continues.
 
     `is_wanted` is called with the manifests of each snapshot, before anything is appended to the log.
     """
@@ -73,7 +73,7 @@ def resume_here(
 
 
 def _claimed(folder: StagingFolder, manifests: Sequence[Manifest]) -> bool:
-    """Whether this process may continue a save; False if another one that lives publishes it."""
+    """Whether this process may continue a save; False if another running process publishes it."""
     for number, manifest in enumerate(manifests):
         if not folder.claim(manifest.key):
             for claimed in manifests[:number]:
@@ -94,7 +94,7 @@ def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> StagedSave:
 
 
 def _found(context: SaveContext, txn: Ulid, ref: str, root: Digest, manifests: Sequence[Manifest]) -> StagedUpload:
-    """What an earlier process staged, in the order of what this handle publishes."""
+    """Puts a save of an earlier process into the order in which this handle publishes."""
     names = frozenset(name for manifest in manifests for name in manifest.names)
     context.fence.chain(ref).add(StagedLink(txn, root, {}, names, None))
     return StagedUpload(context, txn, ref, manifests)
@@ -164,7 +164,7 @@ def _finders(proposals: Sequence[Body]) -> dict[bytes, _Finders]:
 
 
 def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
-    """What to do with it, by the log and by what is missing; and the number of its log entry, for their order."""
+    """What to do with a save, by the log and by what is missing; and the number of its log entry, by which saves are ordered."""
     owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
     if published_as(engine, view, Ulid(txn)) is not None:
         return 0, [txn, PUBLISHED, owners]

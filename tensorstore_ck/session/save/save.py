@@ -122,7 +122,7 @@ class Save:
         return self._captured
 
     def check_and_capture(self) -> None:
-        """The phases that come before any message to other ranks.
+        """Runs the phases that come before any message to other ranks.
 
         Raises:
             StoreError: it cannot be saved; the other ranks are informed.
@@ -136,12 +136,12 @@ class Save:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """How much memory `copy_into` needs; asked for only if the state is copied."""
+        """The memory that `copy_into` needs; computed only if the state is copied."""
         return sum(slot_bytes(each, each.frozen) for each in self._states())
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Bytes that are not copied."""
+        """The bytes of frozen tensors, which are not copied."""
         return sum(each.sources[tensor].size_bytes for each in self._states() for tensor in each.frozen)
 
     def copy_into(self, slot: Slot) -> None:
@@ -157,7 +157,7 @@ class Save:
         self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
 
     def _overlap(self, captured: CapturedState) -> Overlap:
-        """What copies from devices need to go on beside the training."""
+        """What copies from devices need so that they can go on while training continues."""
         context = self._context
         if context.step_gates is None:
             context.step_gates = StepGates()
@@ -165,7 +165,7 @@ class Save:
         return Overlap(blocks_of, context.step_gates.of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
-        """The state, and that of this rank alone, if any."""
+        """The state, and the state of this rank alone, if any."""
         captured = self.capture()
         return [captured] if captured.own is None else [captured, captured.own]
 
@@ -244,7 +244,7 @@ class Save:
         return self._ranks.decide(admit)
 
     def skip(self) -> None:
-        """The save does not take place; all ranks know it."""
+        """Gives the save up before it begins, on all ranks."""
         self._ranks.skip()
 
     def fail(self, error: BaseException) -> None:

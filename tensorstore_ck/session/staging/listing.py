@@ -1,4 +1,4 @@
-"""Lists what is staged and not published, by the manifests on one disk and by the log. Changes nothing."""
+"""Lists the saves that are staged and not published, by the manifests on one disk and by the log. Changes nothing."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
 State = Literal["staged", "published", "given up", "unknown"]
-"""What the log says of it; `unknown`: nothing yet."""
+"""Its state in the log; `unknown`: the log has nothing of it yet."""
 
 MAX_NAMED: Final = 8
 
@@ -36,9 +36,9 @@ class StagedSaveInfo:
     here: tuple[int, ...]
     """The ranks that have a manifest on this disk."""
     size_bytes: int
-    """Bytes of their objects; some of these may belong to other staged saves, too."""
+    """The bytes of their objects, some of which may belong to other staged saves, too."""
     sent_bytes: int
-    """Bytes of these that the store has."""
+    """Those of these bytes that the store has."""
     time_ns: int
     """When it was staged, since 1970."""
     problems: tuple[str, ...]
@@ -48,7 +48,7 @@ class StagedSaveInfo:
 
 
 def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSaveInfo]:
-    """What is staged on the disk and by the log, oldest first."""
+    """The saves that are staged on the disk or by the log, oldest first."""
     engine.log.sync()
     view = engine.log.view()
     found: dict[Ulid, list[Manifest]] = {}

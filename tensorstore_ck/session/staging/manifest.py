@@ -25,7 +25,7 @@ _CONTEXT: Final = "staging manifest"
 
 
 class PublishingLead(NamedTuple):
-    """What the publishing log entry needs."""
+    """The fields of the log entry that publishes."""
 
     record: bytes
     """The sealed record."""
@@ -33,7 +33,7 @@ class PublishingLead(NamedTuple):
     """Of all ranks, in order."""
     accepts: Accepts
     pinned: Ulid | None
-    """The published snapshot whose blocks it shares, pinned until then."""
+    """The published snapshot whose blocks it shares; pinned until this one is published."""
     after: Sequence[Ulid]
     """Snapshots that were staged on the ref before it, whose blocks it may share: once published, they are pinned too."""
     mark: tuple[str, str] | None
@@ -41,7 +41,7 @@ class PublishingLead(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What one rank has staged."""
+    """The objects that one rank has staged."""
 
     txn: Ulid
     """The transaction of the staging; the snapshot's ULID."""
@@ -52,7 +52,7 @@ class Manifest(NamedTuple):
     names: Sequence[str]
     """The objects that must be in the store before it is published; some may be there already."""
     size_bytes: int
-    """Bytes of the objects that this rank wrote."""
+    """The bytes of the objects that this rank wrote."""
     lead: PublishingLead | None
 
     @property
@@ -84,7 +84,7 @@ def manifest_key(txn: Ulid, rank: int) -> str:
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
-    """What `Manifest.encode` made.
+    """The manifest that `Manifest.encode` encoded.
 
     Raises:
         CorruptObjectError: it is not a manifest.
@@ -134,7 +134,7 @@ def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, Sto
 
 
 def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ulid, int]:
-    """By time, but each after those that it was staged after: a host's clock may have been set back."""
+    """Sorts by time, but each manifest after those that were staged before it: a host's clock may have been set back."""
     order: dict[Ulid, int] = {}
     while by_time:
         ready = next((txn for txn in by_time if not set(by_time).intersection(after.get(txn, ()))), by_time[0])
@@ -156,7 +156,7 @@ def encode_lead(lead: PublishingLead) -> Body:
 
 
 def decode_lead(body: Body) -> PublishingLead:
-    """What `encode_lead` made.
+    """The lead that `encode_lead` encoded.
 
     Raises:
         KeyError, TypeError, ValueError: it is malformed.

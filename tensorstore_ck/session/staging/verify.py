@@ -1,4 +1,4 @@
-"""Verifies what another user staged, before it is uploaded: its content against the root, and its names against the store.
+"""Verifies a save that another user staged, before it is uploaded: its content against the root, and its names against the store.
 
 A process trusts what it staged itself; root, who publishes for another user, does not.
 """
@@ -28,7 +28,7 @@ _PIECE_BYTES: Final = 4 << 20
 def verify_staged(
     engine: Engine, tier: StagingTier, manifests: Sequence[Manifest], require_intact: Callable[[Engine, SnapshotInfo], None]
 ) -> None:
-    """Reads everything that was staged of a snapshot, by `manifests` of all its ranks. Its uploads start again.
+    """Reads all staged objects of a snapshot, by the `manifests` of all its ranks. Its uploads start again.
 
     `require_intact` checks the structure of the snapshot, as `maintenance.fsck.require_intact`.
 
