@@ -146,16 +146,16 @@ class RefFence:
             for ref in self._refs.keys() & refs:
                 self._forgotten[ref] = self._refs.pop(ref)
 
-    def note_restored(self, found: Resolved) -> None:
+    def note_restored(self, resolved: Resolved) -> None:
         """Notes that the state in memory is the snapshot of an address."""
-        info, ref = found.info, found.branch
+        info, ref = resolved.info, resolved.branch
         with self._lock:
             self._restored = info.root
             if ref is None:
                 return
             is_moved = ref in self._refs and self._refs[ref].is_moved
-            is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has saved to the branch yet
-            self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
+            is_fenced = not is_moved and info.root == resolved.branch_root and info.ref == ref  # else nobody has saved to the branch yet
+            self._refs[ref] = _Ref(resolved.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
         """Refuses to take a ref over by mistake: a script may restore the newest snapshot of a job, and then start its own training.
@@ -202,15 +202,15 @@ class RefFence:
         what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
         return SaveRequest(asked.ref, asked.step, parent, expected, *what)
 
-    def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
+    def parent(self, view: RefTable, ref: str, given: object = LAST_SEEN) -> Digest | None:
         """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
 
         Raises:
-            NotFoundError: `said` names a snapshot that does not exist.
+            NotFoundError: `given` names a snapshot that does not exist.
         """
-        if isinstance(said, LastSeen):
+        if isinstance(given, LastSeen):
             return self.current(ref) or self._head(view, ref)
-        return None if said is None else resolve(view, said.root if isinstance(said, Snapshot) else str(said)).info.root
+        return None if given is None else resolve(view, given.root if isinstance(given, Snapshot) else str(given)).info.root
 
     @staticmethod
     def _head(view: RefTable, ref: str) -> Digest | None:

@@ -144,18 +144,18 @@ def restoring(
     session.context.frozen.forget()
 
     def find(address: str) -> Resolved:
-        found = session.resolve(address)
-        _logger.debug("%s is step %s of %s, root %s", address, found.info.step, found.info.ref, found.info.root.hex())
+        resolved = session.resolve(address)
+        _logger.debug("%s is step %s of %s, root %s", address, resolved.info.step, resolved.info.ref, resolved.info.root.hex())
         if not allow_marked:
-            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_marked=True")
-        return found
+            refuse_marked(Snapshot.from_info(resolved.info), address, "pass allow_marked=True")
+        return resolved
 
     def must_agree(info: SnapshotInfo) -> bool:
         return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
 
-    result, found = _read_together(session, address, find, read, ranks, must_agree=must_agree, timeout_seconds=timeout_seconds)
-    session.fence.note_restored(found)
-    return result, Snapshot.from_info(found.info)
+    result, resolved = _read_together(session, address, find, read, ranks, must_agree=must_agree, timeout_seconds=timeout_seconds)
+    session.fence.note_restored(resolved)
+    return result, Snapshot.from_info(resolved.info)
 
 
 def rank_state(
@@ -171,12 +171,12 @@ def rank_state(
     ranks = process_group(group)
     own, size = (0, 1) if ranks is None else (ranks.rank(), ranks.size())
 
-    def read(found: Restoring) -> Any:
-        stored = count_rank_states(found.engine, found.info, size if rank is None and rank_state_map is None else None)
+    def read(restored: Restoring) -> Any:
+        stored = count_rank_states(restored.engine, restored.info, size if rank is None and rank_state_map is None else None)
         if rank is not None:
-            return found.rank_state(rank)
+            return restored.rank_state(rank)
         whose = own if rank_state_map is None or stored == size else rank_state_map(own, stored)
-        return [found.rank_state(each) for each in whose] if isinstance(whose, Iterable) else found.rank_state(whose)
+        return [restored.rank_state(wanted) for wanted in whose] if isinstance(whose, Iterable) else restored.rank_state(whose)
 
     return _read_together(session, address, session.resolve, read, ranks, timeout_seconds=timeout_seconds)[0]
 
@@ -210,8 +210,8 @@ def _read_together(
     """
     engine = session.engine
     if group is None:
-        found = find(address)
-        return read(Restoring(engine, found.info)), found
+        resolved = find(address)
+        return read(Restoring(engine, resolved.info)), resolved
 
     def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
         restoring = Restoring(engine, info, group, reading)

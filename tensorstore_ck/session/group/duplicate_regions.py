@@ -88,8 +88,8 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
     layout = known.plan.layout
     if not known.plan.compared or layout is None:
         return []
-    reported = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
-    cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
+    reported = {one.tensor: without_copies(captured, one) for one in reported_by(captured, known, rank)}
+    cuts_of = {one.tensor: one.cuts for one in known.plan.compared if share.has(one.tensor)}
     found: dict[int, RegionSum] = {}
     for place in known.places:
         tensor, spec = place.tensor, layout.tensors[place.tensor]

@@ -32,14 +32,14 @@ class FailureReason(NamedTuple):
         return cls(error_text(exc) if by_name else shortened(str(exc), MAX_TEXT), exc.kind, exc.object_id)
 
     @classmethod
-    def of_ranks(cls, said: Mapping[int, "FailureReason"], in_job: Sequence[int] | None = None) -> "FailureReason":
+    def of_ranks(cls, reasons: Mapping[int, "FailureReason"], in_job: Sequence[int] | None = None) -> "FailureReason":
         """The reasons of several ranks as one, with the first class of `LASTING` among them, of its lowest rank."""
-        first = min(said, key=lambda rank: (said[rank]._order(), rank))
-        return said[first]._replace(text=describe_ranks({rank: each.text for rank, each in said.items()}, in_job))
+        first = min(reasons, key=lambda rank: (reasons[rank]._order(), rank))
+        return reasons[first]._replace(text=describe_ranks({rank: reason.text for rank, reason in reasons.items()}, in_job))
 
     def _order(self) -> int:
         kind = BY_KIND.get(self.kind, SnapshotAbortedError)
-        return next((at for at, each in enumerate(LASTING) if issubclass(kind, each)), len(LASTING))
+        return next((at for at, error_class in enumerate(LASTING) if issubclass(kind, error_class)), len(LASTING))
 
     def record(self) -> Body:
         """As it travels."""

@@ -133,17 +133,17 @@ class HostSharedReads:
         except OSError:
             self.leave()
             return []
-        said: dict[int, bytes] = {}
+        records: dict[int, bytes] = {}
         for peer in self.peers:
             path = self._path("wants", number, peer)
             if self.wait(path.exists, peer):
-                said[peer] = path.read_bytes()
+                records[peer] = path.read_bytes()
             elif not self.is_gone(peer):
                 self.leave()  # the deadline has passed
         if self._lock is None:
             return []
-        window_bytes = min(int.from_bytes(each[:8], "little") for each in said.values())
-        return _cut(list(_shared({rank: np.frombuffer(each[8:], _WANT_DTYPE) for rank, each in said.items()})), window_bytes)
+        window_bytes = min(int.from_bytes(record[:8], "little") for record in records.values())
+        return _cut(list(_shared({rank: np.frombuffer(record[8:], _WANT_DTYPE) for rank, record in records.items()})), window_bytes)
 
     def wait(self, is_so: Callable[[], bool], on: int) -> bool:
         """Waits until `is_so`; False if rank `on` or this rank does not take part any more."""
@@ -180,7 +180,7 @@ def _shared(wants: dict[int, np.ndarray]) -> Iterator[_Shared]:
     One rank fetches a run of neighbours: small blocks are read together with what lies between them.
     """
     rows = np.concatenate(list(wants.values()))
-    ranks = np.concatenate([np.full(len(each), rank) for rank, each in wants.items()])
+    ranks = np.concatenate([np.full(len(wanted_rows), rank) for rank, wanted_rows in wants.items()])
     _, first, inverse, counts = np.unique(rows["id"], return_index=True, return_inverse=True, return_counts=True)
     who: dict[int, list[int]] = {}
     several = counts[inverse] > 1

@@ -46,11 +46,12 @@ class Differing:
     def error(self, reported: Mapping[int, Body], in_job: Sequence[int] | None = None) -> InvalidOptionError:
         """The error that all ranks raise. `reported`: the result of `describe_options` on each of the `reporters`."""
         known = {rank: take(record, "reported", dict) for rank, record in reported.items()}
-        differing = [path for path in sorted(set().union(*known.values())) if len({each.get(path) for each in known.values()}) > 1]
+        differing = [path for path in sorted(set().union(*known.values())) if len({options.get(path) for options in known.values()}) > 1]
         texts = []
         for path in differing[:MAX_PATHS]:
-            said = {rank: str(known[like].get(path, "nothing")) if like in known else NOT_REPORTED for rank, like in enumerate(self._like)}
-            texts.append(f"{path}: {describe_ranks(said, in_job)}")
+            texts_of = {like: str(options.get(path, "nothing")) for like, options in known.items()}
+            values = {rank: texts_of.get(like, NOT_REPORTED) for rank, like in enumerate(self._like)}
+            texts.append(f"{path}: {describe_ranks(values, in_job)}")
         if len(differing) > MAX_PATHS:
             texts.append(f"{len(differing) - MAX_PATHS} more")
         what = "; ".join(texts) or f"metadata or metrics: in the order of their keys, or after their first {MAX_REPORTED} characters"

@@ -108,7 +108,7 @@ def unite(kinds: Sequence[RankKind], reported: ReportedBoxes) -> UnitedState:
 class _Uniting:
     def __init__(self, kinds: Sequence[RankKind], reported: ReportedBoxes) -> None:
         self._kinds = kinds
-        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in reported.items()}
+        self._boxes = {rank: {regions.tensor: regions.boxes for regions in explicit} for rank, explicit in reported.items()}
         self._members: list[_Member] = []
         self._number_of: dict[tuple[int, int], int] = {}
         """(kind, its tensor) -> the merged tensor with its name."""
@@ -121,7 +121,7 @@ class _Uniting:
 
     def result(self) -> UnitedState:
         tree = self._node(list(enumerate(self._trees)), is_numbered=False)
-        parsed = parse(Layout([each.spec for each in self._members], tree), len(self._holes))
+        parsed = parse(Layout([member.spec for member in self._members], tree), len(self._holes))
         names: dict[int, str] = {}
         for leaf, sides in zip(leaves(parsed), self._visited, strict=True):
             other = next((side for side, own in sides if own.path != leaf.path), None)
@@ -148,7 +148,7 @@ class _Uniting:
                 compared.append(ComparedTensor(number, tuple(cuts)))
             spreads.append(spread)
             tensors.append(spec)
-        layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
+        layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(spread is not None for spread in spreads) else ())
         return UnitedState(layout, self._holes, compared, reported)
 
     # --- the tree -----------------------------------------------------------------------------------------------------
@@ -284,14 +284,14 @@ class _Uniting:
 
     def _reported(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
         """The reported regions of a tensor, for each cut."""
-        found = []
+        tensors = []
         for cut in cuts:
             if not isinstance(cut.spread, MeshSpread):
                 sides = [(side, leaf) for side, leaf in member.sides.items() if self._layout_spread(side, leaf) == cut.spread]
                 boxes = {rank: self._boxes[rank].get(leaf.index, ()) for side, leaf in sides for rank in self._kinds[side].ranks}
-                found.append(ReportedRegionsTensor(spec, cut.spread, boxes))
-                found[-1].check()
-        return found
+                tensors.append(ReportedRegionsTensor(spec, cut.spread, boxes))
+                tensors[-1].check()
+        return tensors
 
     def _layout_spread(self, side: int, leaf: Leaf) -> LayoutSpread:
         spreads = self._kinds[side].layout.spreads
@@ -303,13 +303,13 @@ class _Uniting:
 
     def _storages(self) -> list[SharedStorage]:
         """The shared allocations that are the same in all kinds that have their tensors."""
-        said: dict[SharedStorage, set[int]] = {}
+        kinds: dict[SharedStorage, set[int]] = {}
         for side, kind in enumerate(self._kinds):
             for storage in kind.layout.storages:
                 numbers = [self._number_of.get((side, tensor)) for tensor in storage.tensors]
                 if None not in numbers:
-                    said.setdefault(storage._replace(tensors=tuple(number for number in numbers if number is not None)), set()).add(side)
-        return [storage for storage, sides in said.items() if all(set(self._members[number].sides) == sides for number in storage.tensors)]
+                    kinds.setdefault(storage._replace(tensors=tuple(number for number in numbers if number is not None)), set()).add(side)
+        return [storage for storage, sides in kinds.items() if all(set(self._members[number].sides) == sides for number in storage.tensors)]
 
 
 def difference(one: RankKind, other: RankKind) -> LayoutMismatchError:
@@ -345,8 +345,8 @@ def values_of(united: UnitedState, kinds: Sequence[RankKind]) -> tuple[list[Any]
 
 def _check_value(hole: ValueHole, kinds: Sequence[RankKind]) -> None:
     """Checks that all kinds have the same value."""
-    if len({_said(kinds[at], kinds[at].values[each]) for at, each in hole.places}) > 1:
-        shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in hole.places}
+    if len({_said(kinds[at], kinds[at].values[number]) for at, number in hole.places}) > 1:
+        shown = {at: _shown(kinds[at], kinds[at].values[number]) for at, number in hole.places}
         raise LayoutMismatchError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
 
 
@@ -382,9 +382,9 @@ def _what(tree: Tree) -> str:
 
 def _free(name: str, taken: set[str]) -> str:
     """A name that no tensor has yet."""
-    found, again = name, 1
-    while found in taken:
+    unique, again = name, 1
+    while unique in taken:
         again += 1
-        found = f"{name}#{again}"
-    taken.add(found)
-    return found
+        unique = f"{name}#{again}"
+    taken.add(unique)
+    return unique

@@ -27,10 +27,11 @@ def planned(
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
         return captured
-    kept = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
+    kept = {reported.tensor: without_copies(captured, reported) for reported in reported_by(captured, known, rank)}
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
-        return captured._replace(sources=sources, explicit=[ExplicitRegions(tensor, each.boxes) for tensor, each in sorted(kept.items())])
+        explicit = [ExplicitRegions(tensor, stored.boxes) for tensor, stored in sorted(kept.items())]
+        return captured._replace(sources=sources, explicit=explicit)
     united: list[ByteSource] = [NOTHING] * len(layout.tensors)
     frozen: dict[int, FrozenTensor] = {}
     for place in known.places:
@@ -54,30 +55,30 @@ class ReportedTensor(NamedTuple):
     mine: int
     """Its number in this rank's layout."""
     boxes: tuple[BoxBounds, ...]
-    said: Sequence[int]
+    entries: Sequence[int]
     """The plan's entry for each region: see `SavePlan.sets`."""
 
 
 def reported_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
     """The tensors whose regions a rank reports, in the order of the plan's layout."""
-    boxes = {each.tensor: each.boxes for each in captured.explicit}
+    boxes = {regions.tensor: regions.boxes for regions in captured.explicit}
     if known.plan.layout is None:
         pairs = [(tensor, tensor) for tensor in sorted(boxes)]
     else:
         pairs = sorted({(place.tensor, place.mine.index) for place in known.places if not place.is_view and place.mine.index in boxes})
-    said = known.plan.regions_of(rank)
-    found, at = [], 0
+    entries = known.plan.regions_of(rank)
+    tensors, at = [], 0
     for tensor, mine in pairs:
         count = len(boxes[mine])
-        found.append(ReportedTensor(tensor, mine, boxes[mine], [SOLE] * count if said is None else said[at : at + count]))
+        tensors.append(ReportedTensor(tensor, mine, boxes[mine], [SOLE] * count if entries is None else entries[at : at + count]))
         at += count
-    return found
+    return tensors
 
 
 def without_copies(captured: CapturedState, reported: ReportedTensor) -> StoredRegions:
     """The regions that no other rank stores."""
     source, boxes = captured.sources[reported.mine], reported.boxes
-    own = [said == SOLE or bool(said & KEEPS) for said in reported.said]
+    own = [entry == SOLE or bool(entry & KEEPS) for entry in reported.entries]
     if all(own):
         return StoredRegions(source, boxes)
     pieces = _pieces(boxes, own, captured.layout.tensors[reported.mine].item_bytes)

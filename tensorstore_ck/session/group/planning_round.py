@@ -158,16 +158,16 @@ class Planning:
 
     def _kinds(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
         """The kinds of the ranks that reported; or the kind of all ranks, if none had to."""
-        found = []
+        kinds = []
         for rank in reported or (0,):
             ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
             ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]
-                found.append(RankKind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
+                kinds.append(RankKind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
             else:
-                found.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
-        return found
+                kinds.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
+        return kinds
 
 
 def _hash_of(regions: bytes) -> bytes:

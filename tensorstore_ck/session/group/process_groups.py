@@ -115,7 +115,7 @@ class ProcessGroups:
             known.clear()
 
     def publishing(self, group: "ProcessGroup") -> Group:
-        """A second group of the same ranks, for the rounds of their publishing threads, which have their own order. After a round of `of`."""
+        """A second group of the same ranks, for rounds of their publishing threads, in their own order. After a round of `of`."""
         if group not in self._publishing:
             self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", first=self.of(group)[0])
         return self._publishing[group]

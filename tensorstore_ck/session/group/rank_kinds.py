@@ -75,7 +75,7 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
             decode_layout(encoded, name) if layout is None else layout,
             take(body, "values", list),
             {int(number): bytes(blob) for number, blob in take(body, "blobs", list)},
-            [bytes(each) for each in take(body, "blob_ids", list)],
+            [bytes(blob_id) for blob_id in take(body, "blob_ids", list)],
         )
     except (TypeError, ValueError, zlib.error) as exc:
         raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc
@@ -112,6 +112,8 @@ def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tupl
     """The regions in which the ranks of a kind hold a tensor."""
 
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
-        return next((each.boxes for each in reported.get(rank, ()) if each.tensor == tensor), ())
+        return next((regions.boxes for regions in reported.get(rank, ()) if regions.tensor == tensor), ())
 
-    return frozenset((each.is_flat, each.offsets, each.sizes) for each in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of))
+    return frozenset(
+        (regions.is_flat, regions.offsets, regions.sizes) for regions in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of)
+    )

@@ -148,10 +148,10 @@ class RankSave:
 
         self._engine.log.append(abort)
         view = self._engine.log.view()
-        found, staged = view.outcome(self._txn), view.staged(self._txn)
+        outcome, staged = view.outcome(self._txn), view.staged(self._txn)
         if staged is not None:
             return self._outcome(staged.n)
-        return self._outcome(found.n) if found is not None and found.put else None
+        return self._outcome(outcome.n) if outcome is not None and outcome.put else None
 
     def published(self, outcome: Body) -> SnapshotInfo:
         """The snapshot, without reading the log: once it is published, nothing may fail on this rank."""

@@ -63,11 +63,11 @@ def once(held: Sequence[Held]) -> list[Held]:
 
 def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[BoxBounds, RegionClaim]]:
     """The rank that stores each region that several hold, as one map for each tensor. Balances the bytes."""
-    found: list[dict[BoxBounds, RegionClaim]] = []
+    owners: list[dict[BoxBounds, RegionClaim]] = []
     several: list[tuple[int, int, BoxBounds, tuple[int, ...]]] = []
     load: dict[int, int] = {}
     for number, (spec, held) in enumerate(tensors):
-        found.append({})
+        owners.append({})
         holders: dict[BoxBounds, list[int]] = {}
         for rank, box in sorted(set(held)):
             holders.setdefault(box, []).append(rank)
@@ -77,11 +77,11 @@ def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Bo
                 several.append((size_bytes, number, box, tuple(sorted(ranks))))
             else:
                 load[ranks[0]] = load.get(ranks[0], 0) + size_bytes
-    for size_bytes, number, box, together in sorted(several, key=lambda each: (-each[0], *each[1:])):
+    for size_bytes, number, box, together in sorted(several, key=lambda claim: (-claim[0], *claim[1:])):
         keeper = min(together, key=lambda rank: (load.get(rank, 0), rank))
         load[keeper] = load.get(keeper, 0) + size_bytes
-        found[number][box] = RegionClaim(together, keeper)
-    return found
+        owners[number][box] = RegionClaim(together, keeper)
+    return owners
 
 
 def _problem(shape: tuple[int, ...], held: Sequence[Held]) -> str:

@@ -45,14 +45,14 @@ class ReplicaDigests(NamedTuple):
         return {
             "sets": [[*pair] for pair in sorted(self.sets.items())],
             "checksums": self.checksums,
-            "sums": [[*each] for each in self.sums],
+            "sums": [[*region_sum] for region_sum in self.sums],
         }
 
     @classmethod
     def of_record(cls, record: Body) -> "ReplicaDigests":
         """The digests that `record` encoded."""
         sets = {bytes(key): bytes(digest) for key, digest in take(record, "sets", list)}
-        return cls(sets, take(record, "checksums", bytes), [RegionSum(*map(int, each)) for each in take(record, "sums", list)])
+        return cls(sets, take(record, "checksums", bytes), [RegionSum(*map(int, fields)) for fields in take(record, "sums", list)])
 
 
 def digests_of(
@@ -96,18 +96,18 @@ def digests_of(
     return ReplicaDigests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))
 
 
-def differences(said: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
+def differences(reports: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
     """The tensors that differ between replicas, and the ranks, as text; empty if none do. `layouts`: as far as they are known."""
     first: dict[bytes, int] = {}
-    for rank, digests in enumerate(said):
+    for rank, digests in enumerate(reports):
         for key, digest in digests.sets.items():
             other = first.setdefault(key, rank)
-            if said[other].sets[key] != digest:
-                return _explain(layouts[other], said, key, other)
-    tensor = contradicting([each for digests in said for each in digests.sums])
+            if reports[other].sets[key] != digest:
+                return _explain(layouts[other], reports, key, other)
+    tensor = contradicting([region_sum for digests in reports for region_sum in digests.sums])
     if tensor is None:
         return ""
-    ranks = [rank for rank, digests in enumerate(said) if any(each.tensor == tensor for each in digests.sums)]
+    ranks = [rank for rank, digests in enumerate(reports) if any(region_sum.tensor == tensor for region_sum in digests.sums)]
     layout = layouts[ranks[0]]
     name = repr(layout.tensors[tensor].name) if layout is not None else "a tensor"
     return f"{name} is not the same on all of {named_ranks(ranks)}, which hold it in different ways, each in full: {DIFFERENT}"

@@ -214,7 +214,7 @@ class Round:
         keys = {f"{stage}/{rank}": rank for rank in ranks}
         on_late = self._report_missing if stage == "proposal" else None  # after that they work, each as long as it takes
         found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED, on_late=on_late)
-        said: dict[int, Body] = {}
+        records: dict[int, Body] = {}
         errors: dict[int, FailureReason] = {}
         missing = []
         if alarm is not None:
@@ -226,8 +226,8 @@ class Round:
                 missing.append(rank)
                 continue
             try:
-                said[rank] = decode_record(found[key], key)
-                _check_said(said[rank], stage)
+                records[rank] = decode_record(found[key], key)
+                _check_said(records[rank], stage)
             except RankRefusedError as exc:
                 errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
@@ -243,7 +243,7 @@ class Round:
             raise RankRefusedError(
                 FailureReason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s")
             )
-        return said
+        return records
 
     # --- all others ---------------------------------------------------------------------------------------------------
 

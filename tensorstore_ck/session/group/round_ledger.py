@@ -38,4 +38,4 @@ class RoundLedger:
         """The channels of rounds before `n` that ended; each is returned once."""
         with self._lock:
             ended = sorted(self._ended)
-            return [self._ended.pop(each) for each in ended[: bisect_left(ended, n)]]
+            return [self._ended.pop(n_ended) for n_ended in ended[: bisect_left(ended, n)]]

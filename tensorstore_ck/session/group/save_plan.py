@@ -53,7 +53,7 @@ class SavePlan(NamedTuple):
             "form": self.form,
             "layout": b"" if self.layout is None else self.layout.encode(),
             "holes": self.holes,
-            "compared": [[each.tensor, [_pack_cut(cut) for cut in each.cuts]] for each in self.compared],
+            "compared": [[tensor.tensor, [_pack_cut(cut) for cut in tensor.cuts]] for tensor in self.compared],
             "sets": list(self.sets),
         }
         return zlib.compress(pack_body(body), ZIP_LEVEL)
@@ -109,7 +109,7 @@ def decode_plan(data: bytes) -> SavePlan:
         form = take(body, "form", str)
         if form not in ("same", "apart", "united"):
             raise ValueError(f"unknown form {form!r}")
-        return SavePlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
+        return SavePlan(form, layout, take_count(body, "holes"), compared, [bytes(entries) for entries in take(body, "sets", list)])  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
         raise CorruptObjectError(f"the plan of a save is malformed: {exc}", object_id="plan") from exc
 
@@ -135,34 +135,34 @@ def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegion
     Raises:
         LayoutMismatchError: one of them is not held in full.
     """
-    boxes = {rank: {each.tensor: each.boxes for each in reported.get(rank, ())} for rank in kind.ranks}
-    found = []
+    boxes = {rank: {regions.tensor: regions.boxes for regions in reported.get(rank, ())} for rank in kind.ranks}
+    reported_tensors = []
     for tensor, spread in enumerate(kind.layout.spreads):
         if isinstance(spread, str):
-            found.append(
+            reported_tensors.append(
                 ReportedRegionsTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()})
             )
-            found[-1].check()
-    return found
+            reported_tensors[-1].check()
+    return reported_tensors
 
 
 def _sets(reported: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
     """See `SavePlan.sets`."""
-    found = claims((each.spec, each.held) for each in reported)
-    if not any(found):
+    claimed_regions = claims((tensor.spec, tensor.held) for tensor in reported)
+    if not any(claimed_regions):
         return []
     numbers: dict[tuple[int, ...], int] = {}
-    said: list[list[int]] = [[] for _ in range(ranks)]
-    for each, claimed in zip(reported, found, strict=True):
-        for rank, boxes in each.boxes.items():
+    entries: list[list[int]] = [[] for _ in range(ranks)]
+    for tensor, claimed in zip(reported, claimed_regions, strict=True):
+        for rank, boxes in tensor.boxes.items():
             for box in boxes:
                 claim = claimed.get(box)
                 if claim is None:
-                    said[rank].append(SOLE)
+                    entries[rank].append(SOLE)
                 else:
                     number = numbers.setdefault(claim.holders, len(numbers) + 1)
-                    said[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
-    return [np.array(each, "<u4").tobytes() for each in said]
+                    entries[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
+    return [np.array(tensor, "<u4").tobytes() for tensor in entries]
 
 
 def _pack_cut(cut: CompleteCut) -> list[Any]:
@@ -170,7 +170,7 @@ def _pack_cut(cut: CompleteCut) -> list[Any]:
     if not isinstance(cut.spread, MeshSpread):
         return [cut.spread, ranks]
     mesh, placements = cut.spread
-    return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [each and list(each) for each in placements]], ranks]
+    return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [shard and list(shard) for shard in placements]], ranks]
 
 
 def _cut(item: Any) -> CompleteCut:
@@ -178,5 +178,5 @@ def _cut(item: Any) -> CompleteCut:
     if spread not in ("boxes", "flat"):
         shape, members, placements = spread
         mesh = Mesh(tuple(shape), tuple(np.frombuffer(members, "<u4").tolist()))
-        spread = MeshSpread(mesh, tuple(each and Shard(*each) for each in placements))
+        spread = MeshSpread(mesh, tuple(shard and Shard(*shard) for shard in placements))
     return CompleteCut(spread, tuple(np.frombuffer(ranks, "<u4").tolist()))

@@ -130,8 +130,8 @@ class PeerLink:
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""
         packed = pack_body(record)
-        for each in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
-            self.send(peer, tag, np.frombuffer(each + bytes(MAC_BYTES), np.uint8).copy()).wait()
+        for data in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
+            self.send(peer, tag, np.frombuffer(data + bytes(MAC_BYTES), np.uint8).copy()).wait()
 
     def receive_record(self, peer: int, tag: int) -> Body:
         """The values that `send_record` sent."""

@@ -62,18 +62,18 @@ class CaptureMemory:
         began, patience = time.monotonic(), save.patience_seconds
         queued.waited_for = queued.waited_for or under_way
         left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
-        found = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
+        has_slot = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
         was_quiet = queued.waited_seconds < SAY_SECONDS
         queued.waited_seconds += time.monotonic() - began
         if was_quiet and queued.waited_seconds >= SAY_SECONDS:
             _logger.warning("training waits for memory to capture %s: %d saves are in progress", queued.status, queued.waited_for)
-        if not found and patience is not None and queued.waited_seconds >= patience:
+        if not has_slot and patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(
                 f"no memory came free for the save of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
                 object_id=save.ref,
             )
-        return found
+        return has_slot
 
     @property
     def allocated_bytes(self) -> int:

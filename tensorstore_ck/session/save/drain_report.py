@@ -39,11 +39,11 @@ class DrainReport:
         )
 
     def __str__(self) -> str:
-        said = f"{_address(self.safe)} ({self.safe.root[:16]}) is safe" if self.safe is not None else "nothing was published"
+        text = f"{_address(self.safe)} ({self.safe.root[:16]}) is safe" if self.safe is not None else "nothing was published"
         for what, those in (("staged on this host", self.staged), ("given up", (*self.dropped, *self.under_way))):
             if those:
-                said += f"; {what}: " + ", ".join(map(_address, those))
-        return said
+                text += f"; {what}: " + ", ".join(map(_address, those))
+        return text
 
 
 def _is_on_disk(status: SaveStatus) -> bool:

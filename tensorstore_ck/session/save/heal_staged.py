@@ -40,11 +40,13 @@ def report(tier: StagingTier, txn: Ulid, manifests: Sequence[Manifest], damage: 
 
 def plan(reports: Sequence[Body], healed: Collection[str]) -> Healing:
     """The rank that replaces the first damaged object; none if it was `healed` before."""
-    for said in reports:
-        name, owner = take(said, "name", str), take(said, "owner", int)
+    for broken in reports:
+        name, owner = take(broken, "name", str), take(broken, "owner", int)
         if name:
-            others = (rank for rank, each in enumerate(reports) if each["host"] != said["host"] and owner in take(each, "holds", list))
-            return Healing(name, -1 if name in healed else next(others, -1), take(said, "reason", str))
+            others = (
+                rank for rank, report in enumerate(reports) if report["host"] != broken["host"] and owner in take(report, "holds", list)
+            )
+            return Healing(name, -1 if name in healed else next(others, -1), take(broken, "reason", str))
     return NOT_DAMAGED
 
 

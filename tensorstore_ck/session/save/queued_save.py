@@ -194,7 +194,7 @@ class UnraisedErrors:
 
     def numbered(self, number: int) -> QueuedSave | None:
         """The save of that number, even if its error was raised meanwhile."""
-        return next((each for each in self._failed if each.number == number), None)
+        return next((queued for queued in self._failed if queued.number == number), None)
 
     def take_all(self) -> BaseException | None:
         """The oldest error, with the others as notes."""

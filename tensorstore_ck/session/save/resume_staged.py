@@ -53,8 +53,8 @@ def sweep(tier: StagingTier) -> None:
 def resume_alone(context: SaveContext, tier: StagingTier) -> list[StagedSave]:
     """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
-    found = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
-    return [_resumed(context, [manifest]) for manifest in found if _claimed(tier.folder, [manifest])]
+    manifests = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    return [_resumed(context, [manifest]) for manifest in manifests if _claimed(tier.folder, [manifest])]
 
 
 def resume_here(
@@ -65,11 +65,11 @@ def resume_here(
     `is_wanted` is called with the manifests of each snapshot, before anything is appended to the log.
     """
     tier.folder.enter(lambda: sweep(tier))
-    found: dict[Ulid, list[Manifest]] = {}
+    by_txn: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(tier.folder):
-        found.setdefault(manifest.txn, []).append(manifest)
-    complete = [each for each in found.values() if each[0].lead and len(each) == each[0].ranks]
-    return [_resumed(context, each) for each in complete if _claimed(tier.folder, each) and is_wanted(each)]
+        by_txn.setdefault(manifest.txn, []).append(manifest)
+    complete = [manifests for manifests in by_txn.values() if manifests[0].lead and len(manifests) == manifests[0].ranks]
+    return [_resumed(context, manifests) for manifests in complete if _claimed(tier.folder, manifests) and is_wanted(manifests)]
 
 
 def _claimed(folder: StagingFolder, manifests: Sequence[Manifest]) -> bool:
@@ -109,8 +109,8 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
-        found = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks > 1]
-        here.update(((manifest.txn, manifest.rank), manifest) for manifest in found if _claimed(tier.folder, [manifest]))
+        manifests = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks > 1]
+        here.update(((manifest.txn, manifest.rank), manifest) for manifest in manifests if _claimed(tier.folder, [manifest]))
         return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
     def compare(proposals: list[Body]) -> Body:

@@ -137,22 +137,22 @@ class Save:
     @cached_property
     def needed_bytes(self) -> int:
         """The memory that `copy_into` needs; computed only if the state is copied."""
-        return sum(slot_bytes(each, each.frozen) for each in self._states())
+        return sum(slot_bytes(state, state.frozen) for state in self._states())
 
     @cached_property
     def frozen_bytes(self) -> int:
         """The bytes of frozen tensors, which are not copied."""
-        return sum(each.sources[tensor].size_bytes for each in self._states() for tensor in each.frozen)
+        return sum(state.sources[tensor].size_bytes for state in self._states() for tensor in state.frozen)
 
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
         copies, start, states = list[CapturedState](), 0, self._states()
         sampling, self._options = self.check().sampling_of_copies(self.number)
         overlap = self._overlap(states[0]) if sampling.verify_share and states[0].device_blocks is not None else None
-        for each in states:
-            copy = partial(copy_captured, each, slot, skip=each.frozen, threads=cpu_threads())
+        for state in states:
+            copy = partial(copy_captured, state, slot, skip=state.frozen, threads=cpu_threads())
             copies.append(copy(start_bytes=start, sampling=sampling, overlap=None if copies else overlap))
-            start += slot_bytes(each, each.frozen)
+            start += slot_bytes(state, state.frozen)
         self._is_copied = True
         self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
 

@@ -51,21 +51,21 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSave
     """The saves that are staged on the disk or by the log, oldest first."""
     engine.log.sync()
     view = engine.log.view()
-    found: dict[Ulid, list[Manifest]] = {}
+    by_txn: dict[Ulid, list[Manifest]] = {}
     manifests, damaged = read_manifests(folder) if folder is not None else ([], {})
     for manifest in manifests:
-        found.setdefault(manifest.txn, []).append(manifest)
-    puts = {txn: _of_log(info) for txn, info in view.all_staged()}
+        by_txn.setdefault(manifest.txn, []).append(manifest)
+    saves = {txn: _of_log(info) for txn, info in view.all_staged()}
     if folder is not None:
-        puts |= {txn: _of_disk(engine, folder, view, each) for txn, each in found.items()}
+        saves |= {txn: _of_disk(engine, folder, view, of_txn) for txn, of_txn in by_txn.items()}
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
-                known = puts.get(txn) or StagedSaveInfo(
+                known = saves.get(txn) or StagedSaveInfo(
                     ulid_text(txn), None, None, None, _state(engine, view, txn), None, (), 0, 0, 0, (), is_here=True
                 )
-                puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
-    return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
+                saves[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
+    return sorted(saves.values(), key=lambda save: (save.time_ns, save.txn))
 
 
 def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
@@ -97,10 +97,10 @@ def _of_log(info: SnapshotInfo) -> StagedSaveInfo:
 def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedSaveInfo:
     first, here = manifests[0], tuple(manifest.rank for manifest in manifests)
     info = view.staged(first.txn) or view.snapshot(first.txn)
-    lead = next((each.lead for each in manifests if each.lead is not None), None)
+    lead = next((manifest.lead for manifest in manifests if manifest.lead is not None), None)
     record = decode_record(lead.record, record_name(first.txn)) if lead is not None else None
     root = info.root if info is not None else record.root() if record is not None else None
-    sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for each in manifests for name in each.names}}
+    sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for manifest in manifests for name in manifest.names}}
     return StagedSaveInfo(
         ulid_text(first.txn),
         first.ref,
@@ -109,8 +109,8 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
         _state(engine, view, first.txn),
         first.ranks,
         here,
-        sum(each[0] for each in sent.values() if each is not None),
-        sum(each[1] for each in sent.values() if each is not None),
+        sum(sizes[0] for sizes in sent.values() if sizes is not None),
+        sum(sizes[1] for sizes in sent.values() if sizes is not None),
         info.time_ns if info is not None else record.time_ns if record is not None else 0,
         tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
         is_here=True,

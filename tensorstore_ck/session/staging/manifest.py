@@ -97,9 +97,9 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         if body["version"] != VERSION:
             raise ValueError(f"it is of version {body['version']!r}")
         names = take(body, "names", list)
-        if not all(type(each) is str for each in names):
+        if not all(type(name) is str for name in names):
             raise TypeError("a name is not a string")
-        if not all(check_name(each).startswith(STAGED_FOLDERS) for each in names):
+        if not all(check_name(name).startswith(STAGED_FOLDERS) for name in names):
             raise ValueError("a name is not that of a pack, part or record")
         return Manifest(
             _ulid(take(body, "txn", bytes)),
@@ -117,20 +117,20 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 
 def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, StoreError]]:
     """The manifests in a folder, in the order in which they were staged; and errors of damaged ones, by key."""
-    found, damaged = [], {}
+    manifests, damaged = [], {}
     for key in folder.list_manifests():
         try:
-            found.append(decode_manifest(folder.read_manifest(key), key))
+            manifests.append(decode_manifest(folder.read_manifest(key), key))
         except MissingObjectError:
             continue  # published or given up meanwhile
         except StoreError as exc:
             damaged[key] = exc
-    times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in found if manifest.lead is not None}
+    times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in manifests if manifest.lead is not None}
     order = _order(
-        sorted({manifest.txn for manifest in found}, key=lambda txn: (times.get(txn, 0), txn)),
-        {manifest.txn: manifest.lead.after for manifest in found if manifest.lead is not None},
+        sorted({manifest.txn for manifest in manifests}, key=lambda txn: (times.get(txn, 0), txn)),
+        {manifest.txn: manifest.lead.after for manifest in manifests if manifest.lead is not None},
     )
-    return sorted(found, key=lambda manifest: (order[manifest.txn], manifest.rank)), damaged
+    return sorted(manifests, key=lambda manifest: (order[manifest.txn], manifest.rank)), damaged
 
 
 def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ulid, int]:
@@ -147,7 +147,7 @@ def encode_lead(lead: PublishingLead) -> Body:
     """As it is stored and sent."""
     return {
         "record": lead.record,
-        "parts": [each.record() for each in lead.parts],
+        "parts": [part.record() for part in lead.parts],
         "accepts": None if isinstance(lead.accepts, AnyHead) else list(lead.accepts),
         "pinned": lead.pinned,
         "after": list(lead.after),
@@ -164,10 +164,10 @@ def decode_lead(body: Body) -> PublishingLead:
     accepts, mark = body["accepts"], body["mark"]
     return PublishingLead(
         take(body, "record", bytes),
-        [RankParts.of_record(each) for each in take(body, "parts", list)],
-        ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
+        [RankParts.of_record(part) for part in take(body, "parts", list)],
+        ANY if accepts is None else tuple(None if root is None else _digest(root) for root in accepts),
         None if body["pinned"] is None else _ulid(body["pinned"]),
-        [_ulid(each) for each in take(body, "after", list)],
+        [_ulid(txn) for txn in take(body, "after", list)],
         None if mark is None else (str(mark[0]), str(mark[1])),
     )
 

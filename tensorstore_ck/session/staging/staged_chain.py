@@ -57,9 +57,9 @@ class StagedLinks:
         if isinstance(expect, AnyHead):
             return expect
         roots = [link.root for link in self._links]
-        found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
+        restored = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
         own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
-        return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
+        return tuple(dict.fromkeys([expect, *own, *(restored[-1] if restored else [])]))
 
     def location(self, block: Digest) -> Location | None:
         """The location of a block of one of these saves."""

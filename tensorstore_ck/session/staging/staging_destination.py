@@ -149,8 +149,8 @@ class StagingDestination:
 
     def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
         """Adds the save to the chain, so that the next save builds on it."""
-        for each in written:
-            self._store.keep_part(each.ulid, each.part)
+        for part in written:
+            self._store.keep_part(part.ulid, part.part)
         added = {block: location for part in written for block, location in part.added.items()}
         accepts = () if isinstance(self._accepts, AnyHead) else self._accepts
         self._chain.add(StagedLink(info.ulid, info.root, added, frozenset(self._names), accepts))

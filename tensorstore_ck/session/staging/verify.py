@@ -38,13 +38,15 @@ def verify_staged(
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
-    info, said = staged_info(first.txn, record), engine.log.view().staged(first.txn)
-    if object_hash(first.lead.record) != info.record or (said is not None and (said.root, said.record) != (info.root, info.record)):
+    info, announced = staged_info(first.txn, record), engine.log.view().staged(first.txn)
+    if object_hash(first.lead.record) != info.record or (
+        announced is not None and (announced.root, announced.record) != (info.root, info.record)
+    ):
         raise CorruptObjectError(
             f"the manifest of {ulid_text(first.txn)} does not have the record of the snapshot that was staged: it was exchanged",
             object_id=record_name(first.txn),
         )
-    if {manifest.ref for manifest in manifests} | {info.ref if said is None else said.ref} != {info.ref}:
+    if {manifest.ref for manifest in manifests} | {info.ref if announced is None else announced.ref} != {info.ref}:
         raise CorruptObjectError(
             f"the manifest of {ulid_text(first.txn)} names another branch than {info.ref!r}, for which it was staged", object_id=info.ref
         )
