@@ -143,4 +143,6 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=timing, on_wait=on_wait, secrets=secrets)
     from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 
-    return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol), secrets)
+    return FsspecBackend(
+        connect=connect, root=root, url=f"{protocol}://{root.lstrip('/')}", create_call=CREATE_CALLS.get(protocol), secrets=secrets
+    )

@@ -56,13 +56,13 @@ class _CounterSearch:
             keys, nodes = node[-2:] if tag == "f" else node[1:3]
             if "_growth_tracker" in keys:
                 self._counters.may_skip = True
-            self._visit_children(keys, nodes, path, optimizer, level)
+            self._visit_children(keys, nodes=nodes, path=path, optimizer=optimizer, level=level)
             if tag == "o" and node[3] is not False:
                 self.visit(node[3], path, "", 0)
         elif tag in ("l", "u"):
-            self._visit_children(range(len(node[1])), node[1], path, optimizer, level)
+            self._visit_children(range(len(node[1])), nodes=node[1], path=path, optimizer=optimizer, level=level)
         elif tag == "n":
-            self._visit_children(node[2], node[3], path, "", 0)
+            self._visit_children(node[2], nodes=node[3], path=path, optimizer="", level=0)
         elif tag == "r":
             self.visit(node[2], path, "", 0)
 

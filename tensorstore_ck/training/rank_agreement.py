@@ -87,7 +87,7 @@ class Agreements:
                 self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, own_group.rank)
             return {}
 
-        attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+        attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
         return self._found[group]
 
 

@@ -65,7 +65,7 @@ class RankOwnState:
     def only(self, parts: Collection[str]) -> "RankOwnState":
         """The same objects, of which only `parts` are restored."""
         extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
-        return RankOwnState(self._model.only(parts), self._loaders.only(parts), extra, values, self.merge)
+        return RankOwnState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def choose(
         drifted = None if allow_marked or drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
             return ResumeCandidate(address, name, skipped=marked)
-        reason = _describe(store, ref, name, snapshot, drifted)
+        reason = _describe(store, ref=ref, address=name, snapshot=snapshot, drifted=drifted)
         if drift is None:
             return ResumeCandidate(address, name, drift=reason, skipped=marked)
         marked.append((name, reason))

@@ -57,4 +57,4 @@ def read_training(
 
     (put_by, shared, own), snapshot = store.restoring(address, read, group=group)
     buffers = own.get("buffers", {}) if put_by == ranks else {}
-    return StoredTraining(snapshot, put_by, shared, own.get(VALUES, {}), buffers)
+    return StoredTraining(snapshot=snapshot, ranks=put_by, shared=shared, rank_values=own.get(VALUES, {}), buffers=buffers)

@@ -109,7 +109,7 @@ class TrainingState:
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
-        own = RankOwnState(models, own_loaders, extra, rank_values, rank_merge)
+        own = RankOwnState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
         self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)
         self._frozen = frozen
         require_supported(models.objects)

@@ -77,11 +77,11 @@ def verify_resume(
         return store.resolve(address).root.encode()
 
     snapshot = store.resolve(ask_first_rank(store, group, f"the snapshot at {address!r}", find).decode())
-    expected = [copied(leaves) for leaves in _run(make, store, snapshot.root, steps, group)]
+    expected = [copied(leaves) for leaves in _run(make, store=store, root=snapshot.root, steps=steps, group=group)]
     first = None
-    for number, leaves in enumerate(_run(make, store, snapshot.root, steps, group)):
+    for number, leaves in enumerate(_run(make, store=store, root=snapshot.root, steps=steps, group=group)):
         first = first or first_difference(number, expected[number], leaves)  # no early exit: other ranks may wait for this one
-    return ResumeReport(snapshot.root, snapshot.step, steps, len(expected[-1]), first)
+    return ResumeReport(root=snapshot.root, step=snapshot.step, steps=steps, compared=len(expected[-1]), difference=first)
 
 
 def _run(make: MakeJob, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:

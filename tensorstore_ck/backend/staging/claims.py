@@ -99,7 +99,7 @@ def _holder(fd: int) -> Process | None:
         return None
     match fields:
         case [str(host), str(boot_id), str(namespace), int(pid), int(ticks)]:
-            return Process(host, boot_id, namespace, pid, ticks)
+            return Process(host=host, boot_id=boot_id, pid_namespace=namespace, pid=pid, start_ticks=ticks)
     return None
 
 

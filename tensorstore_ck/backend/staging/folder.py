@@ -240,7 +240,11 @@ class StagingFolder:
         with os_errors("read", name):
             path, flags = f"unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             return UnsentFile(
-                os.open(path, flags, dir_fd=self._private.fd()), name, self.path, partial(self._inode, path), self.open_verifier
+                fd=os.open(path, flags, dir_fd=self._private.fd()),
+                name=name,
+                folder=self.path,
+                inode=partial(self._inode, path),
+                open_verifier=self.open_verifier,
             )
 
     def has_unsent(self, name: str) -> bool:

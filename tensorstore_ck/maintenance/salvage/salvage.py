@@ -143,7 +143,16 @@ class _Salvage:
             self._write(
                 config,
                 rebuild_log(
-                    filled.table, KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost), self._put, self._clock()
+                    filled.table,
+                    KeptHistory(
+                        held=held,
+                        doubtful=doubtful,
+                        relocations=in_use,
+                        locations=self._locations_of(packs),
+                        are_entries_lost=are_entries_lost,
+                    ),
+                    self._put,
+                    self._clock(),
                 ),
             )
             self._backend.replace(CONFIG_NAME, config.encode())
@@ -229,7 +238,7 @@ class _Salvage:
                 validate_ref_name(record.ref)
             except StoreError as exc:
                 require_reachable(self._backend, exc)
-                self._lost[ulid] = Salvaged(ulid_text(ulid), "", None, "", str(exc))
+                self._lost[ulid] = Salvaged(id=ulid_text(ulid), ref="", step=None, root="", note=str(exc))
                 continue
             yield _Stray(_info(ulid, record, data), record, data)
 
@@ -277,7 +286,18 @@ class _Salvage:
             if n > log.last:
                 heads[info.ref] = info.root
             put = Op.put(info.ref, ulid, stray.record, stray.data, anchor=0, txn=ulid)
-            fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put,), Digest(bytes(32)), 0))
+            fill.setdefault(n, []).append(
+                Entry(
+                    n=n,
+                    prev=Digest(bytes(32)),
+                    write_id=bytes(16),
+                    time_ns=info.time_ns,
+                    actor="",
+                    ops=(put,),
+                    hash=Digest(bytes(32)),
+                    size_bytes=0,
+                )
+            )
         return fill
 
     # --- the new log --------------------------------------------------------------------------------------------------
@@ -314,14 +334,14 @@ class _Salvage:
         roots = {info.root for info in held}
         ulids = {info.ulid for info in held}
         return SalvageReport(
-            log,
-            tuple(self._problems),
-            tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
-            tuple(tag for tag in view.tags() if view.tag(tag) in roots),
-            len(held),
-            tuple(recovered),
-            tuple(self._lost.values()),
-            tuple(self._left_out),
+            log=log,
+            problems=tuple(self._problems),
+            branches=tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
+            tags=tuple(tag for tag in view.tags() if view.tag(tag) in roots),
+            kept=len(held),
+            recovered=tuple(recovered),
+            lost=tuple(self._lost.values()),
+            left_out=tuple(self._left_out),
         )
 
 
@@ -344,18 +364,18 @@ def _order_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], 
 def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
     """The log's row for a record."""
     return SnapshotInfo(
-        ulid,
-        record.root(),
-        object_hash(data),
-        record.parent,
-        record.ref,
-        record.step,
-        0,
-        record.time_ns,
-        record.metrics,
-        record.logical_bytes,
-        record.new_bytes,
-        record.time_ns,
-        record.triggers,
-        record.epoch,
+        ulid=ulid,
+        root=record.root(),
+        record=object_hash(data),
+        parent=record.parent,
+        ref=record.ref,
+        step=record.step,
+        n=0,
+        time_ns=record.time_ns,
+        metrics=record.metrics,
+        logical_bytes=record.logical_bytes,
+        new_bytes=record.new_bytes,
+        arrived_ns=record.time_ns,
+        triggers=record.triggers,
+        epoch=record.epoch,
     )

@@ -155,7 +155,14 @@ class Checkpointer:
             own = groups_of(store).of(group)[0]
             self._flag = StepFlag(own.run, own.renew, rank=group.rank(), prefix=f"tsck/{run_id}/", lead_steps=lead_steps, clock=clock)
         self._pending = PendingSaves(
-            store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
+            store=store,
+            ref=ref,
+            group=group,
+            unsaved=self._unsaved,
+            flag=self._flag,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            clock=clock,
         )
 
     def __enter__(self) -> Self:
