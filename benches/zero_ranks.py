@@ -165,7 +165,7 @@ class _Restoring(Restoring):
         describer = SpreadDescriber({each: each for each in range(group.size())}, group.rank())
         parts = SharedParts(self.engine, self.info, group, lambda bits, do: do(bits))
         is_shared = len(self.engine.recent_record(self.info).parts) >= SHARED_PARTS
-        content: Any = open_snapshot(self.engine, self.info, place=place, read_part=parts.read if is_shared else None)
+        content: Any = open_snapshot(self.engine, self.info, position=place, read_part=parts.read if is_shared else None)
         with (
             patch("tensorstore_ck.state.restore.describer_of", lambda _: describer),
             patch("tensorstore_ck.state.shared_parts.gather_bytes", self._gather),

@@ -48,6 +48,11 @@ class SharedState:
             (candidate.objects for candidate in (*self._others, self._models, self._optimizers) if candidate.name == part), self._extra
         )
 
+    def optimizers_with_hooks(self) -> list[torch.optim.Optimizer]:
+        """Those that say when they begin a step."""
+        given = self._optimizers.objects.values()
+        return [one for one in given if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
+
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""
         return ParameterNames(self._named)

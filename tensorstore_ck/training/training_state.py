@@ -201,11 +201,13 @@ class TrainingState:
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
         on_full: OnFull = "block",
+        changed_by: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
         """Like `put`, but in the background: the next step may begin when it returns. For the arguments see `Store.put_snapshot_async`.
 
-        `frozen`: instead of what this object was made with.
+        `frozen`: instead of what this object was made with. `changed_by`: by default the optimizers, so that what they update on CUDA
+        devices is copied while the next forward and backward passes run.
         """
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
@@ -227,6 +229,7 @@ class TrainingState:
             unchanged=unchanged,
             verify_capture=verify_capture,
             on_full=on_full,
+            changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
             timeout_seconds=timeout_seconds,
         )
 

@@ -230,6 +230,7 @@ def write_tensors(
                 ids[row] = block
 
     computed: Mapping[int, Digest] = {}
+    must_agree = captured.device_blocks is not None and captured.device_blocks.must_agree
     if captured.device_blocks is not None:
         computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
 
@@ -257,7 +258,7 @@ def write_tensors(
 
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
-            if sampling.verify_share and computed.get(block.row, found) != found:
+            if computed.get(block.row, found) != found and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
