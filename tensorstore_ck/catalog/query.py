@@ -37,7 +37,7 @@ class CheckedQuery:
     state: str | None
     now_ns: int
     metrics: tuple[str, ...]
-    """Those in the condition and the order."""
+    """The metrics in the condition and the order."""
     order_by: Name | None
     descending: bool
     limit: int | None
@@ -150,7 +150,7 @@ def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
 
 
 def _is_rare(connection: Connection, those: Select[Any]) -> bool:
-    """Only SQLite needs to know: PostgreSQL plans both forms alike, by its statistics."""
+    """Whether a metric is rare. Only SQLite needs this: PostgreSQL plans both forms alike, by its statistics."""
     if connection.dialect.name != "sqlite":
         return False
     some = those.limit(MAX_RARE + 1).subquery()

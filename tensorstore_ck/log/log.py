@@ -323,11 +323,7 @@ class Log:
         return n in self._own
 
     def wrote(self, n: int) -> bool:
-        """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.
-
-        Raises:
-            StoreError: the entry cannot be read.
-        """
+        """See `EntryWriter.wrote`."""
         return self._writer.wrote(n)
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:

@@ -66,7 +66,7 @@ def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
 
 
 def _beside(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """With the parameter's strides, which torch gives gradients, too."""
+    """The gradient with the strides of its parameter, as torch makes gradients."""
     return in_order_of(parameter, gradient) if type(gradient) in PLAIN and type(parameter) in PLAIN else gradient
 
 

@@ -43,13 +43,13 @@ class SharedState:
         return limited
 
     def objects(self, part: str) -> Mapping[str, Any]:
-        """Those of one part, by name."""
+        """The objects of one part, by name."""
         return next(
             (candidate.objects for candidate in (*self._others, self._models, self._optimizers) if candidate.name == part), self._extra
         )
 
     def optimizers_with_hooks(self) -> list[torch.optim.Optimizer]:
-        """Those that say when they begin a step."""
+        """The optimizers that call hooks when they begin a step."""
         given = self._optimizers.objects.values()
         return [one for one in given if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
 
@@ -58,7 +58,7 @@ class SharedState:
         return ParameterNames(self._named)
 
     def meshes(self) -> dict[DeviceMesh, None]:
-        """Those of the models' parameters."""
+        """The meshes of the models' parameters."""
         return {parameter.device_mesh: None for parameter in self.names().parameters.values() if isinstance(parameter, DTensor)}
 
     def optimizer_members(self) -> list[list[list[str]]]:
@@ -69,7 +69,7 @@ class SharedState:
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
-        """All of it as it is now, not copied, without gradients."""
+        """The shared state as it is now, without gradients; not copied."""
         names = self.names()
         state = self._models.states(lambda _, model: model_state.get_state(model))
         state |= self._optimizers.states(lambda path, optimizer: get_optimizer(path, optimizer, names))
@@ -78,7 +78,7 @@ class SharedState:
         return state | self._plain_extra().states(extras.get_state)
 
     def capture_values(self) -> State:
-        """What of it a step may change before it changes weights: without models, optimizers, scalers and modules; not copied."""
+        """The values that a step may change before it changes weights: all but models, optimizers, scalers and modules. Not copied."""
         state: State = {}
         for part in self._others:
             state |= {} if part.name == "scaler" else part.states(lambda _, stateful: stateful.state_dict())
@@ -103,17 +103,17 @@ class SharedState:
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
 
     def wants(self, name: str) -> bool:
-        """Whether a stored name, of a part that is restored, is read."""
+        """Whether the stored value of this name is read; it belongs to a part that is restored."""
         return True
 
     def name_of(self, stored: str) -> str | None:
-        """The name here of a stored one, of a part that is restored; None: it is not read."""
+        """The name in this state of a stored name, in a part that is restored; None: it is not read."""
         if not self.wants(stored):
             return None
         return without_wrappers(stored) if stored.startswith(MODEL) else stored
 
     def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
-        """Restores all of it. `own_gradients`: those that this rank stored as its own."""
+        """Restores the shared state. `own_gradients`: the gradients that this rank stored as its own."""
         names = self.names()
         for path, model, stored in self._models.with_states(state):
             load(path, partial(model_state.set_state, model), stored)
@@ -126,5 +126,5 @@ class SharedState:
         gradients.set_gradients(names, {**state.get("gradients", {}), **own_gradients})
 
     def _plain_extra(self) -> StatefulPart:
-        """Without generators, which are a rank's own."""
+        """The user's additions without generators, which are a rank's own."""
         return StatefulPart.of("extra", self._extra).matching(lambda value: not rng.is_generator(value))

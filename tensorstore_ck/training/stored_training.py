@@ -27,7 +27,7 @@ class StoredTraining(NamedTuple):
     shared: State
     """``model`` by parameter name, ``optimizer`` and so on."""
     rank_values: State
-    """This rank's; the first rank's if another number of ranks saved it."""
+    """The values of this rank; of the first rank if another number of ranks saved them."""
     buffers: Mapping[str, Any]
     """The model's buffers that differed by rank, of this rank; empty if another number of ranks saved them."""
 

@@ -1,6 +1,6 @@
 """Checks that a job resumes bit for bit: runs a few steps twice from one snapshot, and compares the states.
 
-Compares whatever `TrainingState` captures, in its order. Keeps a copy of the state after each step in memory.
+Compares everything that `TrainingState` captures, in that order. Keeps a copy of the state after each step in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def verify_resume(
     Args:
         make: Builds the job as a new process would: a `TrainingState`, and a function that runs one step.
         store: The store with the snapshot.
-        address: Of the snapshot.
+        address: The address of the snapshot.
         steps: How many steps to run.
         group: All its ranks call this; each reports the differences in its own side and its shards.
 
