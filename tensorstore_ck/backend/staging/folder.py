@@ -209,7 +209,7 @@ class StagingFolder:
     def claim(self, key: str) -> bool:
         """Whether this process may continue the save of that manifest, from now on until `release` or `leave`.
 
-        False if another process has it that lives, or this one already: it will publish it.
+        False if a living process, which may be this one, has claimed it: that process will publish it.
         """
         try:
             return self._claims.take(key)

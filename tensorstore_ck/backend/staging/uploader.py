@@ -25,7 +25,7 @@ MAX_PARALLEL_REQUESTS: Final = 4
 
 
 class Uploader:
-    """From a staging folder to a store."""
+    """Uploads from one staging folder to one store."""
 
     def __init__(
         self,
