@@ -9,7 +9,7 @@ Modules that take long to import, such as torch, are imported only by the method
 """
 
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.session.save_options import LAST_SEEN
+from tensorstore_ck.engine.write.request import LAST_SEEN
 from tensorstore_ck.store.opening import open_store
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store

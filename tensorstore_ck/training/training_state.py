@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.engine.write.publish import AnyHead
-    from tensorstore_ck.session.save_options import LastSeen
+    from tensorstore_ck.engine.write.request import LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
 TIMEOUT_SECONDS: Final = 600.0

@@ -34,8 +34,11 @@ from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, 
 from tensorstore_ck.log.block_index import Base, Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
-RUN_BYTES: Final = 4 << 20
-"""Blocks that one thread handles at a time."""
+MIN_RUN_BYTES: Final = 4 << 20
+MAX_RUN_BYTES: Final = 16 << 20
+"""Blocks that one thread handles at a time: they lie side by side in a pack, and a restore reads them together."""
+RUNS_A_THREAD: Final = 4
+"""At least, if there are blocks enough: the last runs end at about the same time."""
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
@@ -262,11 +265,12 @@ def write_tensors(
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
-    weights = masters.of if masters is not None else {}
+    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
-        runs = [*batches(unread, lambda block: block.stop - block.start, RUN_BYTES, RUN_BLOCKS)]
-        for_each(runs, store, min(cpu_threads() + 1, len(runs)))
+        run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
+        runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
+        for_each(runs, store, min(threads, len(runs)))
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
