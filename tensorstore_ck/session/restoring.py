@@ -153,7 +153,9 @@ def restoring(
     def must_agree(info: SnapshotInfo) -> bool:
         return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
 
-    result, found = _read_together(session, address, find, read, ranks, must_agree=must_agree, timeout_seconds=timeout_seconds)
+    result, found = _read_together(
+        session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
+    )
     session.fence.note_restored(found)
     return result, Snapshot.from_info(found.info)
 
@@ -178,13 +180,15 @@ def rank_state(
         whose = own if rank_state_map is None or stored == size else rank_state_map(own, stored)
         return [found.rank_state(each) for each in whose] if isinstance(whose, Iterable) else found.rank_state(whose)
 
-    return _read_together(session, address, session.resolve, read, ranks, timeout_seconds=timeout_seconds)[0]
+    return _read_together(session, address=address, find=session.resolve, read=read, group=ranks, timeout_seconds=timeout_seconds)[0]
 
 
 def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh | None", timeout_seconds: float) -> Streams:
     """See `Store.streams`."""
     ranks = process_group(group)
-    return _read_together(session, address, session.resolve, Restoring.streams, ranks, timeout_seconds=timeout_seconds)[0]
+    return _read_together(
+        session, address=address, find=session.resolve, read=Restoring.streams, group=ranks, timeout_seconds=timeout_seconds
+    )[0]
 
 
 @contextmanager
@@ -219,11 +223,11 @@ def _read_together(
         return result
 
     return GroupRestore(
-        engine,
-        session.groups.of(group)[0],
-        address,
-        find,
-        read_as_rank,
+        engine=engine,
+        own=session.groups.of(group)[0],
+        address=address,
+        find=find,
+        read=read_as_rank,
         must_agree=must_agree,
         timeout_seconds=timeout_seconds,
     ).run()

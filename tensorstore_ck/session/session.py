@@ -118,7 +118,9 @@ class Session:
             return check_state(state, self.engine.backend)
         from tensorstore_ck.session.save.dry_run import check_ranks  # noqa: PLC0415 - loads torch
 
-        return check_ranks(self.engine, self.groups, ranks, state, rank_state, timeout_seconds=timeout_seconds)
+        return check_ranks(
+            self.engine, groups=self.groups, group=ranks, state=state, rank_state=rank_state, timeout_seconds=timeout_seconds
+        )
 
     def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
         """See `Store.finish_staged`."""

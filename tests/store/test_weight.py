@@ -47,7 +47,7 @@ MOST_LINES = {
     "chunker": 100,
     "cli": 5200,
     "common": 2300,
-    "engine": 4460,
+    "engine": 4600,
     "errors": 400,
     "events": 300,
     "format": 4000,
@@ -57,19 +57,19 @@ MOST_LINES = {
     "maintenance": 7200,
     "redaction": 200,
     "session": 10300,
-    "state": 6700,
+    "state": 6800,
     "store": 1500,
     "training": 4700,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
-MOST_LINES_A_FILE = 400
+MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 260
+MOST_LONG_CALLS = 175
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
-`session`, `engine` and `integrations` also 190 of this package's own functions."""
+`integrations` also 85 of this package's own functions."""
 
 
 class Tracer:
