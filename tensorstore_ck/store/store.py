@@ -218,7 +218,7 @@ class Store(ReadOnlyStore):
             group=group,
             rank_state=rank_state,
             frozen=frozen,
-            changed_by=changed_by,
+            optimizers=changed_by,
             timeout_seconds=timeout_seconds,
             step=step,
             metrics=metrics,
