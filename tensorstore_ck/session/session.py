@@ -21,8 +21,11 @@ from tensorstore_ck.session.save.process_end import finish_at_exit
 from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from tensorstore_ck.session.save.save import Save
     from tensorstore_ck.state import StateCheck
@@ -90,9 +93,7 @@ class Session:
         **options: Any,
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`, for the options too."""
-        options["changed_by"] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
-        if not all(hasattr(each, "register_step_pre_hook") for each in options["changed_by"]):
-            raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
+        options["changed_by"] = _optimizers(changed_by)
         ranks = process_group(group)
 
         def make() -> "Save":
@@ -105,6 +106,26 @@ class Session:
 
         with memory_errors(f"the save to {ref!r}"):
             return self.queue.submit(make, on_full)
+
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None",
+        frozen: "Sequence[str]",
+        changed_by: object,
+        timeout_seconds: float,
+    ) -> None:
+        """See `Store.prepare`."""
+        import torch  # noqa: PLC0415 - takes a second
+
+        from tensorstore_ck.session.save.prepare import prepare  # noqa: PLC0415 - loads torch
+
+        ranks, optimizers = process_group(group), _optimizers(changed_by)
+        if torch.cuda.is_available():
+            if ranks is not None:
+                self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
+            self.queue.prepare(prepare(self.context, state, ranks, frozen, optimizers))
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
@@ -199,6 +220,13 @@ class Session:
             finish_at_exit(self.queue)
         limit_bytes = self._host_memory_bytes or default_limit_bytes(self._local_ranks)
         return Arena(limit_bytes, pinned=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _optimizers(changed_by: object) -> "Sequence[Optimizer]":
+    found = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
+    if not all(hasattr(each, "register_step_pre_hook") for each in found):
+        raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
+    return found
 
 
 def _require_no_rank_state(rank_state: object) -> None:

@@ -208,6 +208,12 @@ class TrainingState:
         defaults = {"frozen": tuple(self._frozen), "changed_by": self._shared.optimizers_with_hooks()}
         return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **{**defaults, **options})
 
+    def prepare(self, store: Store, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Makes ready what the first `put_async` needs: see `Store.prepare`. A `Checkpointer` calls it."""
+        if torch.cuda.is_available():
+            changed_by = self._shared.optimizers_with_hooks()
+            store.prepare(self.captured(), group=group, frozen=tuple(self._frozen), changed_by=changed_by, timeout_seconds=timeout_seconds)
+
     @renamed_argument(allow_bad="allow_marked")
     def restore(
         self,
