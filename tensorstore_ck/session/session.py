@@ -5,6 +5,7 @@ torch is imported only by the methods that take tensors.
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
@@ -21,8 +22,6 @@ from tensorstore_ck.session.save.process_end import finish_at_exit
 from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -223,10 +222,10 @@ class Session:
 
 
 def _optimizers(changed_by: object) -> "Sequence[Optimizer]":
-    found = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
-    if not all(hasattr(each, "register_step_pre_hook") for each in found):
+    optimizers: Sequence[Any] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
+    if not all(hasattr(each, "register_step_pre_hook") for each in optimizers):
         raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
-    return found
+    return optimizers
 
 
 def _require_no_rank_state(rank_state: object) -> None:

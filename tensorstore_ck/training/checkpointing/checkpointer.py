@@ -303,12 +303,12 @@ class Checkpointer:
     def _prepare(self) -> None:
         """After the first step, when all tensors exist. What cannot be saved is an error of the save."""
         self._is_prepared = True
-        state, options = self._state, {"group": self._group, "timeout_seconds": self._timeout_seconds}
+        state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         with suppress(StoreError):
             if isinstance(state, TrainingState):
-                state.prepare(self._store, **options)
+                state.prepare(store, group=group, timeout_seconds=timeout_seconds)
             else:
-                self._store.prepare(state, **options)
+                store.prepare(state, group=group, timeout_seconds=timeout_seconds)
 
     def _options(self, moment: TriggerContext, causes: Iterable[str]) -> dict[str, Any]:
         return {
