@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.events import Callback
@@ -17,7 +18,6 @@ from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 
 if TYPE_CHECKING:
@@ -398,9 +398,9 @@ class Store(ReadOnlyStore):
             addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
                 what they hold.
         """
-        found = forgetting.forget(self.engine, addresses)
-        self.session.fence.drop(each.ref for each in found if each.kind == "branch")
-        return found
+        forgotten = forgetting.forget(self.engine, addresses)
+        self.session.fence.drop(removed.ref for removed in forgotten if removed.kind == "branch")
+        return forgotten
 
     @_changes
     def undo(self, address: str | None = None, *, entry: int | None = None) -> "tuple[Forgotten, ...]":
@@ -539,7 +539,7 @@ class Store(ReadOnlyStore):
             bad=bad,
             pin_for=pin_for,
             unpinned_unsafe=unpinned_unsafe,
-            tested=tested or (lambda each: None),
+            tested=tested or (lambda test: None),
         )
 
     @_changes

@@ -3,6 +3,7 @@
 Knows neither refs nor the log, and no torch.
 """
 
+import logging
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values,
 from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
 from tensorstore_ck.log.block_index import Base, Location
 
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 MIN_RUN_BYTES: Final = 4 << 20
 MAX_RUN_BYTES: Final = 16 << 20
 """Blocks that one thread handles at a time: they lie side by side in a pack, and a restore reads them together."""
@@ -332,7 +334,9 @@ def store_part(
     engine.backend.put(part_name(ulid), encoded)
     new = [item for writer in packs for item in writer.added.items()]
     added = {block: with_bases(place, places) if place.bases else place for block, place in new}
-    return WrittenPart(ulid, part, added, sum([writer.new_bytes for writer in packs]) + len(encoded), tensors)
+    new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
+    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
+    return WrittenPart(ulid, part, added, new_bytes, tensors)
 
 
 def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> None:
