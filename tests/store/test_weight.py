@@ -46,7 +46,7 @@ MOST_LINES = {
     "chunker": 100,
     "cli": 5200,
     "common": 2300,
-    "engine": 4460,
+    "engine": 4600,
     "errors": 400,
     "events": 300,
     "format": 4000,
@@ -56,9 +56,9 @@ MOST_LINES = {
     "maintenance": 7100,
     "redaction": 200,
     "session": 10300,
-    "state": 6700,
+    "state": 6800,
     "store": 1500,
-    "training": 4700,
+    "training": 4800,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
