@@ -59,7 +59,7 @@ MOST_LINES = {
     "session": 10300,
     "state": 6800,
     "store": 1500,
-    "training": 4700,
+    "training": 4800,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
