@@ -70,6 +70,11 @@ class Restoring:
 
         return LazySnapshot(self._content)
 
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of the snapshot."""
+        return self.engine.read_metadata(self.info)
+
     def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:
         """See `Store.checkout`; once only, as the ranks of a host read together."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
