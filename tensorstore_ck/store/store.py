@@ -200,8 +200,8 @@ class Store(ReadOnlyStore):
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
                 warning in the log and an event report a dropped save.
-            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied beside
-                the next forward and backward passes, which do not wait, and the next ``step`` comes after the copy. An optimizer that has
+            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while
+                the next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has
                 not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
                 anything else changes such a tensor while it is copied, the save fails with `CaptureChangedError`.
             timeout_seconds: As in `put_snapshot`; time in the queue does not count.
@@ -218,7 +218,7 @@ class Store(ReadOnlyStore):
             group=group,
             rank_state=rank_state,
             frozen=frozen,
-            changed_by=changed_by,
+            optimizers=changed_by,
             timeout_seconds=timeout_seconds,
             step=step,
             metrics=metrics,
@@ -232,6 +232,29 @@ class Store(ReadOnlyStore):
             unchanged=unchanged,
             verify_capture=verify_capture,
         )
+
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        frozen: Sequence[str] = (),
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two captures, in a thread.
+
+        Pinning takes a third of a second for each GiB, in the first save if not before. Without CUDA this does nothing. Call it when the
+        tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it.
+
+        Args:
+            state: See `put_snapshot_async`. Only its sizes count.
+            group: See `put_snapshot_async`.
+            frozen: See `put_snapshot_async`.
+            changed_by: See `put_snapshot_async`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+        """
+        self.session.prepare(state, group=group, frozen=frozen, changed_by=changed_by, timeout_seconds=timeout_seconds)
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
@@ -308,6 +331,17 @@ class Store(ReadOnlyStore):
     # --- what stays, and what goes -------------------------------------------------------------------------------------
 
     @_changes
+    def finish(self, ref: str) -> Snapshot:
+        """Notes in the log that the training of `ref` ended with its newest snapshot: no page or alert reports its next save as late.
+
+        A later save to `ref` ends that. `Checkpointer` and trainers call it when a run ends without an error. Returns the snapshot.
+
+        Raises:
+            NotFoundError: nothing was saved to `ref`.
+        """
+        return refs.finish(self.engine, ref)
+
+    @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 
@@ -375,9 +409,9 @@ class Store(ReadOnlyStore):
             addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
                 what they hold.
         """
-        found = forgetting.forget(self.engine, addresses)
-        self.session.fence.drop(each.ref for each in found if each.kind == "branch")
-        return found
+        forgotten = forgetting.forget(self.engine, addresses)
+        self.session.fence.drop(removed.ref for removed in forgotten if removed.kind == "branch")
+        return forgotten
 
     @_changes
     def undo(self, address: str | None = None, *, entry: int | None = None) -> "tuple[Forgotten, ...]":
@@ -516,7 +550,7 @@ class Store(ReadOnlyStore):
             bad=bad,
             pin_for=pin_for,
             unpinned_unsafe=unpinned_unsafe,
-            tested=tested or (lambda each: None),
+            tested=tested or (lambda test: None),
         )
 
     @_changes

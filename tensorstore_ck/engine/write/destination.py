@@ -1,9 +1,10 @@
 """Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -17,6 +18,8 @@ from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas, quotas_of
+
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 
 class Destination(Protocol):
@@ -133,5 +136,6 @@ class StoreDestination:
         if not isinstance(error, SnapshotExpiredError) or self._tries == MAX_TRIES:
             return False
         self._tries += 1
+        _logger.debug("written again: %s", error)
         self.engine.log.sync()
         return True

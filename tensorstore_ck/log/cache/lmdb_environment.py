@@ -207,8 +207,8 @@ class Environment:
         if self._failure or self._pid != os.getpid():
             self._require_usable()
         try:
-            found = os.fstat(self._data_file)
-            if (found.st_mtime_ns, found.st_size) != self._intact:
+            status = os.fstat(self._data_file)
+            if (status.st_mtime_ns, status.st_size) != self._intact:
                 self._require_intact()
             return use(*args, **kwargs)
         except lmdb.Error as exc:

@@ -66,8 +66,8 @@ class PendingSaves:
             StoreError: a permanent failure.
         """
         pending, self._pending = self._pending, []
-        for each, _ in pending:
-            self._wait_for(each)
+        for save, _ in pending:
+            self._wait_for(save)
         if self._unsaved.refusal is not None:
             self.end()
 
@@ -80,6 +80,15 @@ class PendingSaves:
             return False
         self._unsaved.note_published()
         return True
+
+    def note_finished(self) -> None:
+        """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
+        if self._group is not None and self._group.rank() != 0:
+            return
+        try:
+            self._store.finish(self._ref)
+        except StoreError as exc:
+            warnings.warn(f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}", stacklevel=5)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
