@@ -4,6 +4,7 @@ The state has two sides. The shared one (model, optimizer, schedule ...) fits an
 positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -122,6 +123,12 @@ class TrainingState:
         state._sides, state._frozen = StateSides(shared, own, StatefulPart.of("dataloader", None)), ()
         return state
 
+    def leaving_out(self, names: Collection[str]) -> Self:
+        """For an adapter: the same objects, whose snapshots lack these tensors of the only model, since the script loads them itself."""
+        limited = copy.copy(self)
+        limited._sides = self._sides.leaving_out(names)
+        return limited
+
     # --- put and restore ----------------------------------------------------------------------------------------------
 
     def put(
@@ -232,6 +239,12 @@ class TrainingState:
             changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
             timeout_seconds=timeout_seconds,
         )
+
+    def prepare(self, store: Store, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Makes ready what the first `put_async` needs: see `Store.prepare`. A `Checkpointer` calls it."""
+        if torch.cuda.is_available():
+            changed_by = self._sides.shared.optimizers_with_hooks()
+            store.prepare(self.captured(), group=group, frozen=tuple(self._frozen), changed_by=changed_by, timeout_seconds=timeout_seconds)
 
     @renamed_argument(allow_bad="allow_marked")
     def restore(

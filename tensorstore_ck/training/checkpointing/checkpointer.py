@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
@@ -127,6 +128,7 @@ class Checkpointer:
         policy = None if keep is None else Policy.of_rules(keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._is_prepared = False
         self._checks = require_checks(unchanged, verify_capture)
         self._decided = list(when.decided())
         self.preempted = False
@@ -295,6 +297,8 @@ class Checkpointer:
             previous_step=self._before.step if self._before is not None else None,
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
+        if self._asynchronous and not self._is_prepared:
+            self._prepare()
         self._before, self._metadata = moment, metadata
         self._pending.end_if_failing(step)
         poll_triggers(self._flag, self._decided, self._saves, step)
@@ -304,6 +308,16 @@ class Checkpointer:
         self.preempted |= any(isinstance(trigger, on_preemption) and trigger.fires(moment) for trigger in self._decided)
         self._when.saved(moment)
         return self._put(moment)
+
+    def _prepare(self) -> None:
+        """After the first step, when all tensors exist. What cannot be saved is an error of the save."""
+        self._is_prepared = True
+        state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
+        with suppress(StoreError):
+            if isinstance(state, TrainingState):
+                state.prepare(store, group=group, timeout_seconds=timeout_seconds)
+            else:
+                store.prepare(state, group=group, timeout_seconds=timeout_seconds)
 
     def _options(self, moment: TriggerContext, causes: Iterable[str]) -> dict[str, Any]:
         return {
