@@ -331,6 +331,17 @@ class Store(ReadOnlyStore):
     # --- what stays, and what goes -------------------------------------------------------------------------------------
 
     @_changes
+    def finish(self, ref: str) -> Snapshot:
+        """Notes in the log that the training of `ref` ended with its newest snapshot: no page or alert reports its next save as late.
+
+        A later save to `ref` ends that. `Checkpointer` and trainers call it when a run ends without an error. Returns the snapshot.
+
+        Raises:
+            NotFoundError: nothing was saved to `ref`.
+        """
+        return refs.finish(self.engine, ref)
+
+    @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 

@@ -159,7 +159,7 @@ class Checkpointer:
         if ending is not None:
             ending.end(error, self._put_last)
         if kind is None:
-            self.close()
+            self.close(finished=self._is_complete())
 
     @property
     def costs(self) -> SaveCosts:
@@ -368,8 +368,12 @@ class Checkpointer:
         """
         self._pending.wait()
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """Waits for all begun saves. The store stays open.
+
+        Args:
+            finished: The training has reached its end: calls `Store.finish`. The end of a ``with`` block without an error passes true, unless
+                the job was preempted, or a step before `total_steps` was the last one.
 
         Raises:
             StoreError: the newest save failed, and nothing will be saved after it.
@@ -380,6 +384,14 @@ class Checkpointer:
             self._dropped.finish()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._pending.end(is_over=True)
+        if finished and self._saves > 0:
+            self._pending.note_finished()
+
+    def _is_complete(self) -> bool:
+        newest = self._before
+        if newest is None or self.preempted:
+            return False
+        return newest.is_last or self._total_steps is None or newest.step >= self._total_steps
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         return ask_first_rank(self._store, self._group, title, value, timeout_seconds=self._timeout_seconds)
