@@ -443,7 +443,7 @@ class Store(ReadOnlyStore):
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
                 ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
                 What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
-                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `retain` only).
+                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
         Raises:
