@@ -378,7 +378,7 @@ class Store(ReadOnlyStore):
             since_step: Also existing snapshots, from that step on.
             newest_only: If several came in the meantime, only the newest.
             owner: Who holds the pins; by default a name of this watch alone.
-            pin_for: How long a pin lasts at most: a watcher that is killed must not hold a snapshot for ever. None: no pins.
+            pin_for: How long a pin lasts at most: a watcher that is killed must not hold a snapshot permanently. None: no pins.
             poll_seconds: From one look at the log to the next.
             until: Its true result ends the watch.
 
