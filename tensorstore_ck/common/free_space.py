@@ -50,11 +50,7 @@ class MinFree:
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """From ``"5%"``, ``"50GB"``, a number of bytes, or 0 for nothing.
-
-        Raises:
-            InvalidOptionError: it is none of these.
-        """
+        """From ``"5%"``, ``"50GB"``, a number of bytes, or 0 for nothing. Raises `InvalidOptionError` if it is none of these."""
         if isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())) is not None and float(match[1]) < 100:
             return cls(fraction=float(match[1]) / 100)
         try:

@@ -87,11 +87,7 @@ class SparsePack(NamedTuple):
 
 
 def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
-    """The footer of a pack, in three small reads.
-
-    Raises:
-        DamageError: missing or damaged.
-    """
+    """The footer of a pack, in three small reads. Raises `DamageError` if it is missing or damaged."""
     name = pack_name(pack)
     return read_pack_ends(partial(backend.read_into, name), size_bytes, name).decoded
 

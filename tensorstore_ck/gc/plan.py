@@ -98,11 +98,7 @@ class Planner:
         self.notes: list[str] = []
 
     def make(self) -> GcPlan:
-        """The plan at the newest head.
-
-        Raises:
-            UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-        """
+        """The plan at the newest head. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
         self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
         at_newest(self._engine.log, self._mark)
@@ -312,11 +308,7 @@ class Planner:
 
 
 def plan_gc(engine: Engine, options: GcOptions | None = None, progress: Progress = ignore_progress) -> GcPlan:
-    """What gc would do, for reports.
-
-    Raises:
-        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-    """
+    """What gc would do, for reports. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
     return Planner(engine, options or GcOptions(), progress).make()
 
 

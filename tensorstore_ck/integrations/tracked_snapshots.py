@@ -56,21 +56,13 @@ def reference_to(store: Store | ReadOnlyStore, snapshot: Snapshot) -> str:
 
 
 def decode_reference(reference: str, where: str) -> TrackedSnapshot:
-    """What such a URL names.
-
-    Raises:
-        InputError: it names no snapshot; the message says `where` it was found.
-    """
+    """What such a URL names. Raises `InputError` if it names no snapshot; the message says `where` it was found."""
     found = _REFERENCE.fullmatch(reference)
     return checked_pointer(found["store"] if found else "", found["root"] if found else "", where)
 
 
 def checked_pointer(store: str, root: str, where: str) -> TrackedSnapshot:
-    """The snapshot with this root.
-
-    Raises:
-        InputError: there is no store, or no root.
-    """
+    """The snapshot with this root. Raises `InputError` if there is no store, or no root."""
     if not store or not _ROOT.fullmatch(root):
         raise InputError(f"{where} does not name a snapshot: {root!r} in {store!r}", object_id=where)
     return TrackedSnapshot(store, root)

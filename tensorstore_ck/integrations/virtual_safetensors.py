@@ -93,11 +93,7 @@ class SafetensorsFile:
     """A file of some tensors of a snapshot, all of dtypes that the format has. As thread-safe as its content."""
 
     def __init__(self, content: SnapshotContent, tensors: Mapping[str, Leaf], metadata: Mapping[str, str]) -> None:
-        """`tensors`: by their names in the file.
-
-        Raises:
-            CorruptObjectError: a view exceeds its base, or a dtype has a wrong size.
-        """
+        """`tensors`: by their names in the file. Raises `CorruptObjectError` if a view exceeds its base, or a dtype has a wrong size."""
         self._content = content
         header: dict[str, object] = {METADATA: dict(metadata)}
         entries = {name: _file_tensor(content.layout, leaf) for name, leaf in tensors.items()}
@@ -123,11 +119,7 @@ class SafetensorsFile:
         return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `VirtualFile`.
-
-        Raises:
-            DamageError: a block is missing or damaged.
-        """
+        """See `VirtualFile`. Raises `DamageError` if a block is missing or damaged."""
         stop = start + len(target)
         head = self._head[start:stop]
         target[: len(head)] = head

@@ -17,11 +17,7 @@ FREEING: Final = frozenset(
 
 
 def create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:
-    """See `Backend.create`.
-
-    Raises:
-        NoSpaceError: the disk is full.
-    """
+    """See `Backend.create`. Raises `NoSpaceError` if the disk is full."""
     create = partial(backend.create, name, sealed)
     try:
         return within_reserve(backend, create) if all(op.name in FREEING for op in ops) else create()

@@ -132,11 +132,7 @@ def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
 
 
 def policies(engine: Engine) -> dict[str, Policy]:
-    """Glob -> policy.
-
-    Raises:
-        InvalidOptionError: a newer build made one of them.
-    """
+    """Glob -> policy. Raises `InvalidOptionError`: a newer build made one of them."""
     found = {}
     for glob, row in engine.log.newest_view().policies().items():
         try:

@@ -173,11 +173,7 @@ class _Pins:
             _logger.warning("the pins of %r could not be removed, and stay until they expire: %s", self._owner, exc)
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> None:
-        """Pins these snapshots, as far as they are still there, and no others.
-
-        Raises:
-            PermissionDeniedError: this user may not pin.
-        """
+        """Pins these snapshots, as far as they are still there, and no others. Raises `PermissionDeniedError` if this user may not pin."""
         if self._seconds is None:
             return
         now = self._engine.clock()

@@ -22,11 +22,7 @@ class Point(NamedTuple):
 
 
 def new_figure() -> "tuple[Figure, Any]":
-    """A figure, which no window shows, and its axes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A figure, which no window shows, and its axes. Raises `MissingExtraError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as exc:
@@ -36,11 +32,7 @@ def new_figure() -> "tuple[Figure, Any]":
 
 
 def shown_axes() -> "Axes":
-    """The axes of a new figure of pyplot, which notebooks show.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """The axes of a new figure of pyplot, which notebooks show. Raises `MissingExtraError` if matplotlib is not installed."""
     try:
         from matplotlib import pyplot  # noqa: PLC0415 - an extra
     except ImportError as exc:

@@ -112,11 +112,7 @@ class SpreadDescriber:
         return mesh, _placements(tensor, mesh, path), mesh.coordinate(self._rank)
 
     def require_local(self, tensor: "DTensor", local: torch.Tensor, path: str) -> None:
-        """Checks that the local tensor has the shape and dtype that the placements give.
-
-        Raises:
-            UnsupportedValueError: it has not.
-        """
+        """Checks that the local tensor has the shape and dtype that the placements give. Raises `UnsupportedValueError` if it has not."""
         shape = tuple(tensor.shape)
         mesh, placements, coordinate = self.placement_of(tensor, path)
         assert coordinate is not None

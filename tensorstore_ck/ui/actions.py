@@ -66,11 +66,7 @@ ACTIONS: Final[Mapping[str, Action]] = {"tag": _tag, "annotate": _annotate, "mar
 
 
 def parse_allow(text: str) -> frozenset[str]:
-    """``tag,pin`` -> names of actions.
-
-    Raises:
-        InvalidOptionError: one is unknown.
-    """
+    """``tag,pin`` -> names of actions. Raises `InvalidOptionError` if one is unknown."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in ACTIONS:

@@ -50,11 +50,7 @@ def read_contents(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, pati
 
 
 def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> SnapshotInfo:
-    """The snapshot as the store has it now.
-
-    Raises:
-        SnapshotExpiredError: gc has freed it.
-    """
+    """The snapshot as the store has it now. Raises `SnapshotExpiredError` if gc has freed it."""
     log = pages.sources.open(store).engine.log
     log.sync()
     view, ulid = log.view(), parse_ulid(snapshot.ulid)

@@ -106,11 +106,7 @@ class Sources:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begins to read the logs, and does not wait.
-
-        Raises:
-            StoreError: the catalog cannot be made.
-        """
+        """Begins to read the logs, and does not wait. Raises `StoreError` if the catalog cannot be made."""
         if self._is_private:
             self.catalog.sync_all(())
         for source in self._sources:
@@ -130,11 +126,7 @@ class Sources:
         return next((_trouble(source) for source in self._sources if _is_of(source, key)), None)
 
     def key(self, uuid: str) -> StoreKey:
-        """The store with this uuid.
-
-        Raises:
-            NotFoundError: the catalog has no such store.
-        """
+        """The store with this uuid. Raises `NotFoundError` if the catalog has no such store."""
         with self.catalog.reading() as connection:
             row = connection.execute(select(stores.c.store_id, stores.c.uuid, stores.c.url).where(stores.c.uuid == uuid)).one_or_none()
         if row is None:
@@ -142,11 +134,7 @@ class Sources:
         return StoreKey(*row)
 
     def open(self, key: StoreKey) -> ReadOnlyStore:
-        """The open store, for data that the catalog lacks.
-
-        Raises:
-            StoreError: it cannot be opened.
-        """
+        """The open store, for data that the catalog lacks. Raises `StoreError` if it cannot be opened."""
         for source in self._sources:
             if _is_of(source, key):
                 store = source.synced.store  # a refresh may close it meanwhile
@@ -163,11 +151,7 @@ class Sources:
             return self._opened[key.uuid]
 
     def writable(self, key: StoreKey) -> Store:
-        """The store, opened to change it.
-
-        Raises:
-            StoreError: it cannot be opened, or this server changes nothing.
-        """
+        """The store, opened to change it. Raises `StoreError` if it cannot be opened, or this server changes nothing."""
         if self._open_writable is None:
             raise PermissionDeniedError("this server changes nothing: start it with --allow", object_id=key.url)
         url = next((source.synced.url for source in self._sources if _is_of(source, key)), key.url)

@@ -65,11 +65,7 @@ def elements_of_delta(stored: Buffer) -> Elements:
 
 
 def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str) -> None:
-    """Decodes the raw bytes into `into`.
-
-    Raises:
-        CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
-    """
+    """Decodes the raw bytes into `into`. Raises `CorruptObjectError` if `stored` is malformed, or does not fit `base` or `into`."""
     try:
         form, order, item_bytes, changed, first = _HEADER.unpack_from(stored)
     except struct.error as exc:

@@ -90,11 +90,7 @@ class DcpSave:
         return self.begun
 
     def write_part(self, role: Role, captured: CapturedState, meter: PutMeter) -> tuple[Begun, WriterReport]:
-        """The call of the other ranks.
-
-        Raises:
-            NoSpaceError: there is not enough space for this rank's tensors.
-        """
+        """The call of the other ranks. Raises `NoSpaceError` if there is not enough space for this rank's tensors."""
         self._prepare(role, captured, meter)
 
         def attempt() -> tuple[Begun, WrittenPart, RankParts, SaveFindings]:

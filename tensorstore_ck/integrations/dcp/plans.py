@@ -96,11 +96,7 @@ def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size])
 
 
 def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
-    """The plans, completed from DCP's cache for ranks whose plan did not change.
-
-    Raises:
-        InvalidOptionError: the cache lacks them.
-    """
+    """The plans, completed from DCP's cache for ranks whose plan did not change. Raises `InvalidOptionError` if the cache lacks them."""
     if all(plan.usable for plan in plans):
         return plans
     for cached in SavePlanner._cached_global_plan.values():

@@ -46,11 +46,7 @@ class DcpTarget:
         return self._url is None
 
     def ref_and_step(self, checkpoint_id: CheckpointId) -> tuple[str, int | None]:
-        """The ref and step to save to.
-
-        Raises:
-            InvalidOptionError: they are not given.
-        """
+        """The ref and step to save to. Raises `InvalidOptionError` if they are not given."""
         if self._name is not None:
             found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
             return self._name, None if found is None else int(found[1])
@@ -60,11 +56,7 @@ class DcpTarget:
         return ref, int(step) if at else None
 
     def address(self, checkpoint_id: CheckpointId) -> str:
-        """The address to read.
-
-        Raises:
-            InvalidOptionError: it is not given.
-        """
+        """The address to read. Raises `InvalidOptionError` if it is not given."""
         if self._name is None:
             return _needed(checkpoint_id, "address=")
         found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))

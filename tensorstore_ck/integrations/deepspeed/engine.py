@@ -177,11 +177,7 @@ class _Snapshots:
         return saved is not None
 
     def finish(self) -> None:
-        """Waits for the saves.
-
-        Raises:
-            StoreError: the newest one failed.
-        """
+        """Waits for the saves. Raises `StoreError` if the newest one failed."""
         checkpointer, self._checkpointer = self._checkpointer, None
         try:
             if checkpointer is not None:

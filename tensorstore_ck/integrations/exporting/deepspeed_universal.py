@@ -214,11 +214,7 @@ class _Output:
         self.tensor_bytes = 0
 
     def require_space(self, parameters: list[_Parameter], weights: Mapping[str, torch.Tensor]) -> None:
-        """Checks the disk, before anything is written.
-
-        Raises:
-            NoSpaceError: it has too little space.
-        """
+        """Checks the disk, before anything is written. Raises `NoSpaceError` if it has too little space."""
         tensors = [*weights.values(), *(each for parameter in parameters for each in parameter.states.values())]
         need = sum(each.nbytes for each in {id(each): each for each in tensors}.values())
         files = sum(len(parameter.states) + 1 for parameter in parameters)

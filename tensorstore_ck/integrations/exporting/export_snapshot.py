@@ -211,11 +211,7 @@ def _writer(format: Format) -> Writer:  # noqa: A002
 
 
 def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
-    """The selected part of a state, without the excluded part.
-
-    Raises:
-        MismatchError: a glob matches nothing, or nothing is left.
-    """
+    """The selected part of a state, without the excluded part. Raises `MismatchError` if a glob matches nothing, or nothing is left."""
     if select is not None:
         selection = Selection(select)
         selection.require_used(tree)

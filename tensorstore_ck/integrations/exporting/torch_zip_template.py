@@ -85,11 +85,7 @@ def build_template(state: object, path: str) -> TorchZipTemplate:
 
 
 def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> None:
-    """Rejects tensors whose dtype `torch.save` does not support.
-
-    Raises:
-        UnsupportedValueError: it names the tensors.
-    """
+    """Rejects tensors whose dtype `torch.save` does not support: raises `UnsupportedValueError`, which names them."""
     known: dict[torch.dtype, bool] = {}
     unknown = []
     for tensor, name in tensors:

@@ -107,11 +107,7 @@ def _first_line(exc: Exception) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers from printing its own report, warnings and a progress bar.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Keeps transformers from printing its own report, warnings and a progress bar. Raises `ImportError` if it is not installed."""
     try:
         from transformers.utils import logging  # noqa: PLC0415
     except ImportError as exc:

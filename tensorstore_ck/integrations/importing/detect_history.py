@@ -54,11 +54,7 @@ class SeveralStepsError(AmbiguousAddressError):
 
 
 def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence[str]) -> None:
-    """Rejects a folder of checkpoints, by name, of several steps.
-
-    Raises:
-        SeveralStepsError: there are several steps.
-    """
+    """Rejects a folder of checkpoints, by name, of several steps. Raises `SeveralStepsError` if there are several steps."""
     named = {name: step for name in states if (step := step_in_name(name)) is not None}
     if len(set(named.values())) > 1:
         raise SeveralStepsError(folder, named, "name", all_names)

@@ -58,11 +58,7 @@ def require_cheap_keys(keys: Sequence[Any]) -> Sequence[Any]:
 
 
 def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
-    """The number of items in a key.
-
-    Raises:
-        MalformedError: it may not be a key.
-    """
+    """The number of items in a key. Raises `MalformedError` if it may not be a key."""
     kind = type(key)
     if kind in _KEY_TYPES:
         return 1

@@ -27,11 +27,7 @@ OF_ACCELERATE: Final = GeneratorKeys("random_state", "numpy_random_seed", "torch
 
 
 def generators_of(found: Mapping[Any, Any], keys: GeneratorKeys, name: str) -> dict[str, Any]:
-    """The states in the content of the file `name`.
-
-    Raises:
-        MalformedError: they are none.
-    """
+    """The states in the content of the file `name`. Raises `MalformedError` if they are none."""
     states: dict[str, Any] = {
         "python": _python(found.get(keys.python), name),
         "numpy": _numpy(found.get(keys.numpy), name),

@@ -37,11 +37,7 @@ def is_safetensors(file: MappedFile) -> bool:
 
 
 def load_safetensors(file: MappedFile) -> SafetensorsContent:
-    """Its tensors, mapped, in the order of their names.
-
-    Raises:
-        CorruptObjectError: it is damaged or inconsistent.
-    """
+    """Its tensors, mapped, in the order of their names. Raises `CorruptObjectError` if it is damaged or inconsistent."""
     with naming_file(file.path, KIND):
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):

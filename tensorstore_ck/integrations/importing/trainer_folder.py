@@ -30,11 +30,7 @@ class TrainerValues(NamedTuple):
 
 
 def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
-    """The content of ``trainer_state.json``.
-
-    Raises:
-        CorruptObjectError: it is damaged, or has no step.
-    """
+    """The content of ``trainer_state.json``. Raises `CorruptObjectError` if it is damaged, or has no step."""
     file = files.map(folder.join(STATE))
     with naming_file(file.path, "state of transformers' Trainer"):
         if file.size > MAX_HEADER_BYTES:

@@ -41,11 +41,7 @@ def is_archive(data: memoryview) -> bool:
 
 
 def read_archive(data: memoryview) -> dict[str, ZipRecord]:
-    """Name -> record, of the archive `data`.
-
-    Raises:
-        MalformedError: it is damaged, or torch did not write it.
-    """
+    """Name -> record, of the archive `data`. Raises `MalformedError` if it is damaged, or torch did not write it."""
     try:
         return _records(data)
     except (struct.error, UnicodeDecodeError) as exc:

@@ -56,11 +56,7 @@ class TrainerValues:
 
 
 def require_storable(values: State) -> None:
-    """Checks values before the training begins.
-
-    Raises:
-        UnsupportedValueError: one cannot be stored.
-    """
+    """Checks values before the training begins. Raises `UnsupportedValueError` if one cannot be stored."""
     problems, _ = inspect_state(values)
     if problems:
         raise UnsupportedValueError(

@@ -86,11 +86,7 @@ class CommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         self.stock.check_version_compatibility(loaded_version)
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """The common state.
-
-        Raises:
-            UnpublishedError: the folder names no snapshot that can be loaded.
-        """
+        """The common state. Raises `UnpublishedError` if the folder names no snapshot that can be loaded."""
         if other_backend(checkpoint_dir):
             return self.stock.load_common(checkpoint_dir)
         return self._sharded.open(checkpoint_dir).common()

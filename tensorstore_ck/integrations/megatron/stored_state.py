@@ -61,11 +61,7 @@ class StoredState:
         return {key: ShardedObject.empty_from_unique_key(key) for key in (*self._children, *common) if is_object_key(key)}
 
     def load_objects(self, wanted: Sequence[ShardedObject]) -> None:
-        """Gives each object its stored data.
-
-        Raises:
-            NotAsStoredError: one of them is not stored.
-        """
+        """Gives each object its stored data. Raises `NotAsStoredError` if one of them is not stored."""
         keys = {each.unique_key: each.unique_key for each in wanted}
         if COMMON_OBJECT in keys and COMMON_OBJECT not in self._children:
             keys[COMMON_OBJECT] = COMMON

@@ -28,11 +28,7 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 
 
 def require_supported() -> None:
-    """Checks the installed NVRx.
-
-    Raises:
-        MissingExtraError: its version is not supported, or a name that is used has changed.
-    """
+    """Checks the installed NVRx. Raises `MissingExtraError` if its version is not supported, or a name that is used has changed."""
     installed = version("nvidia-resiliency-ext")
     PACKAGE.require_version(installed)
     changed = [*changed_functions(USED)]

@@ -39,11 +39,7 @@ def num_to_keep() -> int | None:
 
 
 def reported_checkpoints() -> list[Any]:
-    """What Ray keeps, without waiting for the newest reports.
-
-    Raises:
-        MissingExtraError: an alpha name is not what it was.
-    """
+    """What Ray keeps, without waiting for the newest reports. Raises `MissingExtraError` if an alpha name is not what it was."""
     try:
         from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints  # noqa: PLC0415 - alpha names
     except ImportError as exc:

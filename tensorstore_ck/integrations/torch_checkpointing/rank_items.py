@@ -56,11 +56,7 @@ def is_spread(value: object) -> bool:
 
 
 def digest(path: Path, leaf: object) -> bytes:
-    """Equal for equal leaves.
-
-    Raises:
-        UnsupportedValueError: the leaf cannot be stored; the message has its path.
-    """
+    """Equal for equal leaves. Raises `UnsupportedValueError` if the leaf cannot be stored; the message has its path."""
     captured = capture({_name(path): leaf})
     found = blake3(encode_kind(captured, with_layout=True, known_blobs=b""), max_threads=blake3.AUTO)
     for source in captured.sources:

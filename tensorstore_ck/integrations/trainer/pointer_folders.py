@@ -13,11 +13,7 @@ POINTER: Final = "snapshot.json"
 
 
 def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
-    """What a folder names; None if the trainer wrote it.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """What a folder names; None if the trainer wrote it. Raises `InputError` if the file cannot be read."""
     path = Path(folder) / POINTER
     try:
         return SnapshotPointer.decode(path.read_bytes(), str(path))

@@ -35,11 +35,7 @@ class SnapshotPointer(NamedTuple):
 
     @classmethod
     def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
-        """What the text of the file at `path` names.
-
-        Raises:
-            InputError: it names no snapshot.
-        """
+        """What the text of the file at `path` names. Raises `InputError` if it names no snapshot."""
         try:
             found = json.loads(text)
             return cls(str(found["store"]), str(found["address"]), str(found.get("run", "")))

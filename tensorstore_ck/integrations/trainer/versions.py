@@ -31,11 +31,7 @@ class Package(NamedTuple):
         return f"{self.name}>={major}.{minor},<{above}" + (f".{above_minor}" if above_minor else "")
 
     def require_version(self, installed: str) -> None:
-        """Checks the installed version.
-
-        Raises:
-            MissingExtraError: it is not supported.
-        """
+        """Checks the installed version. Raises `MissingExtraError` if it is not supported."""
         if not self.lowest <= numbers_of(installed) < self.above:
             raise MissingExtraError(
                 f"{self.title} {installed} is not supported: run `pip install '{self.requirement}'`", object_id=self.name.partition("[")[0]

@@ -20,11 +20,7 @@ class RowRun(NamedTuple):
 
 
 def row_runs(rule: Rule, names: WeightNames, rows: int) -> list[list[RowRun]]:
-    """For each part the runs of its rows, in order; of a fused weight of `rows` rows.
-
-    Raises:
-        ValueError: `rows` does not fit.
-    """
+    """For each part the runs of its rows, in order; of a fused weight of `rows` rows. Raises `ValueError` if `rows` does not fit."""
     if rule.fusion == "names":
         return [[RowRun(0, 0, rows)]]
     if rule.fusion == "gate_up":

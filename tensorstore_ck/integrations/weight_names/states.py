@@ -21,11 +21,7 @@ class ConvertedState(NamedTuple):
 
 
 def convert_state(names: WeightNames, state: Any) -> ConvertedState:
-    """The tensors of a state under the names of the other side.
-
-    Raises:
-        MismatchError: see `plan_conversion`.
-    """
+    """The tensors of a state under the names of the other side. Raises `MismatchError`: see `plan_conversion`."""
     tensors: dict[str, Sequence[Box]] = {}
     left_out = []
     for path, value in _leaves(state, ""):

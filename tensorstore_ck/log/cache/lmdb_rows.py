@@ -16,21 +16,13 @@ def protect(key: bytes, value: bytes) -> bytes:
 
 
 def get_row(txn: Any, key: bytes) -> bytes | None:
-    """The value of `key`.
-
-    Raises:
-        lmdb.Error: it, or the file, is damaged.
-    """
+    """The value of `key`. Raises `lmdb.Error` if it, or the file, is damaged."""
     stored = txn.get(key) if 0 < len(key) <= MAX_KEY_BYTES else None
     return None if stored is None else _unprotect(key, stored)
 
 
 def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-    """See `scan_pages`.
-
-    Raises:
-        lmdb.Error: a row, or the file, is damaged.
-    """
+    """See `scan_pages`. Raises `lmdb.Error` if a row, or the file, is damaged."""
     items: list[Item] = []
     with txn.cursor() as cursor:
         if not reverse:

@@ -12,11 +12,7 @@ _CLAIM: Final = "if no copy of this store's files uses that location, `tsck tier
 
 
 def check_markers(placed: ColdTierBackend, findings: Findings) -> None:
-    """Adds the damaged markers.
-
-    Raises:
-        PlaceUnavailableError: a location cannot be used.
-    """
+    """Adds the damaged markers. Raises `PlaceUnavailableError` if a location cannot be used."""
     for url, found in placed.markers().items():
         if found.is_damaged:
             is_ours = found.owner is not None

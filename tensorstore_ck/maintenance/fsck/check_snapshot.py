@@ -72,11 +72,7 @@ class _PartProblem(NamedTuple):
 
 
 def require_intact(engine: Engine, info: SnapshotInfo) -> None:
-    """Checks the structure of a snapshot.
-
-    Raises:
-        CorruptObjectError: it is damaged.
-    """
+    """Checks the structure of a snapshot. Raises `CorruptObjectError` if it is damaged."""
     for damage in check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages:
         raise CorruptObjectError(f"{damage.object}: {damage.message}", object_id=damage.object)
 

@@ -115,11 +115,7 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
 
 
 def object_problem(backend: Backend, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
-    """(kind, message) if a small object is damaged or unreadable.
-
-    Raises:
-        MissingObjectError: it does not exist.
-    """
+    """(kind, message) if a small object is damaged or unreadable. Raises `MissingObjectError` if it does not exist."""
     try:
         decode(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
     except MissingObjectError:

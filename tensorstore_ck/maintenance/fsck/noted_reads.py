@@ -22,11 +22,7 @@ class ReadErrors:
         return _NotedReads(backend, self._found)
 
     def require_none(self) -> None:
-        """Raises the first one.
-
-        Raises:
-            UnreadableError: an object could not be read.
-        """
+        """Raises the first one. Raises `UnreadableError`: an object could not be read."""
         for exc in self._found:
             raise UnreadableError(f"the repair stops, and marks nothing: {exc}", object_id=exc.object_id) from exc
 

@@ -56,11 +56,7 @@ def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anch
 
 
 def commit_relocation(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
-    """Commits a relocation, and rescues its map, its targets and `needed`.
-
-    Raises:
-        SnapshotExpiredError: gc freed some of them.
-    """
+    """Commits a relocation, and rescues its map, its targets and `needed`. Raises `SnapshotExpiredError`: gc freed some of them."""
     keys = [ObjectKey("moved", move.ulid), *(ObjectKey("pack", target) for target in move.targets), *needed]
 
     def build(view: RefTable) -> list[Op]:

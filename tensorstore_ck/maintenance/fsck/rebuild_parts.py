@@ -250,11 +250,7 @@ def _location(copy: BlockCopy) -> Location:
 
 
 def _identity(kind: str, data: bytes) -> bytes:
-    """The identity of an object, which all its replacements share.
-
-    Raises:
-        CorruptObjectError: not an object of that kind.
-    """
+    """The identity of an object, which all its replacements share. Raises `CorruptObjectError` if it is not an object of that kind."""
     name = f"a {kind}"
     if kind == "part":
         return decode_part(data, name).part_id()

@@ -206,11 +206,7 @@ def _refuse_kinds(folder: Folder, names: Sequence[str]) -> None:
 
 
 def unsupported(folder: Folder, what: str) -> NoReturn:
-    """Raises that a folder of this kind is not imported.
-
-    Raises:
-        UnsupportedValueError: always.
-    """
+    """Raises `UnsupportedValueError`: a folder of this kind is not imported."""
     raise UnsupportedValueError(
         f"{folder.path} is a DeepSpeed checkpoint with {what}, which is not imported: load it with DeepSpeed, then save it with "
         "tensorstore_ck.deepspeed, or as a state dict with torch.save",

@@ -75,11 +75,7 @@ class _Rank(NamedTuple):
 
 
 def optimizer_of_ranks(found: DeepSpeedFiles) -> FoundOptimizer:
-    """The optimizer in the files of all ranks.
-
-    Raises:
-        MalformedError: they do not fit each other.
-    """
+    """The optimizer in the files of all ranks. Raises `MalformedError` if they do not fit each other."""
     saved = [dict_of(each.get("optimizer_state_dict"), "optimizer_state_dict") for each in found.optimizers]
     shapes = [shapes_of(each, "param_shapes") for each in list_of(found.model.get("param_shapes"), "param_shapes")]
     flats_key, base_key = (

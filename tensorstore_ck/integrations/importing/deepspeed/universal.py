@@ -37,12 +37,7 @@ class UniversalReader:
         self._files, self._found, self._known = files, found, known
 
     def read(self) -> FoundOptimizer:
-        """The optimizer.
-
-        Raises:
-            MalformedError: it is incomplete.
-            CorruptObjectError: a file is damaged.
-        """
+        """The optimizer. Raises `MalformedError` if it is incomplete or `CorruptObjectError` if a file is damaged."""
         saved = dict_of(self._load(OPTIMIZER_STATE), OPTIMIZER_STATE)
         model = self._found.model
         shapes = [shapes_of(each, "param_shapes") for each in list_of(model.get("param_shapes"), "param_shapes")]
