@@ -9,7 +9,6 @@ forget.py            forget and undo
 recorded_runs.py     gc, fsck and repair, with an entry in the log about the outcome
 apply_policies.py    sets, shows and applies retention policies
 bisect_history.py    the first bad snapshot of a branch
-bisect_search.py     the search of that, without a store
 quotas.py            sets and shows quotas
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save

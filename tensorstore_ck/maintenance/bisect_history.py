@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import Digest, ulid_text
@@ -15,7 +15,36 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.log.training_line import training_line
-from tensorstore_ck.maintenance.bisect_search import Verdict, first_bad
+
+Verdict = Literal["good", "bad", "skip"]
+
+
+def first_bad(good: int, bad: int, verdict: Callable[[int], Verdict]) -> tuple[int, int]:
+    """The last good and the first bad position in a row that is good at `good`, bad at `bad`, and turns once between them.
+
+    Between the two that are returned lie only positions with the verdict ``skip``. No position is tested twice; without skips some
+    log2(bad - good) are tested. If the row turns more than once, one of the turns is found.
+    """
+    skipped = set[int]()
+    missed = 0
+    while left := [at for at in range(good + 1, bad) if at not in skipped]:
+        at = left[min(int(len(left) * _fraction(missed)), len(left) - 1)]
+        match verdict(at):
+            case "good":
+                good, missed = at, 0
+            case "bad":
+                bad, missed = at, 0
+            case "skip":
+                skipped.add(at)
+                missed += 1
+    return good, bad
+
+
+def _fraction(missed: int) -> float:
+    """1/2, 1/4, 3/4, 1/8, 7/8, ...: after skips away from the middle, since what cannot be tested often lies together."""
+    share = 0.5 ** ((missed + 1) // 2 + 1)
+    return share if missed % 2 or not missed else 1 - share
+
 
 PIN_SECONDS: Final = 86_400.0
 """How long a test may take: pins are renewed between tests, and those of a bisect that was killed expire."""

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
 
 AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
 """The names of automatic naming."""

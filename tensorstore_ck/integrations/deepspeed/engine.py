@@ -18,11 +18,10 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
-from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store

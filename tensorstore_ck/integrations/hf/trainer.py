@@ -24,11 +24,10 @@ from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
-from tensorstore_ck.integrations.trainer.arguments import opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store

@@ -16,7 +16,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
 from tensorstore_ck.integrations.lightning.lightning_state import numbered, require_whole
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name

@@ -12,9 +12,8 @@ from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
@@ -198,3 +197,32 @@ def _continue_epoch(loop: Any) -> None:
     """Goes on within an epoch, which a former `max_steps` may have ended."""
     for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
         epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))
+
+
+Load = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
+
+
+def install(strategy: Any, load: Load, before_training: Callable[[], None]) -> None:
+    """Makes a Strategy call these two. Methods of the object are replaced, not of its class.
+
+    Args:
+        strategy: The Strategy.
+        load: Called with a path, and a function that lets Lightning load it.
+        before_training: Called when all hooks of the start of the training have run.
+    """
+    load_natively, start = strategy.load_checkpoint, strategy.on_train_start
+
+    def load_checkpoint(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        return load(str(checkpoint_path), lambda: load_natively(checkpoint_path, weights_only=weights_only))
+
+    def on_train_start() -> None:
+        start()
+        before_training()
+
+    strategy.load_checkpoint, strategy.on_train_start = load_checkpoint, on_train_start
+
+
+def uninstall(strategy: Any) -> None:
+    """Leaves the Strategy as it was."""
+    for name in ("load_checkpoint", "on_train_start"):
+        vars(strategy).pop(name, None)

@@ -11,7 +11,7 @@ from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.megatron.compatibility import LoadBase
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend, version_of
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
-from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import POINTER, read_pointer
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import place_among_ranks

@@ -10,9 +10,8 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.integrations.trainer.arguments import all_ranks
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.attach import all_ranks
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch

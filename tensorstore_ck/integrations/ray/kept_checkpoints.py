@@ -11,7 +11,7 @@ from ray.train import Checkpoint
 
 from tensorstore_ck.errors import NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import reported_checkpoints
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.store import Store
 
 

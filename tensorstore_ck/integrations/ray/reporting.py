@@ -17,8 +17,7 @@ import torch.distributed as dist
 from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import num_to_keep
 from tensorstore_ck.integrations.ray.kept_checkpoints import follow_ray, pin_reported
-from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, address_through_ref
+from tensorstore_ck.integrations.trainer.pointers import POINTER, SnapshotPointer, address_through_ref, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import Always
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store

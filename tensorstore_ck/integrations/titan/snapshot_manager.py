@@ -20,9 +20,8 @@ from torchtitan.tools.logging import logger
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.titan.weights import weights_of
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
-from tensorstore_ck.integrations.trainer.futures import future_of
-from tensorstore_ck.integrations.trainer.saves import new_checkpointer
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.saves import future_of, new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training import TrainingState

@@ -18,9 +18,9 @@ import torch
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
-from tensorstore_ck.integrations.trainer.futures import future_of
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.saves import future_of
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot

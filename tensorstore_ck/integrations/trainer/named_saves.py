@@ -7,8 +7,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, StoreError
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, remove_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, remove_pointer, write_pointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
 

@@ -5,9 +5,12 @@ left over does no harm.
 """
 
 import json
+import os
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError
 from tensorstore_ck.training.checkpointing.checkpointer import saved_by
 
@@ -88,3 +91,30 @@ def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, 
             if store.resolve(address).root == snapshot.root:
                 return address
     return snapshot.root
+
+
+POINTER: Final = "snapshot.json"
+
+
+def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
+    """What a folder names; None if the trainer wrote it. Raises `InputError` if the file cannot be read."""
+    path = Path(folder) / POINTER
+    try:
+        return SnapshotPointer.decode(path.read_bytes(), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as exc:
+        raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=str(path)) from exc
+
+
+def write_pointer(folder: str | os.PathLike[str], pointer: SnapshotPointer) -> None:
+    """Writes or replaces what a folder names."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    replace_file(Path(folder) / POINTER, pointer.encode().encode())
+
+
+def remove_pointer(folder: str | os.PathLike[str]) -> None:
+    """And the folder, unless it has other files: a user may save under one name again and again."""
+    (Path(folder) / POINTER).unlink(missing_ok=True)
+    with suppress(OSError):
+        Path(folder).rmdir()

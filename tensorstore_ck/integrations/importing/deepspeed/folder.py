@@ -49,7 +49,7 @@ from tensorstore_ck.integrations.importing.deepspeed.weights import same_element
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.trainer.pointer_folders import POINTER
+from tensorstore_ck.integrations.trainer.pointers import POINTER
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
 from tensorstore_ck.training.rank_own_state import VALUES
 from tensorstore_ck.training.training_state import OWN
