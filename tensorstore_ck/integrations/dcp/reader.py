@@ -264,14 +264,11 @@ def _memory_of(target: torch.Tensor) -> tuple[object, ...] | None:
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride()) if target.numel() else None
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return source_of(one).read(0, one.nbytes) == source_of(other).read(0, other.nbytes)
-
-
 def _warn_of_untied(boxes: Sequence[ReadItem], memory: Sequence[torch.Tensor], tied: Mapping[int, int]) -> None:
     names: dict[str, dict[str, None]] = {}
     for number, last in tied.items():
-        if not _are_equal(memory[number], memory[last]):
+        own, others = (source_of(tensor).read(0, tensor.nbytes) for tensor in (memory[number], memory[last]))
+        if own != others:
             names.setdefault(boxes[last].storage_index.fqn, {})[boxes[number].storage_index.fqn] = None
     if names:
         shown = "; ".join(f"{', '.join(map(repr, [*others, name]))} (now that of {name!r})" for name, others in names.items())

@@ -61,9 +61,6 @@ class EngineState(SharedState):
         """The names of parameters in each group."""
         return [] if self._engine.optimizer is None else [_members(self._engine, self._fragments())]
 
-    def _all_names(self) -> set[str]:
-        return {*self.names().parameters, *plain_buffers(self.module, of_model=True)}
-
     def _fragments(self) -> list[Fragment]:
         return fragments_of(self._engine.optimizer, self.names())
 
@@ -148,7 +145,8 @@ class EngineState(SharedState):
 
     def wants(self, name: str) -> bool:
         """Weights that the model does not have are left out if `strict` is off."""
-        return self.strict or not name.startswith(MODEL) or name.removeprefix(MODEL) in self._all_names()
+        own = name.removeprefix(MODEL)
+        return self.strict or own == name or own in self.names().parameters or own in plain_buffers(self.module, of_model=True)
 
     def _state_targets(self, fragments: list[Fragment], stored: "LazySnapshot") -> Iterator[tuple[str, State]]:
         """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""

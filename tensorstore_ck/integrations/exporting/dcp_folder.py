@@ -25,7 +25,7 @@ from tensorstore_ck.integrations.exporting.atomic_target import require_disk_spa
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
-from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state.allocate import LeafForm, form_of
 from tensorstore_ck.state.byte_sources import new_tensor
@@ -94,15 +94,8 @@ def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], pla
             _write_file(job, file, [(storage[write_item.index].offset, item) for write_item, item in group], at)
     metadata.storage_data, metadata.version = storage, CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=os.path.abspath(target.path), save_id=str(uuid.uuid4()))
-    write_small_file(job, ".metadata", pickle.dumps(metadata))
+    write_file(os.path.join(folder, ".metadata"), target.path, pickle.dumps(metadata))
     return [item.form for _, item in items if isinstance(item, _Tensor)]
-
-
-def write_small_file(job: ExportJob, name: str, data: bytes) -> None:
-    """Writes a file at once."""
-    with OutputFile(os.path.join(job.folder, name), job.target.path) as file:
-        file.write(0, data)
-        file.finish(len(data))
 
 
 def _plan(planner: DefaultSavePlanner, state: Any, shown: str) -> tuple[SavePlan, Metadata]:

@@ -16,7 +16,7 @@ from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValue
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
-from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.exporting.safetensors_files import write_safetensors
 from tensorstore_ck.integrations.exporting.strip_prefix import DICTS
 from tensorstore_ck.integrations.exporting.try_model_folder import try_folder
@@ -137,9 +137,7 @@ def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
         job = job._replace(stem=ADAPTER_STEM, max_file_bytes=1 << 62)  # peft reads one file
     written = write_safetensors(job._replace(with_values=False))
     for name, data in sorted(model.files.items()):
-        with OutputFile(os.path.join(job.folder, name), job.target.path) as file:
-            file.write(0, data)
-            file.finish(len(data))
+        write_file(os.path.join(job.folder, name), job.target.path, data)
     note = try_folder(job.folder, job.target.path, _parsed(model.files[ADAPTER_CONFIG if model.is_adapter else CONFIG], CONFIG))
     return written._replace(notes=[*written.notes, note])
 

@@ -147,3 +147,10 @@ def _cut(gap: range, pieces: Sequence[_Piece]) -> list[range]:
             cuts.append(range(start, stop))
             start = stop
     return [*cuts, range(start, gap.stop)] if start < gap.stop else cuts
+
+
+def write_file(path: str, shown: str, data: bytes) -> None:
+    """Writes a small file at once, and reads it back."""
+    with OutputFile(path, shown) as file:
+        file.write(0, data)
+        file.finish(len(data))

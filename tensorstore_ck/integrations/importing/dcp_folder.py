@@ -6,6 +6,7 @@ file inside a file, which stays mapped. Other values are torch files, too. The t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -114,21 +115,14 @@ def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent
 def _names() -> PickleAllowlist:
     return PickleAllowlist(
         {
-            **{(f"torch.distributed.{module}", name): AllowedGlobal(name, _maker(name)) for module, name in _CLASSES},
+            **{(f"torch.distributed.{module}", name): AllowedGlobal(name, partial(_Fields, name)) for module, name in _CLASSES},
             **{
-                ("megatron.core.dist_checkpointing.strategies.torch", name): AllowedGlobal(name, _maker(kind))
+                ("megatron.core.dist_checkpointing.strategies.torch", name): AllowedGlobal(name, partial(_Fields, kind))
                 for name, kind in _OF_MEGATRON
             },
             **{name: AllowedGlobal(name[1], lambda number: None) for name in _ENUMS},
         }
     )
-
-
-def _maker(name: str) -> Any:
-    def make() -> _Fields:
-        return _Fields(name)
-
-    return make
 
 
 class _Reader:
@@ -257,10 +251,6 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Seq
     return Boxes([Box(piece.tensor, shape, piece.box.offsets) for piece in held])
 
 
-def _is_position(part: object) -> bool:
-    return type(part) is int and part.bit_length() < 64
-
-
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     count = dtype.itemsize
     for extent in shape:
@@ -279,7 +269,9 @@ class _Tree:
 
     def set(self, path: Any, value: Any) -> None:
         """Sets a value at a path, in which text is a key and a number a list position."""
-        if type(path) is not tuple or not path or any(type(part) is not str and not _is_position(part) for part in path):
+        if type(path) is not tuple or not path:
+            raise MalformedError("it has an invalid path")
+        if any(type(part) is not str and (type(part) is not int or part.bit_length() >= 64) for part in path):
             raise MalformedError("it has an invalid path")
         here: Any = self.root
         for part, below in pairwise(path):

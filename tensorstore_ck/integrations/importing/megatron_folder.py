@@ -7,11 +7,12 @@ everything else. The state is the one that `tensorstore_ck.megatron` saves: a fl
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing.dcp_folder import METADATA, DcpContent, load_dcp
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.megatron_types import megatron_types
@@ -31,17 +32,7 @@ _OLD: Final = re.compile(r"mp_rank_\d+.*")
 _MAX_JSON_BYTES: Final = 1 << 16
 
 
-class MegatronContent(NamedTuple):
-    """The content of a folder."""
-
-    state: dict[Any, Any]
-    unknown: dict[str, str]
-    """Names in its pickles that are not allowed -> the file."""
-    step: int | None
-    skipped: tuple[tuple[str, str], ...]
-
-
-def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> MegatronContent | None:
+def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
     """The state in a folder of Megatron, or in the newest one that it names; None for any other folder.
 
     Raises:
@@ -70,7 +61,7 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
         _incomplete(folder, COMMON_FILE)
     step = _step(folder, source, common)
     skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
-    return MegatronContent({**state, COMMON: common}, unknown, step, skipped)
+    return FoundState(KIND, {**state, COMMON: common}, {}, unknown, step, skipped)
 
 
 def _newest(files: Files, folder: Folder) -> Folder:

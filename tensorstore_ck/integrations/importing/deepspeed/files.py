@@ -279,3 +279,8 @@ def dict_of(found: object, what: str) -> dict[Any, Any]:
     if not isinstance(found, dict):
         raise MalformedError(f"it has no {what}")
     return found
+
+
+def copied(value: Any) -> Any:
+    """A value that each parameter has a copy of."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -46,6 +46,7 @@ from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_la
 from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
 from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -71,12 +72,7 @@ _NOT_SAVED: Final = {"data_sampler": "the position of curriculum learning", "ran
 class DeepSpeedContent(NamedTuple):
     """The content of such a folder."""
 
-    state: dict[str, Any]
-    metadata: dict[str, object]
-    step: int
-    unknown: dict[str, str]
-    """Names in its pickles that are not allowed -> the file."""
-    skipped: tuple[tuple[str, str], ...]
+    found: FoundState
     ranks: int
     """How many ranks had a part of it."""
     config: dict[Any, Any]
@@ -137,11 +133,7 @@ def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> Dee
     note = {"tag": os.path.basename(tag_folder), "version": found.version}
     config = found.model.get("ds_config")
     return DeepSpeedContent(
-        state,
-        {NOTE: note},
-        step,
-        found.unknown,
-        (*found.skipped, *skipped),
+        FoundState(KIND, state, {NOTE: note}, found.unknown, step, (*found.skipped, *skipped)),
         found.model["dp_world_size"] * max(len(found.stages), 1),
         config if isinstance(config, dict) else {},
     )

@@ -19,6 +19,7 @@ from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, 
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     DeepSpeedFiles,
     Shapes,
+    copied,
     dict_of,
     flat_of,
     list_of,
@@ -298,7 +299,7 @@ def _with_states(
             name,
             shape,
             {key: [] for key in flats},
-            {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in scalars.items()},
+            {key: copied(scalar) for key, scalar in scalars.items()},
         )
         for name, shape in shapes.items()
     }

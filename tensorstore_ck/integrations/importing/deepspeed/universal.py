@@ -4,13 +4,12 @@ import os
 from math import prod
 from typing import Any, Final
 
-import torch
-
 from tensorstore_ck.integrations.deepspeed_names import MASTER, MICRO_OFFSET
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     OPTIMIZER_STATE,
     ZERO,
     DeepSpeedFiles,
+    copied,
     dict_of,
     flat_of,
     list_of,
@@ -66,11 +65,11 @@ class UniversalReader:
         names = [each for each in Folder(path).names() if each.endswith(".pt")]
         if _FP32 not in names:
             raise MalformedError(f"it lacks {ZERO}/{label}/{_FP32}")
-        parameter = FoundParameter(name, shape, {}, {} if step is None else {_STEP: _copied(step)})
+        parameter = FoundParameter(name, shape, {}, {} if step is None else {_STEP: copied(step)})
         for each in names:
             key, value = each.removesuffix(".pt"), self._load(os.path.join(name, each))
             if key == _STEP:
-                parameter.scalars[_STEP] = _copied(value)
+                parameter.scalars[_STEP] = copied(value)
                 continue
             if isinstance(value, dict):
                 if not value.keys() <= _KEYS:
@@ -84,7 +83,3 @@ class UniversalReader:
                 )
             parameter.runs[MASTER if each == _FP32 else key] = [ElementRun(0, flat)]
         return parameter
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

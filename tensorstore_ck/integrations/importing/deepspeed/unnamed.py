@@ -14,7 +14,7 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.experts import is_expert
-from tensorstore_ck.integrations.importing.deepspeed.files import dict_of, flat_of, list_of
+from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter
 from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
@@ -81,7 +81,7 @@ def _of_one(name: str, shape: tuple[int, ...], master: torch.Tensor | None, stat
     parameter = FoundParameter(name, shape, {} if master is None else {MASTER: [ElementRun(0, master)]})
     for key, value in dict_of(state, "state of a parameter").items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            parameter.scalars[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            parameter.scalars[key] = copied(value)
         elif type(key) is str and tuple(value.shape) == shape:
             parameter.runs[key] = [ElementRun(0, flat_of(value, key))]
         else:
@@ -97,7 +97,7 @@ def _of_flat(left: dict[str, torch.Tensor], flat: torch.Tensor, state: object) -
         parameter = FoundParameter(name, shape, {MASTER: [ElementRun(0, master)]})
         for key, value in dict_of(state, "state of a group").items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                parameter.scalars[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                parameter.scalars[key] = copied(value)
             elif value.numel() == flat.numel() and type(key) is str:
                 parameter.runs[key] = [ElementRun(0, flat_of(value, key)[offset : offset + prod(shape)])]
             else:
