@@ -76,10 +76,10 @@ def sampler_of(loader: DataLoader[Any]) -> NotedSampler | None:
 
 def _holder_of(loader: DataLoader[Any]) -> Any:
     """The batch sampler that has the sampler of indices, below those that share out, or skip, batches."""
-    found: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while getattr(found, "batch_sampler", None) is not None:
-        found = found.batch_sampler
-    return found if isinstance(getattr(found, "sampler", None), Sampler) else None
+    holder: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while getattr(holder, "batch_sampler", None) is not None:
+        holder = holder.batch_sampler
+    return holder if isinstance(getattr(holder, "sampler", None), Sampler) else None
 
 
 def capture(loader: Any, active: Any) -> State:

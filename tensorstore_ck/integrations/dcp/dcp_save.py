@@ -150,17 +150,17 @@ class DcpSave:
     def _commit(self, meter: PutMeter) -> SnapshotInfo:
         assert self.gathered is not None
         captured, others = self.gathered
-        reports = [RankParts.of_record(each.parts) for each in others]
-        findings = [SaveFindings.of_record(each.findings) for each in others]
+        reports = [RankParts.of_record(report.parts) for report in others]
+        findings = [SaveFindings.of_record(report.findings) for report in others]
 
         def attempt() -> SnapshotInfo:
             assert self.begun is not None
-            written, own, found = self._complete(self.begun, captured, meter)
+            written, own, own_findings = self._complete(self.begun, captured, meter)
             info = commit(
                 self._destination,
                 self._request,
                 [own, *reports],
-                [found, *findings],
+                [own_findings, *findings],
                 logical_bytes=captured.logical_bytes,
                 meter=meter,
             )

@@ -189,14 +189,14 @@ class Reader(StorageReader):
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
         store.engine.log.sync()
-        found = resolve(store.engine.log.view(), address)
-        snapshot = Snapshot.from_info(found.info)
+        resolved = resolve(store.engine.log.view(), address)
+        snapshot = Snapshot.from_info(resolved.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
-        self._content = open_snapshot(store.engine, found.info, place=place_among_ranks())
+        self._content = open_snapshot(store.engine, resolved.info, place=place_among_ranks())
         metadata = self._describe(address)
         self.snapshot = snapshot
-        store.session.fence.note_restored(found)
+        store.session.fence.note_restored(resolved)
         return metadata
 
     def _describe(self, address: str) -> Metadata:

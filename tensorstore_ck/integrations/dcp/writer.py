@@ -198,8 +198,8 @@ class Writer(StorageWriter):
         return begun, [*results, *self._look_at_copies(planner)]
 
     def _look_at_copies(self, planner: SavePlanner) -> list[WriteResult]:
-        found = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
-        return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
+        copies = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
+        return [] if copies is None else [WriteResult(MetadataIndex(""), 0, copies)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publishes the snapshot.
@@ -236,17 +236,19 @@ class Writer(StorageWriter):
         begun = put.begun
         assert begun is not None
         captured = with_tiny(_filled(begun, metadata, values), tiny)
-        if sorted(parts) != list(range(1, begun.role.parts)) or {told.layout for told in parts.values()} - {layout_id(begun.role.layout)}:
+        if sorted(parts) != list(range(1, begun.role.parts)) or {report.layout for report in parts.values()} - {
+            layout_id(begun.role.layout)
+        }:
             raise SnapshotAbortedError(
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
                 object_id=put.ref,
             )
         self._compare_copies(put, metadata, results)
-        return Gathered(captured, [told for _, told in sorted(parts.items())])
+        return Gathered(captured, [report for _, report in sorted(parts.items())])
 
     def _compare_copies(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of differing copies, once for each name."""
-        told = {
+        copies = {
             at: result.storage_data
             for at, of_rank in enumerate(results)
             for result in of_rank
@@ -255,14 +257,16 @@ class Writer(StorageWriter):
 
         def writer_of(fqn: str) -> int | None:
             return next(
-                (told[at].rank for at, of_rank in enumerate(results) if at in told for one in of_rank if one.index.fqn == fqn), None
+                (copies[at].rank for at, of_rank in enumerate(results) if at in copies for one in of_rank if one.index.fqn == fqn), None
             )
 
-        found = [each for each in differences([*told.values()], metadata.state_dict_metadata, writer_of) if each.fqn not in self._named]
-        if found:
-            self._named |= {each.fqn for each in found}
+        differing = [
+            item for item in differences([*copies.values()], metadata.state_dict_metadata, writer_of) if item.fqn not in self._named
+        ]
+        if differing:
+            self._named |= {item.fqn for item in differing}
             address = put.ref if put.step is None else f"{put.ref}@{put.step}"
-            warnings.warn(f"{address}: {explain(found)}", SuspiciousSaveWarning, stacklevel=2)
+            warnings.warn(f"{address}: {explain(differing)}", SuspiciousSaveWarning, stacklevel=2)
 
     def _begin(self, make_request: Callable[[], SaveRequest]) -> None:
         """This rank's save begins, after the saves in progress of the same store handle."""

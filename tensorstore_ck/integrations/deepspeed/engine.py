@@ -114,7 +114,7 @@ class SnapshotMixin:
         restored = None if search is None else search.restore(restore)
         if restored is not None:
             return restored
-        found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
+        loaded: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
             os.fspath(load_dir),
             tag,
             load_module_strict,
@@ -123,7 +123,7 @@ class SnapshotMixin:
             load_module_only,
             custom_load_fn,
         )
-        return found
+        return loaded
 
     def destroy(self) -> None:
         """Waits for the saves, then see DeepSpeed.
@@ -232,12 +232,12 @@ class _Snapshots:
         self._shared.strict = strict
         try:
             with partitioned(self._engine):
-                found = self._state.restore(self._store, address, group=self._group, parts=parts)
+                snapshot = self._state.restore(self._store, address, group=self._group, parts=parts)
         finally:
             self._shared.strict = True
-        if found is None:
+        if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
-        note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(found.root)))
+        note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(snapshot.root)))
         return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 
     def _note(self, root: str) -> bytes:

@@ -56,9 +56,9 @@ class Fragment:
         """Whether the optimizer updates a copy of another dtype than the model's."""
         return self.flat is not None and self.flat.dtype != self.weights.dtype
 
-    def is_elementwise(self, found: object) -> bool:
+    def is_elementwise(self, value: object) -> bool:
         """Whether this value in the optimizer's state has a number for each element that the optimizer updates."""
-        return isinstance(found, torch.Tensor) and self.flat is not None and found.shape == self.flat.shape and found.dim() > 0
+        return isinstance(value, torch.Tensor) and self.flat is not None and value.shape == self.flat.shape and value.dim() > 0
 
     def piece(self, of: torch.Tensor) -> "torch.Tensor | FlatShard":
         """What to save of these elements, and what to restore them into; `of`: the model's elements, or a tensor like `flat`."""
@@ -79,10 +79,10 @@ def fragments_of(optimizer: Any, names: ParameterNames) -> list[Fragment]:
         InvalidOptionError: the optimizer trains parameters of no given model.
         UnsupportedValueError: a parameter is spread in another way.
     """
-    found = [] if optimizer is None else list(_trained(optimizer, names))
-    trained = {each.name for each in found}
-    frozen = ((name, each) for name, each in names.parameters.items() if name not in trained)
-    return found + [_frozen(name, each) for name, each in frozen]
+    fragments = [] if optimizer is None else list(_trained(optimizer, names))
+    trained = {fragment.name for fragment in fragments}
+    frozen = ((name, parameter) for name, parameter in names.parameters.items() if name not in trained)
+    return fragments + [_frozen(name, parameter) for name, parameter in frozen]
 
 
 def _trained(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
@@ -97,7 +97,7 @@ def _trained(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
             )
     elif isinstance(optimizer, BF16_Optimizer):
         for group, parameters in enumerate(optimizer.bf16_groups):
-            ends = [*accumulate(each.numel() for each in parameters)]
+            ends = [*accumulate(parameter.numel() for parameter in parameters)]
             offsets, rank = [0, *ends[:-1]], torch.distributed.get_rank(optimizer.real_dp_process_group[group])
             yield from _of_partition(names, parameters, offsets, rank=rank, flat=optimizer.fp32_groups_flat_partition[group], group=group)
     elif isinstance(optimizer, FP16_Optimizer):

@@ -170,21 +170,21 @@ def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Te
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
     """What DCP drops: empty dicts, and attributes of an OrderedDict."""
-    for each in _containers(tree):
-        if each.node[0] in _DICTS and not each.children:
-            yield each.path or ".", "an empty dict, which DCP drops"
-        if each.attributes is not None:
-            yield f"{each.path}.{ATTRIBUTES}" if each.path else ATTRIBUTES, "an attribute of an OrderedDict, which DCP drops"
+    for container in _containers(tree):
+        if container.node[0] in _DICTS and not container.children:
+            yield container.path or ".", "an empty dict, which DCP drops"
+        if container.attributes is not None:
+            yield f"{container.path}.{ATTRIBUTES}" if container.path else ATTRIBUTES, "an attribute of an OrderedDict, which DCP drops"
 
 
 def _notes(tree: Tree) -> list[str]:
-    all_dicts = [each for each in _containers(tree) if each.node[0] in _DICTS]
+    all_dicts = [container for container in _containers(tree) if container.node[0] in _DICTS]
     numbered = [
-        each.path or f"the state ({', '.join(map(key_text, each.keys[:3]))})"
-        for each in all_dicts
-        if any(type(key) is not str for key in each.keys)
+        container.path or f"the state ({', '.join(map(key_text, container.keys[:3]))})"
+        for container in all_dicts
+        if any(type(key) is not str for key in container.keys)
     ]
-    dicts = [each.path or "the state" for each in all_dicts if each.node[0] != "d"]
+    dicts = [container.path or "the state" for container in all_dicts if container.node[0] != "d"]
     flagged = [leaf.path for leaf in leaves(tree) if leaf.kind != "value" and leaf.flags]
     notes = []
     if numbered:

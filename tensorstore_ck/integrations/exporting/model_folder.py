@@ -121,8 +121,8 @@ def adapter_weights(tree: Tree, names: Mapping[str, str] | None) -> Tree:
     missing = [name for name in names.values() if name not in there]
     if missing:
         raise MismatchError(f"the snapshot lacks weights of the adapter: {listed(missing)}", object_id=missing[0])
-    found = [Leaf(to, there[name].kind, there[name].index, there[name].node) for to, name in names.items()]
-    return Container(["d", [], []], "", list(names), list(found), None)
+    renamed = [Leaf(to, there[name].kind, there[name].index, there[name].node) for to, name in names.items()]
+    return Container(["d", [], []], "", list(names), list(renamed), None)
 
 
 def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
@@ -163,7 +163,7 @@ def _has_tensors(tree: Tree) -> bool:
 
 
 def _of_folder(folder: str) -> dict[str, bytes]:
-    found = {}
+    files = {}
     with os_errors("read", folder):
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
@@ -171,8 +171,8 @@ def _of_folder(folder: str) -> dict[str, bytes]:
                 if os.path.getsize(path) > MAX_FILE_BYTES:
                     raise UnsupportedValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes: remove it", object_id=path)
                 with open(path, "rb") as file:
-                    found[name] = file.read()
-    return found
+                    files[name] = file.read()
+    return files
 
 
 def _downloaded(name: str) -> str:
@@ -194,9 +194,9 @@ def _downloaded(name: str) -> str:
 
 def _parsed(data: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        parsed = json.loads(data)
     except ValueError as exc:
         raise MismatchError(f"{name} is not JSON ({exc}): give another with --config-from", object_id=name) from exc
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise MismatchError(f"{name} is no JSON object: give another with --config-from", object_id=name)
-    return found
+    return parsed

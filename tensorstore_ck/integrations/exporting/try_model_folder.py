@@ -67,8 +67,8 @@ def _try_adapter(folder: str, shown: str, config: Mapping[str, Any]) -> str:
     loaded = peft.PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True)
     expected = set(peft.get_peft_model_state_dict(loaded))
     with safe_open(os.path.join(folder, "adapter_model.safetensors"), framework="pt") as file:
-        found = set(file.keys())
-    _require_whole(shown, expected - found, found - expected, ())
+        present = set(file.keys())
+    _require_whole(shown, expected - present, present - expected, ())
     return f"tried: PeftModel.from_pretrained loads it, with every weight (peft {peft.__version__})"
 
 

@@ -177,13 +177,13 @@ class SnapshotMixin(ExceptionSaveMixin):
         if imported is not None:
             self._is_resuming = False
             return str(imported)
-        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
-        if found is None:
+        snapshot = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         is_given = isinstance(given, str) and os.path.isdir(given)
-        folder = Path(str(given)) if is_given else self._folder(found.step)
+        folder = Path(str(given)) if is_given else self._folder(snapshot.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
-            write_pointer(folder, SnapshotPointer(self._store.url, found.root))
+            write_pointer(folder, SnapshotPointer(self._store.url, snapshot.root))
             replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE].encode())
         if self._group is not None:
             dist.barrier(self._group)

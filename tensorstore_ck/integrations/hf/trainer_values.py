@@ -60,10 +60,10 @@ def note_callbacks(trainer: NativeTrainer) -> None:
 
 def step_metrics(state: TrainerState, store: Store, group: "ProcessGroup | None") -> dict[str, float]:
     """The numbers that the first rank logged at the present step, on all ranks: each rank measures the time of an evaluation."""
-    found: dict[str, float] = {}
+    logged: dict[str, float] = {}
     for entry in state.log_history:
         if entry.get("step") == state.global_step:
-            found |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
-    first = ask_first_rank(store, group, f"the metrics of step {state.global_step}", lambda: json.dumps(found).encode())
+            logged |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
+    first = ask_first_rank(store, group, f"the metrics of step {state.global_step}", lambda: json.dumps(logged).encode())
     agreed: dict[str, float] = json.loads(first)
     return agreed

@@ -75,10 +75,10 @@ class _Fields:
             raise MalformedError(f"its {self.kind} is malformed")
 
     def get(self, name: str, kind: type[Any]) -> Any:
-        found = self.named.get(name)
-        if not isinstance(found, kind) or isinstance(found, bool):
+        value = self.named.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise MalformedError(f"its {self.kind} has no valid {name}")
-        return found
+        return value
 
 
 class _StoredChunk(NamedTuple):
@@ -155,12 +155,12 @@ class _Reader:
         if file.size > MAX_PICKLE_BYTES:
             raise MalformedError(f"its metadata takes {file.size} bytes")
         self._known.parsed_bytes += file.size
-        found, end, unknown = safe_unpickle(file.data, _names())
-        if isinstance(found, UnknownObject) or unknown:
+        metadata, end, unknown = safe_unpickle(file.data, _names())
+        if isinstance(metadata, UnknownObject) or unknown:
             self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which torch.distributed.checkpoint does not use")
-        if not isinstance(found, _Fields) or found.kind != "Metadata" or end != file.size:
+        if not isinstance(metadata, _Fields) or metadata.kind != "Metadata" or end != file.size:
             raise MalformedError("its metadata is of another kind, or something follows it")
-        return found
+        return metadata
 
     def _locate(self, storage: dict[Any, Any], path: str) -> dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]]:
         """Name -> offsets and position of its pieces, or of its only item."""
@@ -180,10 +180,10 @@ class _Reader:
 
     def _value(self, name: str, entry: _Fields) -> Any:
         if entry.kind == "BytesStorageMetadata":
-            found = self._chunks.get(name, [])
-            if len(found) != 1:
-                raise MalformedError(f"the value {printable(name)!r} has {len(found)} positions")
-            return self._item(found[0][1])
+            positions = self._chunks.get(name, [])
+            if len(positions) != 1:
+                raise MalformedError(f"the value {printable(name)!r} has {len(positions)} positions")
+            return self._item(positions[0][1])
         if entry.kind != "TensorStorageMetadata":
             raise MalformedError(f"{printable(name)!r} is neither a tensor nor a value")
         properties = entry.get("properties", _Fields).items
@@ -275,11 +275,11 @@ class _Tree:
             raise MalformedError("it has an invalid path")
         here: Any = self.root
         for part, below in pairwise(path):
-            found = self._get(here, part)
-            if found is None:
-                found = {} if type(below) is str else []
-                self._put(here, part, found)
-            here = found
+            inner = self._get(here, part)
+            if inner is None:
+                inner = {} if type(below) is str else []
+                self._put(here, part, inner)
+            here = inner
         if self._get(here, path[-1]) is not None:
             raise MalformedError("its paths contradict each other")
         self._put(here, path[-1], value)

@@ -53,7 +53,7 @@ def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: Pick
     missing = (*missing_files(parts), *_missing_ranks(parts))
     with naming_file(folder.path, KIND):
         try:
-            state = {name: _tensor(name, found) for name, found in sorted(pieces.items())}
+            state = {name: _tensor(name, of_tensor) for name, of_tensor in sorted(pieces.items())}
         except MalformedError as exc:
             raise MalformedError(f"{exc} (it lacks {listed(missing)})" if missing else str(exc)) from exc
     skipped = tuple((name, "not a file of a rank") for name in names if name not in parts)

@@ -121,16 +121,16 @@ class _Members(NamedTuple):
         """Each under its name, without suffixes if that is clear."""
         stems = {name: os.path.splitext(name)[0] for name in self.found}
         is_clear = len(set(stems.values())) == len(stems)
-        return {stems[name] if is_clear else name: each.state for name, each in self.found.items()}
+        return {stems[name] if is_clear else name: member.state for name, member in self.found.items()}
 
     def missing(self) -> tuple[str, ...]:
         """Files that belong to them, and are not there."""
-        own = missing_files(name for name, each in self.found.items() if not each.missing)
-        return tuple(name for each in self.found.values() for name in each.missing) + own
+        own = missing_files(name for name, member in self.found.items() if not member.missing)
+        return tuple(name for member in self.found.values() for name in member.missing) + own
 
     def unknown(self) -> dict[str, str]:
         """Names in their pickles that are not allowed -> the file."""
-        return {name: path for each in self.found.values() for name, path in each.unknown.items()}
+        return {name: path for member in self.found.values() for name, path in member.unknown.items()}
 
 
 def _read_members(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> _Members:
@@ -168,7 +168,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         (only,) = found.values()
         return only._replace(skipped=tuple(skipped), missing=members.missing())
     if not as_one:
-        require_one_step(folder.path, {name: each.state for name, each in found.items()}, names)
+        require_one_step(folder.path, {name: member.state for name, member in found.items()}, names)
     return FoundState(
         f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped), missing=members.missing()
     )

@@ -129,8 +129,8 @@ def inspect_checkpoint(
     names: str | os.PathLike[str] | None = None,
 ) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
-    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as found:
-        return found.contents
+    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as checkpoint:
+        return checkpoint.contents
 
 
 class Opened(NamedTuple):

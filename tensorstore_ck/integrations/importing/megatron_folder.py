@@ -53,9 +53,9 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     if "common_backend" not in config and COMMON_OBJECT in state:  # Megatron-core 0.19 wrote the object; a common.pt is of an older save
         source, common = METADATA, state.pop(COMMON_OBJECT)
     elif COMMON_FILE in names:
-        found = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
-        source, common = COMMON_FILE, found.value
-        unknown = {**unknown, **dict.fromkeys(found.unknown, os.path.join(folder.path, COMMON_FILE))}
+        loaded = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
+        source, common = COMMON_FILE, loaded.value
+        unknown = {**unknown, **dict.fromkeys(loaded.unknown, os.path.join(folder.path, COMMON_FILE))}
         read.add(COMMON_FILE)
     else:
         _incomplete(folder, COMMON_FILE)
@@ -102,11 +102,11 @@ def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[
         file = files.map(path)
         if file.size > _MAX_JSON_BYTES:
             raise MalformedError(f"it has {file.size} bytes")
-        found = parse_json(bytes(file.data))
-        if type(found) is not dict or "sharded_backend" not in found:
+        config = parse_json(bytes(file.data))
+        if type(config) is not dict or "sharded_backend" not in config:
             raise MalformedError("it names no sharded_backend")
-    others = [f"{key} {printable(found[key], 40)!r}" for key, value in _BACKENDS.items() if found.get(key, value) != value]
-    if found["sharded_backend"] == "tsck":
+    others = [f"{key} {printable(config[key], 40)!r}" for key, value in _BACKENDS.items() if config.get(key, value) != value]
+    if config["sharded_backend"] == "tsck":
         raise UnsupportedValueError(
             f"{folder.path} was saved by tensorstore_ck.megatron: its state is in the store that its snapshot.json names already",
             object_id=folder.path,
@@ -119,7 +119,7 @@ def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[
         )
     if METADATA not in names:
         _incomplete(folder, METADATA)
-    return found
+    return config
 
 
 def _incomplete(folder: Folder, missing: str) -> NoReturn:

@@ -63,15 +63,15 @@ _BYTES_IO: Final = "io.BytesIO"
 
 def megatron_types() -> dict[tuple[str, str], object]:
     """For `PickleAllowlist.allow`."""
-    found: dict[tuple[str, str], object] = {}
+    types: dict[tuple[str, str], object] = {}
     for (module, name), members in ENUMS.items():
-        found[module, name] = AllowedGlobal(name, partial(_member, f"megatron.{name}", members))
+        types[module, name] = AllowedGlobal(name, partial(_member, f"megatron.{name}", members))
     for (module, name), stored in _NAMESPACES.items():
-        found[module, name] = AllowedGlobal(name, partial(_Attributes, stored))
+        types[module, name] = AllowedGlobal(name, partial(_Attributes, stored))
     for module in ("pathlib", "pathlib._local"):
-        found[module, "PosixPath"] = AllowedGlobal("PosixPath", _posix_path)
-    found["_io", "BytesIO"] = AllowedGlobal("BytesIO", _BytesIO)
-    return found
+        types[module, "PosixPath"] = AllowedGlobal("PosixPath", _posix_path)
+    types["_io", "BytesIO"] = AllowedGlobal("BytesIO", _BytesIO)
+    return types
 
 
 def _member(stored: str, members: Mapping[object, str], value: Any) -> NamedState:

@@ -229,7 +229,7 @@ class _SafeUnpickler:
         state = self.pop()
         target = self._stack[-1]
         parts = state if type(state) is tuple else state.values() if type(state) is dict else ()
-        self.copy(sum(len(each) for each in (state, *parts) if type(each) in _SIZED))
+        self.copy(sum(len(part) for part in (state, *parts) if type(part) in _SIZED))
         if isinstance(target, UnknownObject):
             target.held.append(state)
         elif type(target) is OrderedDict:

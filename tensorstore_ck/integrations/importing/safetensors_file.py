@@ -68,10 +68,10 @@ def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
             raise MalformedError("its JSON has a duplicate key")
-        return found
+        return fields
 
     def no_constant(text: str) -> NoReturn:
         raise MalformedError(f"its JSON has {text}, which is not a number")

@@ -31,8 +31,8 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         InvalidNameError: the index names a file outside of its folder.
     """
     with naming_file(index.path, KIND):
-        found = parse_json(bytes(index.data))
-        files_of = found.get("weight_map") if type(found) is dict else None
+        document = parse_json(bytes(index.data))
+        files_of = document.get("weight_map") if type(document) is dict else None
         if type(files_of) is not dict or not files_of:
             raise MalformedError("it has no weight_map")
         names: dict[str, set[str]] = {}

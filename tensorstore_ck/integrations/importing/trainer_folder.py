@@ -44,7 +44,7 @@ def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
 
 def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict[str, bytes]:
     """Configuration, generation configuration and tokenizer, by name."""
-    found = {}
+    small_files = {}
     for name in names:
         if is_model_file(name) and folder.has(name):
             file = files.map(folder.join(name))
@@ -53,12 +53,12 @@ def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict
                     f"{file.path} has {file.size:,} bytes, and at most {MAX_FILE_BYTES:,} are imported: move it elsewhere",
                     object_id=file.path,
                 )
-            found[name] = bytes(file.data)
+            small_files[name] = bytes(file.data)
             files.drop(file)
-    return found
+    return small_files
 
 
 def checkpoints_in(folder: Folder, names: Sequence[str]) -> Mapping[str, int]:
     """The Trainer's checkpoint folders in its ``output_dir`` -> their steps."""
-    found = {name: match for name in names if (match := _CHECKPOINT.fullmatch(name))}
-    return {name: int(match[1]) for name, match in found.items() if os.path.isfile(os.path.join(folder.path, name, STATE))}
+    folders = {name: match for name in names if (match := _CHECKPOINT.fullmatch(name))}
+    return {name: int(match[1]) for name, match in folders.items() if os.path.isfile(os.path.join(folder.path, name, STATE))}

@@ -78,7 +78,7 @@ def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder:
             TRAINER_LOSS: torch.zeros(()),
             TRAINER_LOGGED: trained.step,
         }
-        generators = [generators_of(each, OF_TRANSFORMERS, name) for name, each in own.of_ranks(pattern, OF_TRANSFORMERS)]
+        generators = [generators_of(states, OF_TRANSFORMERS, name) for name, states in own.of_ranks(pattern, OF_TRANSFORMERS)]
         small = trainer_folder.read_model_files(files, folder, [name for name in names if name not in _SCRIPTS])
     own.taken |= {trainer_folder.STATE, *small}
     kind = "checkpoint folder of transformers' Trainer with DeepSpeed"
@@ -98,19 +98,19 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
     number = min(int(named[1]) if named else 0, MAX_STEP)
     with naming_file(folder.path, KIND):
         schedules = own.numbered("scheduler", ".bin")
-        customs = {f"{CUSTOM}{at}": each for at, each in enumerate(own.numbered("custom_checkpoint", ".pkl", first="_0"))}
-        modules = {name: each for name, each in customs.items() if isinstance(each, OrderedDict) and "_metadata" in vars(each)}
+        customs = {f"{CUSTOM}{at}": state for at, state in enumerate(own.numbered("custom_checkpoint", ".pkl", first="_0"))}
+        modules = {name: state for name, state in customs.items() if isinstance(state, OrderedDict) and "_metadata" in vars(state)}
         values = {
             SAVE_ITERATION: number,
-            LOADERS: [_loader(each) for each in own.numbered("dl_state_dict", ".bin")],
-            **{name: each for name, each in customs.items() if name not in modules},
+            LOADERS: [_loader(state) for state in own.numbered("dl_state_dict", ".bin")],
+            **{name: state for name, state in customs.items() if name not in modules},
         }
-        ranks = [(name, each) for name, each in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
-        steps = {_count(each.get("step", 0), name) for name, each in ranks} or {0}
+        ranks = [(name, states) for name, states in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
+        steps = {_count(states.get("step", 0), name) for name, states in ranks} or {0}
         if len(steps) > 1:
             raise MalformedError(f"its random_states are of different steps ({', '.join(map(str, sorted(steps)))}): two saves are mixed")
-        generators = [generators_of(each, OF_ACCELERATE, name) for name, each in ranks]
-    schedule = schedules[0] if len(schedules) == 1 else {str(at): each for at, each in enumerate(schedules)} if schedules else None
+        generators = [generators_of(states, OF_ACCELERATE, name) for name, states in ranks]
+    schedule = schedules[0] if len(schedules) == 1 else {str(at): state for at, state in enumerate(schedules)} if schedules else None
     kind = "checkpoint folder of accelerate with DeepSpeed"
     values = {ACCELERATOR_STEP: steps.pop(), **values}
     return own.finish(kind, schedule, modules, generators=generators, values=values, step=number)
@@ -134,10 +134,10 @@ class _Folder:
 
     def numbered(self, stem: str, suffix: str, first: str = "") -> list[Any]:
         """The contents of ``stem``, ``stem_1``, ... as far as they go."""
-        found: list[Any] = []
-        while (name := f"{stem}{f'_{len(found)}' if found else first}{suffix}") in self._names:
-            found.append(self.load(name))
-        return found
+        contents: list[Any] = []
+        while (name := f"{stem}{f'_{len(contents)}' if contents else first}{suffix}") in self._names:
+            contents.append(self.load(name))
+        return contents
 
     def of_ranks(self, pattern: str, keys: GeneratorKeys, more: Sequence[str] = ()) -> list[tuple[str, dict[Any, Any]]]:
         """File and content of each rank; none if there is no file of any rank."""
@@ -148,11 +148,11 @@ class _Folder:
             raise MalformedError(f"it lacks {missing[0]}; DeepSpeed saved it on {self.ranks} ranks")
         if missing:
             return []
-        found = [(name, dict_of(self.load(name), f"dict in {name}")) for name in wanted]
-        other = sorted({printable(key, 40) for _, each in found for key in each if key not in (*keys, *more)})
+        contents = [(name, dict_of(self.load(name), f"dict in {name}")) for name in wanted]
+        other = sorted({printable(key, 40) for _, states in contents for key in states if key not in (*keys, *more)})
         if other:
             self._skipped["generators"] = f"those of {', '.join(other[:5])} are not imported"
-        return found
+        return contents
 
     def require_same_weights(self) -> None:
         """Checks a sample of the model's own file, if there is one, against DeepSpeed's weights."""
@@ -173,7 +173,7 @@ class _Folder:
                     size, count = there.source.size_bytes, SAMPLE * there.dtype.itemsize
                     ends = ((0, min(count, size)), (max(size - count, 0), size))
                     flat = tensor.reshape(-1).view(torch.uint8).numpy().data
-                    if any(there.source.read(*each) != flat[slice(*each)] for each in ends):
+                    if any(there.source.read(*end) != flat[slice(*end)] for end in ends):
                         raise MalformedError(f"{printable(key, 80)} in {name} differs from {self._tag}: they are of different saves")
 
     def finish(
@@ -236,7 +236,7 @@ def _loader(state: Any) -> dict[str, Any]:
     return {"loader": state, "iteration": 0, "pass_start": None, "sampler": None, "seed": None}
 
 
-def _count(found: object, name: str) -> int:
-    if type(found) is not int or not 0 <= found < 1 << 62:
+def _count(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
         raise MalformedError(f"{name} has no valid step")
-    return found
+    return value
