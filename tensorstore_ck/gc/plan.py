@@ -287,12 +287,12 @@ class Planner:
     def _forget_command(self) -> str:
         """Forgets the oldest snapshot of the longest history, of those that only a branch holds; empty if that leaves none."""
         view = self._view
-        found = (
+        candidates = (
             (len(moves), f"{name}@{moves[0].step}" if moves[0].step is not None else moves[0].root.hex()[:SHOWN_ROOT_DIGITS])
             for name in view.branches()
             if len(moves := [*view.moves(name, newest_first=False)]) > 1 and view.holds(moves[0].ulid) == 1
         )
-        address = max(found, default=(0, ""))[1]
+        address = max(candidates, default=(0, ""))[1]
         return forget_command(self._engine.backend.url, address) if address else ""
 
     def _size(self, keys: Iterable[ObjectKey]) -> int:

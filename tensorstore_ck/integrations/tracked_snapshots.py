@@ -57,8 +57,8 @@ def reference_to(store: Store | ReadOnlyStore, snapshot: Snapshot) -> str:
 
 def decode_reference(reference: str, where: str) -> TrackedSnapshot:
     """What such a URL names. Raises `InputError` if it names no snapshot; the message says `where` it was found."""
-    found = _REFERENCE.fullmatch(reference)
-    return checked_pointer(found["store"] if found else "", found["root"] if found else "", where)
+    match = _REFERENCE.fullmatch(reference)
+    return checked_pointer(match["store"] if match else "", match["root"] if match else "", where)
 
 
 def checked_pointer(store: str, root: str, where: str) -> TrackedSnapshot:

@@ -180,10 +180,10 @@ class SnapshotFiles:
         self._content = content
         layout = content.layout
         tree = parse(layout, len(content.values))
-        found = list(leaves(tree))
-        self._values = [leaf for leaf in found if leaf.kind == "value"]
+        all_leaves = list(leaves(tree))
+        self._values = [leaf for leaf in all_leaves if leaf.kind == "value"]
         model = {id(leaf) for leaf in _model_leaves(tree)}
-        tensors = [leaf for leaf in found if leaf.kind != "value"]
+        tensors = [leaf for leaf in all_leaves if leaf.kind != "value"]
         if not any(id(leaf) in model for leaf in tensors):
             model = set()
         self._tensors: dict[str, dict[str, Leaf]] = {MODEL: {}, STATE: {}}

@@ -67,17 +67,17 @@ def log_snapshot(
     run = run or wandb.run
     if run is None:
         raise InvalidOptionError("no run of W&B is active: call wandb.init() first, or pass run=", object_id="run")
-    found = find_published(store, snapshot)
-    metrics = {key: value for key, value in found.metrics.items() if math.isfinite(value)}
-    about = {"store": store.url, "root": found.root, "ref": found.ref, "step": found.step, "metrics": metrics}
+    published = find_published(store, snapshot)
+    metrics = {key: value for key, value in published.metrics.items() if math.isfinite(value)}
+    about = {"store": store.url, "root": published.root, "ref": published.ref, "step": published.step, "metrics": metrics}
     try:
-        artifact = wandb.Artifact(name or found.ref.replace("/", "-"), type=artifact_type, metadata=about)
+        artifact = wandb.Artifact(name or published.ref.replace("/", "-"), type=artifact_type, metadata=about)
     except ValueError as exc:
         raise InvalidNameError(f"W&B does not accept the artifact: {exc}", object_id=str(name)) from exc
-    artifact.add_reference(reference_to(store, found), name=REFERENCE, checksum=False)
+    artifact.add_reference(reference_to(store, published), name=REFERENCE, checksum=False)
     if not run.disabled:
-        pin_snapshot(store, found, pin, owner=f"wandb:{run.path}", reason=f"logged to W&B, artifact {artifact.name}")
-    steps = () if found.step is None else (f"step-{found.step}",)
+        pin_snapshot(store, published, pin, owner=f"wandb:{run.path}", reason=f"logged to W&B, artifact {artifact.name}")
+    steps = () if published.step is None else (f"step-{published.step}",)
     try:
         return run.log_artifact(artifact, aliases=["latest", *steps, *aliases])
     except wandb.errors.UsageError as exc:

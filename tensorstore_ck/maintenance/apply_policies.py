@@ -70,13 +70,13 @@ class RetentionReport:
     def _repr_html_(self) -> str:
         rows = (
             [
-                *each.snapshot.cells(),
-                "stays" if each.stays else "goes",
-                ", ".join(each.why),
-                "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
+                *snapshot.snapshot.cells(),
+                "stays" if snapshot.stays else "goes",
+                ", ".join(snapshot.why),
+                "" if snapshot.frees_bytes is None else human_bytes(snapshot.frees_bytes),
             ]
             for branch in self.branches
-            for each in reversed(branch.snapshots)
+            for snapshot in reversed(branch.snapshots)
         )
         return html_table(repr(self), (*COLUMNS, "", "why", "frees"), rows)
 
@@ -116,7 +116,7 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
         view = engine.log.view()
         for ref in view.branches():
             if fnmatchcase(ref, glob):
-                _warn_of_unmatched(ref, {glob: policy}, [each.info for each in candidates(view, ref)])
+                _warn_of_unmatched(ref, {glob: policy}, [candidate.info for candidate in candidates(view, ref)])
 
 
 def _warn_of_unmatched(ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
@@ -133,13 +133,13 @@ def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
 
 def policies(engine: Engine) -> dict[str, Policy]:
     """Glob -> policy. Raises `InvalidOptionError`: a newer build made one of them."""
-    found = {}
+    policies = {}
     for glob, row in engine.log.newest_view().policies().items():
         try:
-            found[glob] = Policy.decode(row.rules)
+            policies[glob] = Policy.decode(row.rules)
         except InvalidOptionError as exc:
             raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
-    return found
+    return policies
 
 
 def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
@@ -155,10 +155,10 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     with suppress(InvalidOptionError):
         own = policies_of(view, ref)
     if not own:
-        return {ulid_text(each.info.ulid): each.held_by for each in candidates(view, ref) if each.held_by}
-    found = verdicts(view, ref, own.values(), engine.clock())
-    _warn_of_unmatched(ref, own, [each.info for each in found])
-    return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
+        return {ulid_text(candidate.info.ulid): candidate.held_by for candidate in candidates(view, ref) if candidate.held_by}
+    judged = verdicts(view, ref, own.values(), engine.clock())
+    _warn_of_unmatched(ref, own, [verdict.info for verdict in judged])
+    return {ulid_text(verdict.info.ulid): verdict.why if verdict.stays else ("goes", *verdict.why) for verdict in judged}
 
 
 def retain(
@@ -192,17 +192,19 @@ def retain(
     def plan(_: int, view: RefTable) -> RetentionReport:
         of_branch = _policies_of(view, refs, instead, glob)
         now_ns = engine.clock()
-        found = {
+        judged = {
             ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view) if _has_limit(own) else None)
             for ref, own in of_branch.items()
             if own
         }
         problems[:] = [
-            problem for ref, each in found.items() for problem in unmatched_rules(ref, of_branch[ref], [verdict.info for verdict in each])
+            problem
+            for ref, of_ref in judged.items()
+            for problem in unmatched_rules(ref, of_branch[ref], [verdict.info for verdict in of_ref])
         ]
         planned.clear()
-        planned.update({ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()})
-        return _report(engine, view, of_branch, found, dry_run=dry_run)
+        planned.update({ref: {verdict.info.ulid for verdict in of_ref if not verdict.stays} for ref, of_ref in judged.items()})
+        return _report(engine, view, of_branch, judged, dry_run=dry_run)
 
     report = at_newest(engine.log, plan)
     for problem in problems:
@@ -236,9 +238,9 @@ def _has_limit(own: Mapping[str, Policy]) -> bool:
 
 
 def _report(
-    engine: Engine, view: RefTable, of_branch: Mapping[str, Mapping[str, Policy]], found: Mapping[str, list[Verdict]], *, dry_run: bool
+    engine: Engine, view: RefTable, of_branch: Mapping[str, Mapping[str, Policy]], judged: Mapping[str, list[Verdict]], *, dry_run: bool
 ) -> RetentionReport:
-    going = {(ref, verdict.info.ulid) for ref, each in found.items() for verdict in each if not verdict.stays}
+    going = {(ref, verdict.info.ulid) for ref, of_ref in judged.items() for verdict in of_ref if not verdict.stays}
     frees = _freed(engine, view, going) if going and dry_run else {}
     counted: set[Ulid] = set()
 
@@ -256,9 +258,12 @@ def _report(
             BranchVerdicts(
                 ref,
                 tuple(of_branch[ref]),
-                tuple(SnapshotVerdict(Snapshot.from_info(each.info), each.stays, each.why, freed(each)) for each in verdicts_of_ref),
+                tuple(
+                    SnapshotVerdict(Snapshot.from_info(verdict.info), verdict.stays, verdict.why, freed(verdict))
+                    for verdict in verdicts_of_ref
+                ),
             )
-            for ref, verdicts_of_ref in found.items()
+            for ref, verdicts_of_ref in judged.items()
         ),
     )
 

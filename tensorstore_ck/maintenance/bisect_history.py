@@ -88,7 +88,7 @@ def bisect(
     bad: str | None = None,
     pin_for: float | str = PIN_SECONDS,
     unpinned_unsafe: bool = False,
-    tested: Callable[[Tested], object] = lambda each: None,
+    tested: Callable[[Tested], object] = lambda outcome: None,
 ) -> Bisection:
     """See `Store.bisect`. `tested` is called after each test."""
     seconds = None if unpinned_unsafe else parse_seconds(pin_for, "pin_for")
@@ -102,10 +102,10 @@ def bisect(
             nonlocal first, last
             pins.keep(line[first : last + 1])
             snapshot = Snapshot.from_info(line[at])
-            found = is_bad(snapshot) if pins.is_live(line[at]) else None
+            answer = is_bad(snapshot) if pins.is_live(line[at]) else None
             if not pins.is_live(line[at]):
-                found = None  # what was freed during the test may have looked like anything
-            outcome: Verdict = "skip" if found is None else "bad" if found else "good"
+                answer = None  # what was freed during the test may have looked like anything
+            outcome: Verdict = "skip" if answer is None else "bad" if answer else "good"
             first, last = (at if outcome == "good" else first), (at if outcome == "bad" else last)
             done.append(Tested(snapshot, outcome))
             tested(done[-1])
@@ -164,15 +164,15 @@ def _end(
         NotFoundError: the end of the history is.
     """
     for at in positions:
-        found = verdict(at)
-        if found == wanted:
+        outcome = verdict(at)
+        if outcome == wanted:
             return at
         if address is not None:
-            what = "cannot be tested" if found == "skip" else f"is {found}"
+            what = "cannot be tested" if outcome == "skip" else f"is {outcome}"
             raise InvalidOptionError(f"{address!r} {what}, but was given as {wanted}", object_id=wanted)
-        if found == "bad":
+        if outcome == "bad":
             raise NotFoundError(f"{_named(line[at])} of {ref!r} is bad already: there is no good one before it", object_id=ref)
-        if found == "good":
+        if outcome == "good":
             raise NotFoundError(f"no bad snapshot of {ref!r} was found: {_named(line[at])} is good", object_id=ref)
     raise NotFoundError(f"there is nothing to search: no two snapshots of {ref!r} could be tested", object_id=ref)
 

@@ -47,11 +47,13 @@ def metric_points(snapshots: Sequence[Snapshot], metric: str) -> list[Point]:
     Raises:
         NotFoundError: no snapshot has it.
     """
-    found = [Point(snapshot.ref, snapshot.step, snapshot.metrics[metric]) for snapshot in reversed(snapshots) if metric in snapshot.metrics]
-    if not found:
+    points = [
+        Point(snapshot.ref, snapshot.step, snapshot.metrics[metric]) for snapshot in reversed(snapshots) if metric in snapshot.metrics
+    ]
+    if not points:
         known = sorted({name for snapshot in snapshots for name in snapshot.metrics})
         raise NotFoundError(f"no snapshot has a metric {metric!r}; there are: {', '.join(known) or 'no metrics'}", object_id=metric)
-    return found
+    return points
 
 
 def draw_points(axes: "Axes", points: Sequence[Point], metric: str) -> None:

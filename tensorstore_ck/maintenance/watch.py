@@ -77,8 +77,8 @@ def watch(
 def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
     """Snapshots put to a branch after entry `n`, oldest first; earlier history is not read."""
     moves = takewhile(lambda move: move.n > n, view.moves(ref))
-    found = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
-    return found[::-1]
+    published = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
+    return published[::-1]
 
 
 def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:

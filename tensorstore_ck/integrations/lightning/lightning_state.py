@@ -85,7 +85,7 @@ def checkpoint_of(stored: StoredTraining, module: nn.Module | None) -> State:
         weights = {**stored.shared.get("model", {}), **stored.buffers}
         checkpoint[WEIGHTS] = model_state.state_dict_of(module, weights)
     if not values["weights_only"]:
-        checkpoint[OPTIMIZERS] = [numbered(each) for each in _in_order(stored.shared.get("optimizer", {}))]
+        checkpoint[OPTIMIZERS] = [numbered(states) for states in _in_order(stored.shared.get("optimizer", {}))]
     return checkpoint
 
 
@@ -120,7 +120,11 @@ def numbered(state: State) -> State:
         for name in group["params"]:
             numbers.setdefault(name, len(numbers))
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    return {**state, "state": {numbers.get(name, name): each for name, each in state.get("state", {}).items()}, "param_groups": groups}
+    return {
+        **state,
+        "state": {numbers.get(name, name): moments for name, moments in state.get("state", {}).items()},
+        "param_groups": groups,
+    }
 
 
 def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:
@@ -128,10 +132,10 @@ def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:
     if not isinstance(dumped, Mapping) or dumped.keys() != own.keys():
         return False
     return all(
-        each.shape == own[name].shape and each.dtype == own[name].dtype and each.data_ptr() == own[name].data_ptr()
-        if isinstance(each, Tensor) and isinstance(own[name], Tensor)
-        else each is own[name]
-        for name, each in dumped.items()
+        tensor.shape == own[name].shape and tensor.dtype == own[name].dtype and tensor.data_ptr() == own[name].data_ptr()
+        if isinstance(tensor, Tensor) and isinstance(own[name], Tensor)
+        else tensor is own[name]
+        for name, tensor in dumped.items()
     )
 
 

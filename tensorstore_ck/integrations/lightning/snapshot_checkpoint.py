@@ -62,8 +62,8 @@ class FilesNamedFirst(Trigger):
 
 def newest_metrics(trainer: Any) -> dict[str, float]:
     """The newest value of each metric that is one number."""
-    found = {name: value for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
-    return {name: float(value) for name, value in found.items()}
+    numbers = {name: value for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def epoch_of(trainer: Any) -> float:
@@ -150,8 +150,8 @@ class SnapshotMixin:
         """
         require_supported(trainer)
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
-        others = [each for each in trainer.checkpoint_callbacks if isinstance(each, SnapshotMixin) and each is not self]
-        if any((each._store.url, each._ref) == (self._store.url, self._ref) for each in others):
+        others = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, SnapshotMixin) and callback is not self]
+        if any((callback._store.url, callback._ref) == (self._store.url, self._ref) for callback in others):
             raise InvalidOptionError(f"two callbacks save to {self._ref!r}: give each a ref of its own", object_id=self._ref)
         self._resume.install(trainer)
         if stage == FIT:
@@ -159,16 +159,16 @@ class SnapshotMixin:
             self._checkpointer = None
             self._waits = self._postponed = self._is_naming = False
             self._asked, self._step_seen = [], -1
-            for each in (pl_module, trainer.datamodule):
-                require_storable({"hyper_parameters": dict(each.hparams) if each is not None and each.hparams else {}})
+            for owner in (pl_module, trainer.datamodule):
+                require_storable({"hyper_parameters": dict(owner.hparams) if owner is not None and owner.hparams else {}})
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """`ckpt_path="last"`: the newest snapshot of the ref; Lightning's own files while there is none."""
         newest = self._resume.point_to_newest()
         if newest is not None:
             return {newest}
-        found: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
-        return {path for path in found if read_pointer(path) is None}
+        paths: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
+        return {path for path in paths if read_pointer(path) is None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """See ModelCheckpoint.

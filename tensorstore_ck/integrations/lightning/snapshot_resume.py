@@ -69,7 +69,7 @@ class SnapshotResume:
     def install(self, trainer: Any) -> None:
         """Takes part in what this Trainer's Strategy loads."""
         installed: list[SnapshotResume] = getattr(trainer.strategy, RESUMES, [])
-        if not any(each is self for each in installed):
+        if not any(resume is self for resume in installed):
             install(trainer.strategy, lambda path, native: self._load(trainer, path, native), lambda: self._before_training(trainer))
             setattr(trainer.strategy, RESUMES, [*installed, self])
 
@@ -104,18 +104,18 @@ class SnapshotResume:
 
     def _load(self, trainer: Any, path: str, load_natively: Callable[[], State]) -> State:
         """The checkpoint that Lightning loads from a path or an address."""
-        others: list[SnapshotResume] = [each for each in getattr(trainer.strategy, RESUMES) if each is not self]
-        if any(path in each._newest_pointers for each in others):
+        others: list[SnapshotResume] = [resume for resume in getattr(trainer.strategy, RESUMES) if resume is not self]
+        if any(path in other._newest_pointers for other in others):
             return load_natively()
         is_newest = path in self._newest_pointers
         pointer = None if is_newest else read_pointer(path)
-        if pointer is not None and pointer.store != self._store.url and any(pointer.store == each._store.url for each in others):
+        if pointer is not None and pointer.store != self._store.url and any(pointer.store == other._store.url for other in others):
             return load_natively()
         if is_newest:
-            found = self._load_from(trainer, self._ref)
+            loaded = self._load_from(trainer, self._ref)
             self._newest_pointers.discard(path)
             shutil.rmtree(Path(path).parent, ignore_errors=True)
-            return found
+            return loaded
         if pointer is not None:
             return self._load_from(trainer, pointer.address_in(self._store, path))
         if os.path.exists(path) or "://" in path:
@@ -123,7 +123,7 @@ class SnapshotResume:
         try:
             return self._load_from(trainer, path)
         except NotFoundError:
-            if any(each._store.url != self._store.url for each in others):
+            if any(other._store.url != self._store.url for other in others):
                 return load_natively()  # the next callback's store may have it
             raise
 
@@ -154,12 +154,12 @@ class SnapshotResume:
 
     def _read(self, trainer: Any, address: str) -> StoredTraining:
         parts: tuple[str, ...] = ("model", "optimizer") if trainer.state.fn == FITTING else ("model",)
-        found = read_training(self._store, address, group=all_ranks(), parts=() if is_sharded(trainer.strategy) else parts)
-        if OWN not in found.rank_values:
+        stored = read_training(self._store, address, group=all_ranks(), parts=() if is_sharded(trainer.strategy) else parts)
+        if OWN not in stored.rank_values:
             raise InvalidOptionError(
                 f"{address!r} was not saved by tensorstore_ck.lightning: restore it with TrainingState.restore", object_id=address
             )
-        return found
+        return stored
 
     # --- the loop goes on ---------------------------------------------------------------------------------------------
 

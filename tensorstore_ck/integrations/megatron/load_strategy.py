@@ -62,9 +62,9 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         """
         stored = self.open(checkpoint_dir)
         wanted = list(nested_values(sharded_state_dict))
-        stored.load_objects([each for each in wanted if isinstance(each, ShardedObject)])
-        stored.load_tensors([each for each in wanted if isinstance(each, ShardedTensor)])
-        return dict_list_map_outplace(lambda each: each.data, sharded_state_dict)
+        stored.load_objects([item for item in wanted if isinstance(item, ShardedObject)])
+        stored.load_tensors([item for item in wanted if isinstance(item, ShardedTensor)])
+        return dict_list_map_outplace(lambda item: item.data, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Key -> the whole tensor, without data."""
@@ -93,7 +93,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
                 f"{path} is missing: no snapshot was published for this folder; resume from an earlier one", object_id=path
             )
         try:
-            found = self._store.session.resolve(pointer.address_in(self._store, path))
+            resolved = self._store.session.resolve(pointer.address_in(self._store, path))
         except NotFoundError as exc:
             if pointer.store == self._store.url:
                 why = "is not there: a policy or a person dropped it; resume from another one"
@@ -102,12 +102,12 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
             raise UnpublishedError(
                 f"{path} names the snapshot {pointer.address[:16]} of {pointer.store}, which {why}", object_id=path
             ) from exc
-        refuse_marked(Snapshot.from_info(found.info), path, "resume from an earlier one")
-        root = found.info.root.hex()
+        refuse_marked(Snapshot.from_info(resolved.info), path, "resume from an earlier one")
+        root = resolved.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_snapshot(self._store.engine, found.info, place=place_among_ranks())
+            content = open_snapshot(self._store.engine, resolved.info, place=place_among_ranks())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
-        self._store.session.fence.note_restored(found)
+        self._store.session.fence.note_restored(resolved)
         return self._opened[1]
 
 

@@ -110,5 +110,5 @@ def route_to_store(save: SaveStrategy, load: LoadStrategy) -> None:
 
 def _stock(action: StrategyAction) -> Any:
     """Megatron's own strategy, also at a second `register`."""
-    found: Any = get_default_strategy(action, "torch", 1)
-    return found.stock if isinstance(found, CommonLoadStrategy | CommonSaveStrategy) else found
+    strategy: Any = get_default_strategy(action, "torch", 1)
+    return strategy.stock if isinstance(strategy, CommonLoadStrategy | CommonSaveStrategy) else strategy

@@ -202,8 +202,8 @@ def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_st
         pointer = read_pointer(latest)
         if pointer is None:
             return None
-        found = store.session.resolve(pointer.address_in(store, str(latest)))
+        resolved = store.session.resolve(pointer.address_in(store, str(latest)))
     except StoreError:
         return None  # the save meets the same, and says so
-    is_head = found.branch == ref and found.info.root == found.branch_root
-    return found.info.root if is_head and found.info.step is not None and found.info.step <= began_with else None
+    is_head = resolved.branch == ref and resolved.info.root == resolved.branch_root
+    return resolved.info.root if is_head and resolved.info.step is not None and resolved.info.step <= began_with else None

@@ -114,8 +114,8 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         iteration: int = self.find_latest()  # what it found before
         wanted: CkptID = self._ckpt_id(iteration)
         while True:
-            found, plan, problem = self._read(wanted)
-            problems = [each for each in GroupWrapper().all_gather_object(problem) if each is not None]
+            held, plan, problem = self._read(wanted)
+            problems = [reported for reported in GroupWrapper().all_gather_object(problem) if reported is not None]
             if not problems:
                 break
             self.latest_iteration = _NONE
@@ -128,8 +128,8 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     object_id=str(self.local_ckpt_dir),
                 )
         if plan is None:
-            return found[wanted], wanted
-        return self.repl_strategy.retrieve_execute(plan, found)[wanted], wanted
+            return held[wanted], wanted
+        return self.repl_strategy.retrieve_execute(plan, held)[wanted], wanted
 
     def _read(self, wanted: CkptID) -> tuple[dict[CkptID, TensorAwareStateDict], ExchangePlan | None, tuple[bool, str] | None]:
         """What this rank needs of its store, for itself or to send it; the plan of the exchange; whether it is damaged, and the reason."""
@@ -138,7 +138,7 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             if self.repl_strategy is not None:
                 plan = self.repl_strategy.retrieve_plan(self.globally_available_ids, [wanted])
             needed = [wanted] if plan is None else sorted(plan.required_ids())
-            return {each: self._load_fn(each) for each in needed}, plan, None
+            return {ckpt_id: self._load_fn(ckpt_id) for ckpt_id in needed}, plan, None
         except (StoreError, NoReplicasAvailableError) as exc:
             return {}, plan, (isinstance(exc, DamageError), f"rank {self.rank}: {exc}")
 

@@ -98,12 +98,12 @@ class RankStore:
     def delete(self, *, iteration: int | None = None, before: int | None = None) -> None:
         """Deletes the checkpoints of `iteration`, or all of earlier iterations than `before`, and frees their space at once."""
         with self._open() as store:
-            found = [each for each in self._ids(store) if each[0] == iteration or (before is not None and each[0] < before)]
-            _delete(store, [_name(number, rank) for number, rank, _ in found])
+            ckpt_ids = [ckpt_id for ckpt_id in self._ids(store) if ckpt_id[0] == iteration or (before is not None and ckpt_id[0] < before)]
+            _delete(store, [_name(number, rank) for number, rank, _ in ckpt_ids])
 
     def _ids(self, store: Store) -> list[CkptID]:
-        found = (_NAME.fullmatch(name) for name in store.branches())
-        return [(int(each[1]), int(each[2]), self._session_id) for each in found if each is not None]
+        matches = (_NAME.fullmatch(name) for name in store.branches())
+        return [(int(match[1]), int(match[2]), self._session_id) for match in matches if match is not None]
 
     def _open(self) -> Store:
         return open_store(self.folder / "store", create=True, cache_dir=self.folder / "cache", state_dir=self.folder / "state")

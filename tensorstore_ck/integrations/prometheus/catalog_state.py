@@ -88,11 +88,11 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
 
 def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefState]) -> dict[str, RefState]:
     saved = and_(jobs.c.store_id == refs.c.store_id, jobs.c.ref == refs.c.name)
-    found = {}
+    states = {}
     for row in connection.execute(select(jobs, refs.c.step.label("head_step")).join(refs, saved).where(refs.c.store_id == store_id)):
         known = before.get(row.ref)
         unchanged = known is not None and known.saves == row.puts
-        found[row.ref] = RefState(
+        states[row.ref] = RefState(
             ref=row.ref,
             head_step=row.head_step,
             saves=row.puts,
@@ -102,7 +102,7 @@ def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefSt
             logical_bytes=row.logical_bytes,
             new_bytes=row.new_bytes,
         )
-    return found
+    return states
 
 
 def _newest_duration(connection: Connection, store_id: int, ref: str) -> int | None:

@@ -100,7 +100,7 @@ class WatchedStore:
         self._report("be measured", error)
 
     def _report(self, work: str, error: Exception | None) -> None:
-        said = "" if error is None else f"{self.url} cannot {work} now: {error}"
-        if said and said != self._said.get(work):
-            _logger.warning("%s", one_line(redacted(said)), exc_info=None if isinstance(error, StoreError) else error)
-        self._said[work] = said
+        message = "" if error is None else f"{self.url} cannot {work} now: {error}"
+        if message and message != self._said.get(work):
+            _logger.warning("%s", one_line(redacted(message)), exc_info=None if isinstance(error, StoreError) else error)
+        self._said[work] = message

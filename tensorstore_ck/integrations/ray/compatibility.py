@@ -32,10 +32,10 @@ def num_to_keep() -> int | None:
             object_id="ray",
         ) from exc
     try:
-        found: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
+        limit: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
     except AttributeError as exc:
         raise _changed(exc.name) from exc
-    return found
+    return limit
 
 
 def reported_checkpoints() -> list[Any]:
@@ -44,8 +44,8 @@ def reported_checkpoints() -> list[Any]:
         from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints  # noqa: PLC0415 - alpha names
     except ImportError as exc:
         raise _changed(exc.name) from exc
-    found: list[Any] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=0)
-    return found
+    reported: list[Any] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=0)
+    return reported
 
 
 def _changed(name: str | None) -> MissingExtraError:

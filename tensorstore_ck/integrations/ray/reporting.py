@@ -128,26 +128,26 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
             return _restore_named(pointer.address, state, store, ref, group)
         except (*DAMAGES, NotFoundError) as exc:
             skipped = f"the snapshot {pointer.address[:16]} that Ray's checkpoint names was skipped: {exc}"
-    found = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()
-    if found is None and checkpoint is not None:
+    newest = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()
+    if newest is None and checkpoint is not None:
         raise NotFoundError(
             f"{ref!r} in {store.url} has no snapshots, and Ray has a checkpoint, {checkpoint.path}, that names one: open the store that "
             "it was reported from",
             object_id=ref,
         )
-    if found is not None and skipped:
-        warnings.warn(f"{skipped}; resuming from {found.ref}@{found.step} instead", stacklevel=2)
-    return found
+    if newest is not None and skipped:
+        warnings.warn(f"{skipped}; resuming from {newest.ref}@{newest.step} instead", stacklevel=2)
+    return newest
 
 
 def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
     def name() -> bytes:
         if ref not in store.branches():
             return root.encode()
-        found = store.resolve(root)
-        address = address_through_ref(store, found, ref)  # so that the next save may follow it
-        if address == found.root:
-            raise NotFoundError(f"{ref} has another snapshot of step {found.step} by now", object_id=root)
+        snapshot = store.resolve(root)
+        address = address_through_ref(store, snapshot, ref)  # so that the next save may follow it
+        if address == snapshot.root:
+            raise NotFoundError(f"{ref} has another snapshot of step {snapshot.step} by now", object_id=root)
         return address.encode()
 
     address = ask_first_rank(store, group, f"the address of {root}", name).decode()
@@ -178,13 +178,13 @@ def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | No
     """The metrics of the first worker, as in Ray."""
 
     def numbers() -> bytes:
-        return json.dumps({name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}).encode()
+        return json.dumps({name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}).encode()
 
     return dict(json.loads(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
 
 
 def _free_dropped(store: Store, ref: str) -> None:
-    if sum(each.ref == ref for each in store.forgotten()) < DROPPED:
+    if sum(removal.ref == ref for removal in store.forgotten()) < DROPPED:
         return
     try:
         store.free_dropped(ref)

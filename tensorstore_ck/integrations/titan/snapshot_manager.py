@@ -131,7 +131,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         """What is saved. `restores`: for a restore, without what is excluded."""
         optimizers, own = self.states[OPTIMIZER], {TRAIN_STATE: self.states.get(TRAIN_STATE)}
         is_container = isinstance(optimizers, Iterable)
-        others = {key: each for key, each in self.states.items() if key not in {MODEL, TRAIN_STATE} and each is not None}
+        others = {key: held for key, held in self.states.items() if key not in {MODEL, TRAIN_STATE} and held is not None}
         if is_container:
             del others[OPTIMIZER]
         if restores:
@@ -145,7 +145,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             model=weights_of(self._parts),
             optimizer=trained[0] if len(trained) == 1 else trained or None,
             extra=others,
-            rank_values={key: each for key, each in own.items() if each is not None},
+            rank_values={key: held for key, held in own.items() if held is not None},
         )
 
     # --- save ---------------------------------------------------------------------------------------------------------
@@ -217,11 +217,11 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         advice = "set checkpoint.load_step to an earlier step, or to that of {} to accept it"
         search = ResumeSearch(self._store, address, self._group, advice=advice)
         ended = ""
-        while (found := self._next_address(search, ended)) is not None:
+        while (candidate := self._next_address(search, ended)) is not None:
             try:
-                saved_step, is_weights_only = self._describe(found)
+                saved_step, is_weights_only = self._describe(candidate)
                 if not is_weights_only or saved_step == 0:
-                    self._restore(found, weights_only=saved_step == 0)
+                    self._restore(candidate, weights_only=saved_step == 0)
                     return True
             except StoreError as exc:
                 search.note_failure(exc)
@@ -264,8 +264,8 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         logger.info(f"Loading {address} from {self._store.url}.")
         excluded = {"optimizer"} & set(self.exclude_from_loading)
         parts = ["model"] if weights_only else [part for part in PARTS if part not in excluded]
-        found = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
-        if found is None:
+        restored = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
+        if restored is None:
             raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
         if not weights_only:
             self._lend_generator()

@@ -159,8 +159,8 @@ class CheckpointManager:
 
         def step() -> int | None:
             number, head = _NUMBER.search(checkpoint_id), self._store.branches().get(self._ref)
-            found = None if number is None else int(number[1])
-            return None if found is None or (head is not None and found < (head.step or 0)) else found
+            wanted = None if number is None else int(number[1])
+            return None if wanted is None or (head is not None and wanted < (head.step or 0)) else wanted
 
         def prepare() -> tuple[rank_items.Leaves, Any]:
             self._specs.require_fitting(checkpoint)
@@ -280,8 +280,8 @@ class CheckpointManager:
 
     def _restore(self, address: str, checkpoint_id: str, into: Mapping[str, Any], map_location: Any, *, strict: bool) -> Mapping[str, Any]:
         read = partial(self._read, checkpoint_id, into, strict, "cpu" if map_location is None else map_location)
-        found: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
-        return found
+        loaded: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
+        return loaded
 
     def _address_of(self, checkpoint_id: str) -> str:
         """Where the newest checkpoint with this id is; through the ref, if possible, so that the next save may follow it."""
@@ -306,14 +306,14 @@ class CheckpointManager:
         note = self._store.metadata(root).get(NOTE)
         return note if isinstance(note, dict) else {}
 
-    def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, found: Restoring) -> dict[str, Any]:
+    def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, restoring: Restoring) -> dict[str, Any]:
         """Loads into `into`, which can fail on one rank alone."""
         self._specs.require_fitting(into)
-        own = self._own(checkpoint_id, into, found)
-        target, report, stored = {**into}, LoadReport(), found.lazy()
+        own = self._own(checkpoint_id, into, restoring)
+        target, report, stored = {**into}, LoadReport(), restoring.lazy()
         shared = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
         left = rank_items.without(target, own)
-        restored = found.checkout(into=left, strict=False, report=report, device=device) if left else {}
+        restored = restoring.checkout(into=left, strict=False, report=report, device=device) if left else {}
         for key in target:
             if key not in shared and not any(path[0] == key for path in own) and any(_is_below(name, key) for name in report.missing):
                 raise NoSuchCheckpointError(f"checkpoint {checkpoint_id!r} has no item {key!r}", object_id=key)
@@ -325,13 +325,13 @@ class CheckpointManager:
             warnings.warn(f"checkpoint {checkpoint_id!r} lacks keys, which stay as they are: {report.missing}", LoadWarning, stacklevel=2)
         return dict(rank_items.put_back(target, restored, own))
 
-    def _own(self, checkpoint_id: str, into: Mapping[str, Any], found: Restoring) -> rank_items.Leaves:
+    def _own(self, checkpoint_id: str, into: Mapping[str, Any], restoring: Restoring) -> rank_items.Leaves:
         """This rank's own leaves, of those that are wanted."""
-        ranks = self._note(found.info.root.hex()).get("ranks", 1)
+        ranks = self._note(restoring.info.root.hex()).get("ranks", 1)
         if ranks == 1:
             return {}
-        rank = 0 if found.group is None else found.group.rank()
-        stored = found.rank_state(rank if rank < ranks else 0)["own"]
+        rank = 0 if restoring.group is None else restoring.group.rank()
+        stored = restoring.rank_state(rank if rank < ranks else 0)["own"]
         own = {tuple(path): leaf for path, leaf in stored if rank_items.is_wanted({**into}, tuple(path))}
         if rank >= ranks and own:
             names = [".".join(map(str, path)) for path in own]

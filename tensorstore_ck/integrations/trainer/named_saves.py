@@ -61,8 +61,8 @@ class NamedSaves:
 
     def finish(self) -> None:
         """Lets pointers name the roots of saves that have ended; removes those of saves that failed."""
-        ended = [each for each in self._unfinished if each.pending.done()]
-        self._unfinished = [each for each in self._unfinished if each not in ended]
+        ended = [save for save in self._unfinished if save.pending.done()]
+        self._unfinished = [save for save in self._unfinished if save not in ended]
         for pending, pointer, paths, latest in ended:
             left = [path for path in paths if self._read(path) == pointer]  # else the user or a later save has removed or replaced it
             try:

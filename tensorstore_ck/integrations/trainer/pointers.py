@@ -40,8 +40,8 @@ class SnapshotPointer(NamedTuple):
     def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
         """What the text of the file at `path` names. Raises `InputError` if it names no snapshot."""
         try:
-            found = json.loads(text)
-            return cls(str(found["store"]), str(found["address"]), str(found.get("run", "")))
+            fields = json.loads(text)
+            return cls(str(fields["store"]), str(fields["address"]), str(fields.get("run", "")))
         except (ValueError, KeyError, TypeError) as exc:
             raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=path) from exc
 
@@ -67,17 +67,17 @@ class SnapshotPointer(NamedTuple):
         """
         self.require_store(store.url, path)
         try:
-            found = store.resolve(self.address)
+            snapshot = store.resolve(self.address)
         except NotFoundError:
             return self.address
-        if self.run and saved_by(store, found) != self.run:
+        if self.run and saved_by(store, snapshot) != self.run:
             raise NotFoundError(
                 f"{path} names a save that was never published: {self.address} is what a later process saved. Resume from another folder, "
                 f"or pass {self.address!r} if you mean that snapshot",
                 object_id=path,
             )
-        through_ref = address_through_ref(store, found, found.ref)
-        return self.address if through_ref == found.root else through_ref
+        through_ref = address_through_ref(store, snapshot, snapshot.ref)
+        return self.address if through_ref == snapshot.root else through_ref
 
 
 def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, back: int = 0) -> str:

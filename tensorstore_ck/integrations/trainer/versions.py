@@ -73,7 +73,7 @@ def changed_methods(owner: object, methods: Mapping[str, Parameters]) -> Iterato
 
 def changed_functions(functions: Iterable[tuple[Callable[..., Any], Parameters]]) -> Iterator[str]:
     """The names of functions and classes that have other parameters."""
-    return (each.__qualname__ for each, parameters in functions if tuple(inspect.signature(each).parameters) != parameters)
+    return (function.__qualname__ for function, parameters in functions if tuple(inspect.signature(function).parameters) != parameters)
 
 
 def missing_attributes(owner: object, paths: Iterable[str]) -> Iterator[str]:
@@ -85,9 +85,9 @@ _MISSING = object()
 
 
 def _attribute(owner: object, path: str, default: object = None) -> Any:
-    found: Any = owner
+    value: Any = owner
     for name in path.split("."):
-        found = getattr(found, name, _MISSING)
-        if found is _MISSING:
+        value = getattr(value, name, _MISSING)
+        if value is _MISSING:
             return default
-    return found
+    return value

@@ -150,12 +150,12 @@ class _Plan:
         groups: dict[str, dict[tuple[int, ...], dict[str, int]]] = {}
         for pattern in rule.hf:
             for _, values in self._found(pattern):
-                index = tuple(values[each] for each in rule.stacked)
+                index = tuple(values[variable] for variable in rule.stacked)
                 groups.setdefault(rule.megatron.name(values), {})[index] = values
         for target, members in groups.items():
             sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
             if len(members) != prod(sizes):
-                index = next(each for each in product(*map(range, sizes)) if each not in members)
+                index = next(position for position in product(*map(range, sizes)) if position not in members)
                 self._fail(target, f"{', '.join(rule.stacked)} = {', '.join(map(str, index))} is missing")
             form: TensorForm | None = None
             copies: list[RowCopy] = []

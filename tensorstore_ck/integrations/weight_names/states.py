@@ -33,7 +33,7 @@ def convert_state(names: WeightNames, state: Any) -> ConvertedState:
             left_out.append(path)
     forms = {name: TensorForm(boxes[0].global_shape, str(boxes[0].local.dtype).removeprefix("torch.")) for name, boxes in tensors.items()}
     conversion = plan_conversion(names, forms)
-    return ConvertedState({name: _converted(each, tensors) for name, each in conversion.tensors.items()}, left_out)
+    return ConvertedState({name: _converted(tensor, tensors) for name, tensor in conversion.tensors.items()}, left_out)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -203,8 +203,8 @@ class Environment:
         if self._failure or self._pid != os.getpid():
             self._require_usable()
         try:
-            found = os.fstat(self._data_file)
-            if (found.st_mtime_ns, found.st_size) != self._intact:
+            status = os.fstat(self._data_file)
+            if (status.st_mtime_ns, status.st_size) != self._intact:
                 self._require_intact()
             return use(*args, **kwargs)
         except lmdb.Error as exc:
@@ -369,9 +369,9 @@ def allocate(path: Path, size_bytes: int) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        found = os.fstat(fd)
-        if not found.st_size or found.st_blocks * 512 < found.st_size:
-            os.posix_fallocate(fd, 0, found.st_size or size_bytes)
+        status = os.fstat(fd)
+        if not status.st_size or status.st_blocks * 512 < status.st_size:
+            os.posix_fallocate(fd, 0, status.st_size or size_bytes)
     except OSError as exc:
         exc.filename = str(path)
         raise

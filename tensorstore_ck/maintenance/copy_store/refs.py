@@ -160,8 +160,8 @@ class _Copy:
         return [row.ulid] if row is not None else []
 
     def _is_tag_there(self, name: str) -> bool:
-        found, there = self._from.tag(name), self._to.tag(name)
-        if there is not None and there == found:
+        source, there = self._from.tag(name), self._to.tag(name)
+        if there is not None and there == source:
             return True
         _require_free(self._to, name, self._target.backend.url)
         return False

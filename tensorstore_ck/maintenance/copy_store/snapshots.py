@@ -255,4 +255,4 @@ def copy_decoded(
     except BaseException:
         writer.abort()
         raise
-    return Copied(writer.added, sum(each.stored for location in located.values() for each in chain_of(location)), writer.new_bytes)
+    return Copied(writer.added, sum(extent.stored for location in located.values() for extent in chain_of(location)), writer.new_bytes)

@@ -48,8 +48,8 @@ class GroupCosts:
 
     def groups(self) -> tuple[GroupCost, ...]:
         """The groups, by name."""
-        found = sorted(self._groups.items())
-        return tuple(GroupCost(name, group.raw_bytes, group.stored_bytes, dict(group.codecs)) for name, group in found)
+        by_name = sorted(self._groups.items())
+        return tuple(GroupCost(name, group.raw_bytes, group.stored_bytes, dict(group.codecs)) for name, group in by_name)
 
 
 class _Group:
@@ -80,7 +80,7 @@ def describe_with_costs(engine: Engine, info: SnapshotInfo) -> tuple[SnapshotDet
     """As `describe`, with the cost of each tensor by its name."""
     by_tensor = GroupCosts(str)
     details = _describe(engine, info, GroupCosts(), by_tensor)
-    return details, {each.name: each for each in by_tensor.groups()}
+    return details, {cost.name: cost for cost in by_tensor.groups()}
 
 
 def _describe(engine: Engine, info: SnapshotInfo, *costs: GroupCosts) -> SnapshotDetails:
@@ -120,8 +120,8 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _add(costs: Sequence[GroupCosts], reader: SnapshotReader, part: Part, locations: BlockLocations) -> None:
-    for each in costs:
-        each.add(reader, part, locations)
+    for cost in costs:
+        cost.add(reader, part, locations)
 
 
 def _stored(engine: Engine, opened: OpenSnapshot, costs: Sequence[GroupCosts]) -> tuple[int, tuple[str, ...]]:

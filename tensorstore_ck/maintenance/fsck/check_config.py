@@ -47,8 +47,8 @@ def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
 
 def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig | None:
     """`config` with a UUID found in a damaged store.json, if the log confirms it."""
-    for found in dict.fromkeys(_UUID.findall(data)[:MAX_CANDIDATES]):
-        candidate = replace(config, uuid=found.decode("ascii"))
+    for text in dict.fromkeys(_UUID.findall(data)[:MAX_CANDIDATES]):
+        candidate = replace(config, uuid=text.decode("ascii"))
         if is_of_log(backend, candidate):
             return candidate
     return None
@@ -81,7 +81,7 @@ def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: boo
     is_named = len(logs) == 1 or (other is not None and other.log == config.log) or json.dumps(config.log).encode() in data
     own = confirmed(backend, data, config) if not is_newer else None  # a newer build may have written it: only a copy can tell
     candidates = [own, None if other is None else replace(config, uuid=other.uuid)]
-    sure = next((found for found in candidates if found is not None and is_named and is_of_log(backend, found)), None)
+    sure = next((candidate for candidate in candidates if candidate is not None and is_named and is_of_log(backend, candidate)), None)
     return FoundConfig(sure or own or config, sure is not None)
 
 

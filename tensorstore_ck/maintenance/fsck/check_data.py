@@ -195,7 +195,7 @@ class DataCheck:
         if not options.reads_data:
             return chosen
         first = frozenset(chosen)
-        wanted_bytes = (options.sample_fraction or 1) * sum(found.size_bytes for found in listed.values())
+        wanted_bytes = (options.sample_fraction or 1) * sum(pack.size_bytes for pack in listed.values())
         wanted_bytes -= sum(listed[pack].size_bytes for pack in chosen)
         for pack in self._verified.order():
             if pack in first:

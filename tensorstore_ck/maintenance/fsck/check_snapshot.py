@@ -144,9 +144,9 @@ def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.in
         yield locations.packs[number], rows
 
 
-def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
+def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) -> Record:
     """The record that repair rebuilds: fields from the log, and the content under its root. Only such a record may replace another."""
-    return found._replace(
+    return record._replace(
         ref=info.ref,
         step=info.step,
         parent=info.parent,
@@ -262,12 +262,12 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
 
 def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
     """One damage per kind and object, with the affected names of all parts, without blocks."""
-    found: dict[tuple[str, str], Damage] = {}
+    merged: dict[tuple[str, str], Damage] = {}
     for damage in damages:
-        known = found.setdefault((damage.kind, damage.object), damage)
+        known = merged.setdefault((damage.kind, damage.object), damage)
         names = tuple(dict.fromkeys((*known.names, *damage.names))) if known.names and damage.names else ()
-        found[damage.kind, damage.object] = known._replace(names=names, blocks=None)
-    yield from found.values()
+        merged[damage.kind, damage.object] = known._replace(names=names, blocks=None)
+    yield from merged.values()
 
 
 def describe_hit(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:

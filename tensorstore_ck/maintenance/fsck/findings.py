@@ -73,12 +73,12 @@ class FsckReport:
     """Why the log does not say that this check took place; empty if it does, or should not."""
 
     def __repr__(self) -> str:
-        found = f"{sum(each.severity == 'error' for each in self.findings):,} errors" if not self.ok else "ok"
-        notices = sum(each.severity == "notice" for each in self.findings)
-        return f"FsckReport({found}, {notices:,} notices; {self.snapshots:,} snapshots, {self.packs:,} packs, {self.blocks:,} blocks)"
+        errors = f"{sum(finding.severity == 'error' for finding in self.findings):,} errors" if not self.ok else "ok"
+        notices = sum(finding.severity == "notice" for finding in self.findings)
+        return f"FsckReport({errors}, {notices:,} notices; {self.snapshots:,} snapshots, {self.packs:,} packs, {self.blocks:,} blocks)"
 
     def _repr_html_(self) -> str:
-        rows = ((each.severity, each.kind, each.object, each.message, "; ".join(each.hits)) for each in self.findings)
+        rows = ((finding.severity, finding.kind, finding.object, finding.message, "; ".join(finding.hits)) for finding in self.findings)
         return html_table(repr(self), ("severity", "kind", "object", "message", "hits"), rows)
 
     @property
@@ -156,8 +156,8 @@ class Findings:
     def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
         """Adds how an object can be repaired."""
         with self._lock:
-            found = list(self._found.items())
-        for (name, kind), gathered in found:
+            items = list(self._found.items())
+        for (name, kind), gathered in items:
             if name == object_name and kind != UNREADABLE:
                 with self._lock:
                     gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
@@ -169,8 +169,8 @@ class Findings:
 
     def also_damaged(self) -> str:
         """What was found damaged, to add to the message of an error that ends the check; empty if nothing was."""
-        found = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
-        return f"; also damaged: {'; '.join(found[:MAX_HITS])}" if found else ""
+        errors = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
+        return f"; also damaged: {'; '.join(errors[:MAX_HITS])}" if errors else ""
 
     def all(self) -> tuple[Finding, ...]:
         """All findings, errors first, by object."""

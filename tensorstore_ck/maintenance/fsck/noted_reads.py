@@ -30,9 +30,9 @@ class ReadErrors:
 class _NotedReads:
     """All other attributes are the inner backend's."""
 
-    def __init__(self, inner: Backend, found: list[StoreError]) -> None:
+    def __init__(self, inner: Backend, errors: list[StoreError]) -> None:
         self._inner = inner
-        self._found = found
+        self._found = errors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -138,8 +138,8 @@ class _Repair:
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
         report = fsck.run()
-        if found := _unreadable(report):
-            raise UnreadableError(f"the repair stops: {found[0].object}: {found[0].message}", object_id=found[0].object)
+        if unreadable := _unreadable(report):
+            raise UnreadableError(f"the repair stops: {unreadable[0].object}: {unreadable[0].message}", object_id=unreadable[0].object)
         self._bad = fsck.packs.bad
         return fsck, report
 
@@ -200,10 +200,10 @@ class _Repair:
         key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
         is_intact = is_moved_intact(self._engine.backend, relocation)
         exact = None if is_intact else rebuilder.exact(key, relocation.hash)
-        found = (data, "rebuilt from the footers of its packs") if data is not None else exact
-        if found is not None:
-            rebuilder.overwrite(key, found[0])
-            return found[1]
+        source = (data, "rebuilt from the footers of its packs") if data is not None else exact
+        if source is not None:
+            rebuilder.overwrite(key, source[0])
+            return source[1]
         record = fsck.at_log.read_record(info)
         for rank, part in enumerate(record.parts):
             if _is_located(fsck.at_log, record, rank):
@@ -232,7 +232,7 @@ class _Repair:
         if not damaged:
             return False
         view = fsck.at_log.log.view()
-        parts = (found for info in view.snapshots() for found in placed_parts(fsck.at_log, info))
+        parts = (placed for info in view.snapshots() for placed in placed_parts(fsck.at_log, info))
         needed = blocks_in(damaged, parts)
         wanted = [block for pack in needed.packs for block in needed.ids(pack)]
         source = BlockSource(self._engine.backend, fsck.packs, self._other, wanted)
@@ -291,8 +291,8 @@ def _is_located(engine: Engine, record: Record, rank: int) -> bool:
 def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:
     """(snapshot, name) of every damaged object except packs."""
     view = fsck.at_log.log.view()
-    found = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())
-    return [(info, damage.object) for info, checked in found if info is not None for damage in checked.damages if damage.blocks is None]
+    checks = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())
+    return [(info, damage.object) for info, checked in checks if info is not None for damage in checked.damages if damage.blocks is None]
 
 
 def _reason(checked: SnapshotCheck) -> str:

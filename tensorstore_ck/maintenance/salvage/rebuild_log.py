@@ -120,7 +120,7 @@ class _EventReplay:
                 self._new.add(self._now_ns, [_fixed(Op.set_location(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
         for _, together in groupby(ordered, key=lambda relocation: relocation.n):
-            ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]
+            ops = [Op.relocate(relocation.pack, relocation.moved, relocation.hash, relocation.targets) for relocation in together]
             for at in range(0, len(ops), RELOCATIONS_AN_ENTRY):
                 self._new.add(self._now_ns, [_fixed(*ops[at : at + RELOCATIONS_AN_ENTRY])])
 

@@ -116,8 +116,8 @@ class _Salvage:
         unknown = read_lost_relocations(self._backend, log.view)
         learn_locations(log.view, unknown, self._placed)
         packs = Packs(self._backend, list_kind(self._backend, "pack"))
-        found = list(find_relocations(packs, log.view, unknown))
-        add_relocations(log.table, found)
+        usable = list(find_relocations(packs, log.view, unknown))
+        add_relocations(log.table, usable)
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         strays = {stray.info.ulid: stray for stray in self._read_strays(log.view)}
         engine = make_engine(self._placed.at(None), config, MemoryTable(), clock=self._clock, new_id=self._new_id)
@@ -133,7 +133,7 @@ class _Salvage:
         in_use = [relocation for moved, relocation in relocations_in_force(log.view).items() if moved in needed]
         self._problems += [
             f"no log entry names {ObjectKey('moved', lost.moved).name}, which relocates the blocks of {pack_name(lost.pack)}"
-            for lost in found
+            for lost in usable
             if lost in in_use and lost.pack not in packs.listed
         ]
         if not self._problems and not recovered:
@@ -166,9 +166,9 @@ class _Salvage:
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         engine = read_only_engine(make_engine(self._backend, config, MemoryTable(), clock=self._clock, new_id=self._new_id), log)
         intact = self._check_snapshots(engine, packs, known)
-        if found := [*self._problems, *(lost.note for lost in self._lost.values())]:
+        if damage := [*self._problems, *(lost.note for lost in self._lost.values())]:
             raise CorruptObjectError(
-                f"{self._backend.url} is damaged ({found[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
+                f"{self._backend.url} is damaged ({damage[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
             )
         held = [info for info in log.view.snapshots() if info.ulid in intact]
         needed = {moved for info in held for moved in intact[info.ulid].moved}
